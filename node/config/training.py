@@ -17,7 +17,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII
 
 
 class LossConfig(BaseConfig):
-    """The loss of a step, by name; formulas and sources: training/losses/formulas.py."""
+    """The loss of a step, by name; formulas and sources: training/losses.py."""
 
     type: Literal["dppo_kl", "ipo", "grpo_two_sided", "gspo", "reverse_kl", "ce", "custom"] = (
         "dppo_kl"
@@ -51,7 +51,7 @@ class LossConfig(BaseConfig):
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """reverse_kl and its term: how far a token's probability may fall before it is left out."""
     custom: str = ""
-    """custom: "package.module:function" of an installed package (training/losses/custom.py)."""
+    """custom: "package.module:function" of an installed package (training/losses.py)."""
     custom_args: dict[str, Any] = Field(default_factory=dict[str, Any])
     """custom: keyword arguments of the function."""
 

@@ -13,7 +13,7 @@ ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}
 def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable_here) -> Engine:
     """The engine that `config.type` names, not started. Heavy libraries load when it starts.
 
-    On a GPU it computes in a process of its own; see training/choice.py for why. `gpus` names those there are.
+    On a GPU it computes in a process of its own; see docs/training.md for why. `gpus` names those there are.
     """
     if config.type == "vllm":
         from .hosted import HostedEngine

@@ -4,7 +4,7 @@ The engine stamps the policy version at generation time, first and last per comp
 lands while a completion runs is seen in its stamp. Batching is the engine's business: callers call
 generate() concurrently. Requests of one group begin in the order in which they were asked for and draw in step,
 so that at a load() none has drawn more tokens than one that began before it and still goes on: the trainer
-checks it (proofs/checks.py, late_samples), and a sample that breaks it is given up.
+checks it (verification/checks.py, late_samples), and a sample that breaks it is given up.
 Implementations: HfEngine (hf.py), HostedEngine (hosted.py), AdaptedEngine (adapted.py).
 Suite: tests/conformance/test_engine.py.
 """

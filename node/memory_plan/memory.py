@@ -51,7 +51,7 @@ UPDATE_BYTES = 20  # per changed element: position and value, before and after l
 # The learner and what runs beside it.
 LOGITS_BUFFERS = 3  # logits of a chunk, their gradient, and one of the chunk before
 ALLOCATOR_SLACK = 0.05
-AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (audits/replay.py)
+AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (verification/replay.py)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
 

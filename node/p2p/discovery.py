@@ -1,7 +1,7 @@
 """The discovery seam: finding peers, and best-effort gossip of small sealed facts.
 
 Nothing here is believed: a fact is a sealed envelope that the receiver verifies itself, and a node
-works with discovery switched off. Implementation: libp2p.py; tests use tests/support/memory_discovery.py.
+works with discovery switched off. Implementation: libp2p.py; tests use tests/support/memory_network.py.
 Suite: tests/conformance/test_discovery.py.
 """
 

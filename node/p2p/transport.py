@@ -2,7 +2,7 @@
 
 A connection is made to a NodeId, never to an address: addresses are hints. The side that opens closes.
 Every method may be cancelled; a cancelled read or write leaves its stream fit only for abort().
-Implementation: iroh.py (QUIC); tests use tests/support/memory_transport.py (one process).
+Implementation: iroh.py (QUIC); tests use tests/support/memory_network.py (one process).
 Suite: tests/conformance/test_transport.py.
 """
 

@@ -363,7 +363,7 @@ CONNECT_S = 30.0
 
 
 class Outlet(Protocol):
-    """The process that computes, or what sends there (socket_outlet.py). Raises OSError when it is gone."""
+    """The process that computes, or what sends there (SocketOutlet). Raises OSError when it is gone."""
 
     def connect(self, target: socket.socket) -> None:
         """Have it write to `target` from now on."""

@@ -5,7 +5,7 @@
 
 A model is trained a little (trained_model.py) and decoded token by token by what the stages of a pipeline
 compute, one of which may hold other weights than it should; then each rollout is measured by a prefill and laid
-to stages by the rules of a run. `built in` are the bounds of verification/thresholds.py; `calibrated` are 1.2
+to stages by the rules of a run. `built in` are the bounds of verification/bounds.py; `calibrated` are 1.2
 times the largest distance of half of the honest rollouts to reject, and their 99 % quantile to suspect.
 --massive makes one channel of the residual stream so many times larger than the others, as trained models do.
 """

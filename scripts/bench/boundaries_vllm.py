@@ -27,7 +27,7 @@ from primerl.node.verification.replay import Replay
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.crossing_cases import coarse  # pyright: ignore
+from support.auditor_cases import coarse  # pyright: ignore
 from support.vllm_pipeline_cases import Pipeline, pipeline, plan_of, shape_of  # pyright: ignore
 
 ENDS = [2, 5, 8]

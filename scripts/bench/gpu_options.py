@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.engine_cases import sharp
-from support.update_cases import blended
+from support.engine_cases import blended, sharp
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.build import build_engine

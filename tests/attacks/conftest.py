@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support.swarm import Swarm
-from support.swarm_fixtures import model_dir, quiet_registry
+from support.swarm import Swarm, model_dir, quiet_registry
 
 __all__ = ["model_dir", "quiet_registry", "siege"]
 

@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from support.rogue import Rogue, reason_of, soon
+from support.hostile import Rogue, reason_of, soon
 from support.swarm import Swarm
 
 from primerl.crypto.keys import SecretKey

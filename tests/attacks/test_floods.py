@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.rogue import Rogue
+from support.hostile import Rogue
 from support.swarm import Swarm, until
 
 from primerl.node.p2p.rpc import Refused

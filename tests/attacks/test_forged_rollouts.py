@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.counting_environment import ASK, STOP
-from support.rogue import Rogue, altered, altered_branch, reason_of, say
+from support.hostile import Rogue, altered, altered_branch, reason_of, say
 from support.swarm import VOCABULARY, Swarm
 
 from primerl.protocol.errors import Reason

@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from support.rogue import Rogue, reason_of
+from support.hostile import Rogue, reason_of
 from support.swarm import Swarm, until
 
 from primerl.node.p2p.connections import (

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.disks import fill, small_disk
-from support.rogue import Rogue, reason_of
+from support.hostile import Rogue, reason_of
+from support.machine import fill, small_disk
 from support.swarm import Swarm, until
 from support.witness import WitnessEngine
 

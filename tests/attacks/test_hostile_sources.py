@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import zstandard
 from msgspec.structs import replace
-from support.hostile import HostileTrainer, policy, tensor_table
-from support.rogue import Rogue
+from support.hostile import HostileTrainer, Rogue, policy, tensor_table
 from support.swarm import Swarm, side_by_side, until
 
 from primerl.crypto.hashing import digest

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from msgspec import structs
-from support.auditor_cases import OWN, Case, item_of, make_case
-from support.crossing_cases import CUTS, coarse, make_deep, staged
+from support.auditor_cases import CUTS, OWN, Case, coarse, item_of, make_case, make_deep, staged
 from support.engine_cases import FP32
 from support.prefill_core import PrefillCore
 from support.protocol_cases import LEASE, NOW, PLAN, TRAINER

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.hostile import HostileTrainer
+from support.hostile import HostileTrainer, Rogue
 from support.protocol_cases import head
-from support.rogue import Rogue
 from support.swarm import Swarm
 
 from primerl.node.ops.errors import NodeError, StorageError, TicketError, UsageError

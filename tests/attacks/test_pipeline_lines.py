@@ -5,9 +5,21 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from support.frame_cases import SHAPE, plan, step
-from support.memory_transport import MemoryNetwork
-from support.ring_cases import LIMITS, RUN, TRAINER, Chain, Node, chain, key_of, sealed, soon
+from support.memory_network import MemoryNetwork
+from support.ring_cases import (
+    LIMITS,
+    RUN,
+    SHAPE,
+    TRAINER,
+    Chain,
+    Node,
+    chain,
+    key_of,
+    plan,
+    sealed,
+    soon,
+    step,
+)
 from support.swarm import until
 
 from primerl.crypto.hashing import digest

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.hostile import Rogue, reason_of
 from support.offer_cases import CONFIG, offer, record
-from support.rogue import Rogue, reason_of
 from support.swarm import VOCABULARY, Swarm
 
 from primerl.crypto.keys import SecretKey

@@ -10,9 +10,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 from support.bare_services import bare_services
-from support.memory_transport import MemoryNetwork
+from support.hostile import Rogue, altered, reason_of, soon
+from support.memory_network import MemoryNetwork
 from support.protocol_cases import LEASE, RUN, TRAINER, WORKER
-from support.rogue import Rogue, altered, reason_of, soon
 from support.swarm import Swarm
 
 from primerl.crypto.hashing import digest

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.counting_environment import STOP, counting_task, question, right_reply
-from support.rogue import Rogue, say
+from support.hostile import Rogue, say
 from support.swarm import Swarm
 
 from primerl.node.p2p.rpc import Refused

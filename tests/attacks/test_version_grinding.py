@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.counting_environment import STOP
-from support.rogue import Rogue, say
+from support.hostile import Rogue, say
 from support.swarm import Swarm
 from support.witness import Fakes, WitnessEngine, felt, told
 

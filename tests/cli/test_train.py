@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.disks import fill, make_read_only, small_disk
+from support.machine import fill, make_read_only, small_disk
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
-from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.chunk_client import ChunkSource, PeerPaths, TcpChunks

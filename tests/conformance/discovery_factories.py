@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.discovery import Discovery

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from support import memory_port
-from support.frame_cases import SHAPE
+from support import ring_cases
+from support.ring_cases import SHAPE
 
 from primerl.node.pipeline.frames import FrameLimits
 from primerl.node.pipeline.ports import Port, SocketOutlet, SocketPort, SplitPort
@@ -21,7 +21,7 @@ Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
 @contextmanager
 def memory(directory: Path) -> Generator[tuple[Port, Port]]:
     """Two ends in memory."""
-    near, far = memory_port.pair(depth=4)
+    near, far = ring_cases.pair(depth=4)
     yield near, far
     near.close()
     far.close()

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from conformance.engine_factories import PARAMS, Case, make_case
-from support.engine_cases import request, started, varied_requests
-from support.update_cases import blended
+from support.engine_cases import blended, request, started, varied_requests
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.ops.errors import EngineError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conformance.port_factories import FACTORIES
-from support.frame_cases import said, same, step
+from support.ring_cases import said, same, step
 
 from primerl.node.pipeline.frames import Frame, Kind
 from primerl.node.pipeline.ports import Port, PortClosed, PortTimeout

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.iroh import IrohTransport

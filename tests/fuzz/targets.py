@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec import structs
-from support import fingerprint_cases, frame_cases
+from support import fingerprint_cases, ring_cases
 from support import weights_cases as cases
 from support.protocol_cases import (
     LEASE,
@@ -77,7 +77,7 @@ from primerl.protocol.rollouts import Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.version import WIRE_VERSION
 
-LIMITS = FrameLimits.of(frame_cases.SHAPE)
+LIMITS = FrameLimits.of(ring_cases.SHAPE)
 MAX_IMPLIED = 1 << 22
 """Bytes: what a manifest made of foreign bytes may imply here, else one input fills the memory by right."""
 
@@ -356,7 +356,7 @@ def seeds() -> list[bytes]:
     payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
     payloads.append((said, bytes([len(DOCUMENTS) - 1]) + msgspec.msgpack.encode(MESSAGES[0])))
     payloads.append((sealed, sealed_head(policy_head(0))))
-    frames = (frame_cases.step(7, 1), Frame(Kind.RESET, 7, 0), Frame(Kind.FAULT, 7, 1, b"why"))
+    frames = (ring_cases.step(7, 1), Frame(Kind.RESET, 7, 0), Frame(Kind.FAULT, 7, 1, b"why"))
     payloads += [(frame, b"".join(encode(one, LIMITS))) for one in frames]
     for number, scheme in enumerate(SCHEMES):
         for tokens in (1, 32, 40):

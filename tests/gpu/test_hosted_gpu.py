@@ -15,7 +15,7 @@ from typing import Any
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 import torch
-from support.update_cases import blended
+from support.engine_cases import blended
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import GenerateRequest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support.update_cases import blended
+from support.engine_cases import blended
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest

@@ -1,3 +1,3 @@
-from support.swarm_fixtures import model_dir, quiet_registry
+from support.swarm import model_dir, quiet_registry
 
 __all__ = ["model_dir", "quiet_registry"]

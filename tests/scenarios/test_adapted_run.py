@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.even_environment import EvenEnvironment
+from support.audits import AuditedSwarm
+from support.counting_environment import EvenEnvironment
 from support.sharp_model import make_sharp
 from support.swarm import Running, Swarm
-from support.validation import AuditedSwarm
 
 from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig

@@ -5,9 +5,9 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
-from support.rogue import Rogue
+from support.hostile import Rogue
 from support.swarm import Swarm, until
-from support.witness import Fakes, WitnessEngine, trained_ages
+from support.witness import Fakes, trained_ages
 
 from primerl.node.training.backend import TrainBatch
 from primerl.protocol.manifests import PolicyHead
@@ -193,23 +193,6 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
             assert {one.reason for one in verdict.rejections} == {"stale"}
             (row,) = await swarm.trainer.peers()
             assert row["trust"] >= 0.5
-
-
-async def test_a_worker_generates_for_a_new_term_only_with_its_weights(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    fakes = Fakes(last_step=2)
-    async with Swarm(
-        tmp_path, model_dir, fakes=fakes, max_steps=6, checkpoint={"interval": 3}
-    ) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("w1", engine=WitnessEngine(fakes, "w1"))
-        await swarm.wait_step(2)
-        await swarm.crash_trainer()
-        fakes.go.set()
-        await swarm.start_trainer(resume=True)
-        summary = await swarm.finished()
-    assert set(summary["rejected"]) <= {"stale"}
 
 
 async def test_workers_find_a_trainer_that_moved_through_gossip(

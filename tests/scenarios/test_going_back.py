@@ -122,7 +122,7 @@ async def test_a_checkpoint_that_was_named_is_taken_or_the_run_does_not_start(
     assert Checkpoints(run_dir / "checkpoints", keep_last=9).steps() == [0, 1, 2]
 
 
-async def test_a_fork_is_a_new_run_that_begins_where_the_other_one_is(
+async def test_a_fork_is_a_new_run_that_goes_on_in_the_data_and_not_in_the_books(
     tmp_path: Path, model_dir: Path
 ) -> None:
     (tmp_path / "a").mkdir()
@@ -130,6 +130,9 @@ async def test_a_fork_is_a_new_run_that_begins_where_the_other_one_is(
     kept = {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
     async with Swarm(tmp_path / "b", model_dir, max_steps=6) as swarm:
         await swarm.start_trainer(resume={"dir": source, "step": 3})
+        await swarm.wait_step(3)
+        theirs, ours = [await cursor(run, 3) for run in (source, swarm.run_dir)]
+        assert (await swarm.trainer.status())["waiting_groups"] == 0
         swarm.add_worker("w1")
         summary = await swarm.finished()
         await swarm.workers["w1"].ended()
@@ -143,6 +146,16 @@ async def test_a_fork_is_a_new_run_that_begins_where_the_other_one_is(
     assert summary["run_id"] != json.loads((source / "summary.json").read_text())["run_id"]
     assert {p: p.stat().st_mtime_ns for p in source.rglob("*") if p.is_file()} == kept
     assert Checkpoints(swarm.run_dir / "checkpoints", keep_last=2).latest() == 6
+    for name in ("next_task", "requeued", "history", "staleness_max", "reputations"):
+        assert ours[name] == theirs[name], name
+    assert theirs["verified_up_to"] > 0 == ours["verified_up_to"]
+    assert (ours["accepted"], ours["received"], ours["rejected"]) == (0, 0, {})
+
+
+async def cursor(run_dir: Path, step: int) -> dict[str, Any]:
+    """The books in a checkpoint."""
+    parts = await Checkpoints(run_dir / "checkpoints", keep_last=1).read(step)
+    return msgspec.json.decode(parts["cursor"])
 
 
 async def _state(source: Path, step: int, model_dir: Path) -> bytes:
@@ -151,27 +164,6 @@ async def _state(source: Path, step: int, model_dir: Path) -> bytes:
     await backend.start(model_dir)
     await backend.load(Checkpoints(source / "checkpoints", keep_last=1).backend_directory(step))
     return state_digest(digests(await backend.state()))
-
-
-async def test_a_fork_goes_on_in_the_data_and_not_in_the_books(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    (tmp_path / "a").mkdir()
-    source = await trained(tmp_path / "a", model_dir, 3)
-    first = Checkpoints(source / "checkpoints", keep_last=1)
-    theirs = msgspec.json.decode((await first.read(3))["cursor"])
-    fakes = Fakes(last_step=3)
-    async with Swarm(tmp_path / "b", model_dir, fakes=fakes, max_steps=4) as swarm:
-        await swarm.start_trainer(resume={"dir": source})
-        await swarm.wait_step(3)
-        ours = msgspec.json.decode(
-            (await Checkpoints(swarm.run_dir / "checkpoints", keep_last=1).read(3))["cursor"]
-        )
-        assert (await swarm.trainer.status())["waiting_groups"] == 0
-    for name in ("next_task", "requeued", "history", "staleness_max", "reputations"):
-        assert ours[name] == theirs[name], name
-    assert theirs["verified_up_to"] > 0 == ours["verified_up_to"]
-    assert (ours["accepted"], ours["received"], ours["rejected"]) == (0, 0, {})
 
 
 async def test_where_a_fork_may_go_and_where_not(tmp_path: Path, model_dir: Path) -> None:

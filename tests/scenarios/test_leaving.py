@@ -2,14 +2,13 @@
 
 import asyncio
 import itertools
-import json
 from pathlib import Path
 
 import pytest
-from support.hostile import HostileTrainer, policy
-from support.rogue import Rogue
+from support.hostile import HostileTrainer, Rogue, policy
 from support.swarm import Swarm, until
 
+from primerl.crypto.hashing import short
 from primerl.node.ops.errors import NetworkError, RunFailed
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
@@ -34,32 +33,6 @@ async def test_workers_of_a_trainer_that_was_stopped_wait_and_work_on_when_it_is
         version = (await swarm.trainer.status())["version"]
         await swarm.wait_step(version + 1)
         await until(lambda: "the trainer is back" in caplog.text)
-
-
-async def test_a_worker_leaves_a_trainer_that_was_stopped_and_did_not_come_back(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
-        await swarm.start_trainer()
-        worker = swarm.add_worker("w1", wait_for_trainer_s=1.0)
-        await swarm.wait_step(1)
-        await swarm.stop_trainer()
-        with pytest.raises(
-            NetworkError, match=r"was stopped and may be resumed, and was not there"
-        ):
-            await worker.ended(30.0)
-
-
-async def test_a_worker_leaves_a_trainer_that_was_stopped_unless_it_was_asked_to_wait(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
-        await swarm.start_trainer()
-        worker = swarm.add_worker("w1", wait=False)
-        await swarm.wait_step(1)
-        await swarm.stop_trainer()
-        with pytest.raises(NetworkError, match=r"was stopped and may be resumed: .* --wait waits"):
-            await worker.ended(10.0)
 
 
 async def test_a_run_that_fails_tells_its_watchers_why(tmp_path: Path, model_dir: Path) -> None:
@@ -91,18 +64,6 @@ async def test_a_worker_of_a_run_that_failed_leaves_with_its_reason(
             await worker.ended(30.0)
 
 
-async def test_a_worker_that_finds_a_run_that_is_over_says_so(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=1) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("w1")
-        await swarm.finished(60.0)
-        await swarm.workers["w1"].ended(30.0)
-        summary = json.loads((swarm.run_dir / "summary.json").read_text())
-        assert len(summary["workers"]) == 1
-
-
 async def test_a_worker_that_comes_when_a_run_is_over_leaves_at_once_and_says_so(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -118,14 +79,16 @@ class Finishing(HostileTrainer):
         raise RemoteProtocolError(Reason.RUN_ENDED, "the run has reached its last step")
 
 
-async def test_a_trainer_that_finishes_admits_nobody(tmp_path: Path, model_dir: Path) -> None:
+async def test_a_trainer_that_finishes_admits_no_node_and_counts_those_that_worked(
+    tmp_path: Path, model_dir: Path
+) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=1) as swarm:
         await swarm.start_trainer()
         async with Rogue(swarm, "watcher") as rogue, Rogue(swarm, "late") as late:
             stream = await (await rogue.control()).open_stream()
             await send(stream, WatchHeads(0, -1))  # the trainer stays until its watchers heard
             await late.hello()
-            swarm.add_worker("w1")
+            worker = swarm.add_worker("w1")
             reason = None
             async with asyncio.timeout(60.0):
                 while reason is None:
@@ -134,6 +97,10 @@ async def test_a_trainer_that_finishes_admits_nobody(tmp_path: Path, model_dir: 
                     except Refused as refused:
                         reason = refused.reason
         assert reason == Reason.RUN_ENDED
+        summary = await swarm.finished(60.0)
+        await worker.ended(30.0)
+    assert set(summary["workers"]) == {short(worker.node_id)}
+    assert set(summary["chunk_bytes_by_source"]) == {short(worker.node_id)}
 
 
 async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_the_end(
@@ -154,19 +121,6 @@ async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_th
         await worker.ended(10.0)
 
 
-async def test_nodes_that_only_said_hello_are_not_in_the_summary(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=2) as swarm:
-        await swarm.start_trainer()
-        async with Rogue(swarm, "phantom") as rogue:
-            await rogue.hello()
-        worker = swarm.add_worker("w1")
-        summary = await swarm.finished(60.0)
-    assert set(summary["workers"]) == {worker.node_id.hex()[:10]}
-    assert set(summary["chunk_bytes_by_source"]) == {worker.node_id.hex()[:10]}
-
-
 def test_lines_about_what_goes_on_come_at_growing_distances() -> None:
     now = 0.0
     lines = LogBackoff(1.0, 600.0, clock=lambda: now)
@@ -180,3 +134,20 @@ def test_lines_about_what_goes_on_come_at_growing_distances() -> None:
     assert max(b - a for a, b in itertools.pairwise(said)) <= 600.0
     lines.reset()
     assert lines.due()
+
+
+async def test_workers_leave_a_trainer_that_was_stopped_at_once_or_when_they_have_waited(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        patient = swarm.add_worker("patient", wait_for_trainer_s=1.0)
+        hasty = swarm.add_worker("hasty", wait=False)
+        await until(lambda: all(swarm.fakes.newest(name) >= 1 for name in swarm.workers))
+        await swarm.stop_trainer()
+        with pytest.raises(NetworkError, match=r"was stopped and may be resumed: .* --wait waits"):
+            await hasty.ended(10.0)
+        with pytest.raises(
+            NetworkError, match=r"was stopped and may be resumed, and was not there"
+        ):
+            await patient.ended(30.0)

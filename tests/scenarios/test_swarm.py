@@ -4,15 +4,21 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.memory_transport import MemoryNetwork
-from support.swarm import Running, Swarm, shaky, side_by_side, until
+from support.memory_network import MemoryNetwork
+from support.swarm import MakeLedger, Running, Swarm, shaky, side_by_side, until
 from support.witness import Fakes, WitnessEngine, never_right, trained_ages
 
 from primerl.crypto.hashing import short
-from primerl.node.ops.errors import RunFailed
+from primerl.node.app.factories import Factories
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import Engine
+from primerl.node.ops.errors import NetworkError, RunFailed
 
 KEEP = {"keep_versions": 1000}
 """So that every head is still there at the end."""
@@ -26,6 +32,13 @@ async def contributed(swarm: Swarm, workers: list[Running], timeout: float = 60.
             if wanted <= {row["id"] for row in await swarm.trainer.peers() if row["accepted"]}:
                 return
             await asyncio.sleep(0.05)
+
+
+async def phase(node: Running) -> str:
+    """What a node is doing; empty before it answers."""
+    with suppress(NetworkError):
+        return (await node.status())["phase"]
+    return ""
 
 
 async def for_ever() -> None:
@@ -96,8 +109,11 @@ async def test_workers_from_before_with_and_after_the_trainer_all_contribute(
         await swarm.wait_step(0)
         await swarm.crash_trainer()
         early = swarm.add_worker("early")
-        await asyncio.sleep(0.2)
-        assert (await early.status())["phase"] == "joining"
+        async with asyncio.timeout(60.0):
+            while True:
+                if await phase(early) == "joining":
+                    break
+                await asyncio.sleep(0.02)
         await swarm.start_trainer(resume=True)
         prompt = swarm.add_worker("prompt")
         await swarm.wait_step(3)
@@ -258,3 +274,39 @@ async def nothing_too_old(tmp_path: Path, model_dir: Path, bound: int, seed: int
     assert [batch.step for batch in batches] == list(range(1, 9))
     ages = set[int]().union(*map(trained_ages, batches))
     assert ages <= set(range(bound + 1))
+
+
+# -- the length of a sequence ------------------------------------------------------------------------
+
+
+class NotingSwarm(Swarm):
+    """Notes the longest sequence of the engine of each worker."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.lengths: dict[str, int] = {}
+
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+        factories = super()._factories(running, ledger)
+
+        def engine(config: EngineConfig) -> Engine:
+            self.lengths[running.data_dir.name] = config.max_model_len
+            return factories.engine(config)
+
+        return replace(factories, engine=engine)
+
+
+async def test_workers_serve_the_length_of_their_run(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The default of 1,024 once cut replies of a longer run short, and the trainer refused them."""
+    swarm = NotingSwarm(tmp_path, model_dir, max_steps=10_000, training={"seq_len": 3000})
+    async with swarm:
+        await swarm.start_trainer()
+        sections = {"default": {}, "short": {"max_model_len": 512}, "long": {"max_model_len": 4096}}
+        for name, section in sections.items():
+            swarm.add_worker(name, engine_section=section)
+        await until(lambda: all(swarm.fakes.newest(name) >= 0 for name in sections))
+    assert swarm.lengths == {"default": 3000, "short": 512, "long": 3000}
+    assert caplog.text.count("engine.max_model_len is 512, and a sequence") == 1
+    assert caplog.text.count("engine.max_model_len is ") == 1

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.rogue import Rogue, altered_branch, reason_of
+from support.audits import VALIDATOR, AuditedSwarm, BentAuditor, Found
+from support.hostile import Rogue, altered_branch, reason_of
 from support.swarm import until
-from support.validation import VALIDATOR, AuditedSwarm, BentAuditor, Found
 from support.witness import Fakes
 
 from primerl.node.verification.auditor import MEASURES, Measured

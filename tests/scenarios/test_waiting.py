@@ -42,15 +42,6 @@ async def says(node: Running, *parts: str, other: Callable[[str], bool] = lambda
     return said
 
 
-async def test_a_run_that_nobody_has_joined_says_how_to_join(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir) as swarm:
-        await swarm.start_trainer()
-        said = await says(swarm.trainer, "no worker has joined", "primerl-node join")
-        assert said.startswith("0 of 4 groups are in")
-
-
 async def test_groups_of_equal_rewards_are_named_while_they_gather_and_when_batches_were_empty(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -96,9 +87,13 @@ async def test_a_run_whose_workers_are_all_refused_says_so_and_so_do_they(
         await says(worker, "resting", "refused work (", "primerl-node explain")
 
 
-async def test_a_worker_without_a_trainer_says_so(tmp_path: Path, model_dir: Path) -> None:
+async def test_a_trainer_without_workers_and_a_worker_without_a_trainer_say_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
         await swarm.start_trainer()
+        said = await says(swarm.trainer, "no worker has joined", "primerl-node join")
+        assert said.startswith("0 of 4 groups are in")
         await swarm.stop_trainer()
         worker = swarm.add_worker("w")
         await says(worker, "the trainer is not reached")
@@ -120,7 +115,9 @@ async def test_a_worker_that_is_leased_nothing_says_why(tmp_path: Path, model_di
         await swarm.wait_step(1)
 
 
-async def test_a_worker_knows_what_its_work_comes_to(tmp_path: Path, model_dir: Path) -> None:
+async def test_a_worker_knows_what_its_work_comes_to_and_has_left_when_it_is_stopped(
+    tmp_path: Path, model_dir: Path
+) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w")
@@ -132,16 +129,10 @@ async def test_a_worker_knows_what_its_work_comes_to(tmp_path: Path, model_dir: 
                 await asyncio.sleep(0.05)
         [row] = await swarm.trainer.peers()
         assert abs(row["trust"] - status["trust"]) < 0.2
-
-
-async def test_a_peer_that_said_goodbye_has_left(tmp_path: Path, model_dir: Path) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("w")
-        await until(lambda: swarm.fakes.newest("w") >= 0)
         await swarm.stop_worker("w")
         [row] = await swarm.trainer.peers()
         assert row["left"]
+        assert "failed" not in await says(swarm.trainer, "1 left")
 
 
 def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
@@ -171,14 +162,3 @@ async def test_a_worker_that_dies_for_good_says_why_in_the_status_of_the_run(
         assert said.isprintable()
         swarm.add_worker("w1")  # mended
         assert (await swarm.finished())["steps"] == 3
-
-
-async def test_a_worker_that_is_stopped_has_left_and_not_failed(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("w1")
-        await swarm.wait_step(1)
-        await swarm.stop_worker("w1")
-        assert "failed" not in await says(swarm.trainer, "1 left")

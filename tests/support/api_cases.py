@@ -14,9 +14,11 @@ from support.chat_model import IM_END, make_chat_model
 from primerl.node.api.completions import EngineRoutes
 from primerl.node.api.server import HttpServer, Served, serving
 from primerl.node.api.vllm_proxy import ProxyTargets, VllmProxy
+from primerl.node.config.run import ModelCreateConfig
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
+from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
 
 VOCABULARY = 288
@@ -174,3 +176,35 @@ async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
             if true():
                 return
             await asyncio.sleep(0.01)
+
+
+SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272)
+TEMPLATE = """
+{%- if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif -%}
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif -%}
+{{ m.content }}
+{%- for c in m.tool_calls or [] -%}
+<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "How it is there.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def tool_dir(directory: Path, template: str = TEMPLATE) -> Path:
+    """The files of a model of SHAPE, weights included."""
+    huggingface.create(directory, SHAPE, 3)
+    (directory / "chat_template.jinja").write_text(template)
+    return directory

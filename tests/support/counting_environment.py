@@ -118,3 +118,23 @@ def _check(task: Task) -> None:
 def _number(task: Task) -> int:
     drawn = 2 * (task.digest[0] % (NUMBERS // 2))
     return FIRST_NUMBER + drawn + (task.split == "eval")
+
+
+class EvenEnvironment(CountingEnvironment):
+    """The reward is the share of even tokens: something to learn from the first step on."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See Environment."""
+        episode = await super().run(task, policy)
+        return replace(episode, score=_even(episode.branches)) if episode.branches else episode
+
+
+def _even(branches: Sequence[Branch]) -> Score:
+    drawn = [
+        token
+        for branch in branches
+        for token, sampled in zip(branch.token_ids, branch.sampled, strict=True)
+        if sampled
+    ]
+    share = sum(token % 2 == 0 for token in drawn) / len(drawn)
+    return Score(reward=share, metrics={"exact": float(share == 1.0)})

@@ -1,39 +1,50 @@
-"""A trainer that may say anything under its own key, for tests of what workers believe.
-
-It is made of the real parts of a trainer, without learning; what it publishes is up to the test.
-"""
+"""Trainers and workers that break the protocol, driven by hand, against real nodes."""
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
+import msgspec
 import numpy as np
+from support.counting_environment import STOP, counting_task, question, right_reply
 from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
+from support.witness import Said, felt, now_and_then, told
 
 from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.crypto.hashing import digest as digest_of
+from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.config.run import RunConfig
-from primerl.node.p2p.connections import Router
+from primerl.node.environments.environment import Task
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.p2p.connections import Handler, Router
 from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.rpc import Refused, ask, receive, receive_reply, send
 from primerl.node.p2p.serve import BlobServer, ChunkArrivals
-from primerl.node.p2p.transport import Stream
+from primerl.node.p2p.transport import Connection, Stream, Transport, TransportError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.replica import prove
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol import tickets
-from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.envelope import Purpose, seal, unseal
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import (
     Artifact,
     ChunkRef,
+    PeerRecord,
     PolicyHead,
     PolicyManifest,
+    RunManifest,
     TensorInfo,
     Ticket,
     encode,
@@ -42,14 +53,32 @@ from primerl.protocol.messages import (
     Accepted,
     ControlRequest,
     GetHeads,
+    GetVerdicts,
+    Goodbye,
     HeadNotice,
+    Heads,
     Hello,
     LeaseReply,
     LeaseRequest,
     Message,
+    SubmitFrom,
+    SubmitOffer,
+    Submitted,
     SyncRecords,
+    Verdicts,
     WatchHeads,
     Welcome,
+    WorkerStats,
+)
+from primerl.protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Receipt,
+    RolloutRecord,
+    Submission,
+    Verdict,
+    pack_f32,
+    pack_u32,
 )
 from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
@@ -197,3 +226,279 @@ class HostileTrainer:
                 pass
         await send(stream, reply)
         await stream.finish()
+
+
+DEADLINE = 60.0
+
+T = TypeVar("T")
+
+
+def soon(seconds: int = AN_HOUR) -> int:
+    """An expiry, Unix seconds."""
+    return int(time.time()) + seconds
+
+
+class Rogue:
+    """One key and its connections to the trainer of a swarm."""
+
+    def __init__(self, swarm: Swarm, name: str = "rogue", key: SecretKey | None = None) -> None:
+        self.swarm = swarm
+        self.key = key or SecretKey.from_seed(digest_of(name.encode()))
+        self.ticket = swarm.read_ticket()
+        self.run = self.ticket.run
+        self.trainer = self.ticket.trainer
+        self.transport: Transport = at_home(swarm.network, self.key.node_id)
+        self._control: Connection | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Rogue":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        with suppress(Refused, TransportError):
+            await self.goodbye()
+        await self.transport.close()
+
+    def serve(self, *, control: Handler, blobs: Handler) -> None:
+        """Answer other workers from now on."""
+        router = Router(
+            self.transport,
+            PeerTable(),
+            {ALPN_CONTROL: control, ALPN_BLOBS: blobs},
+            max_streams_per_peer=32,
+            max_peers=32,
+        )
+        self._serving = asyncio.create_task(router.run())
+
+    # -- saying things ---------------------------------------------------------------------------
+
+    async def connect(self, alpn: bytes = ALPN_CONTROL) -> Connection:
+        """A fresh connection to the trainer."""
+        return await self.transport.connect(
+            self.trainer, self.ticket.addresses, alpn, deadline=DEADLINE
+        )
+
+    async def control(self) -> Connection:
+        """The connection for requests, dialled when needed."""
+        if self._control is None or self._control.closed:
+            self._control = await self.connect()
+        return self._control
+
+    async def ask(self, request: Message, kind: type[T]) -> T:
+        """One request and its reply. Raises Refused."""
+        return await ask(await self.control(), request, kind, deadline=DEADLINE)
+
+    def record(self, key: SecretKey | None = None, run: bytes | None = None) -> bytes:
+        """Our sealed peer record."""
+        key = key or self.key
+        body = PeerRecord(key.node_id, "inference", "rogue", self.transport.addresses(), (), True)
+        return seal(key, Purpose.PEER, run or self.run, body, expires=soon())
+
+    async def hello(
+        self,
+        *,
+        ticket: bytes | None = None,
+        record: bytes | None = None,
+        wire_version: int = WIRE_VERSION,
+    ) -> RunManifest:
+        """Ask to be admitted."""
+        hello = Hello(
+            wire_version,
+            "inference",
+            "rogue",
+            tickets.sealed_bytes(self.swarm.ticket) if ticket is None else ticket,
+            self.record() if record is None else record,
+        )
+        welcome = await self.ask(hello, Welcome)
+        return unseal(welcome.manifest, Purpose.RUN, RunManifest, now=0, signer=self.trainer).body
+
+    async def goodbye(self) -> None:
+        """Give back the leases that were not answered."""
+        await self.ask(Goodbye(), Accepted)
+
+    async def head(self) -> PolicyHead:
+        """The newest head."""
+        reply = await self.ask(GetHeads(-1), Heads)
+        return unseal(
+            reply.notices[-1].head, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer
+        ).body
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    async def poll(
+        self, wanted: int, version: int = 0, holding: tuple[int, ...] | None = None
+    ) -> LeaseReply:
+        """One lease request."""
+        return await self.ask(LeaseRequest(wanted, WorkerStats(version), holding), LeaseReply)
+
+    async def lease(self) -> tuple[Lease, bytes]:
+        """The next lease, as it is and as it was sealed."""
+        async with asyncio.timeout(DEADLINE):
+            reply = await self.poll(1)
+            while not reply.leases:
+                await asyncio.sleep(0.02)
+                reply = await self.poll(1)
+        sealed = reply.leases[0]
+        lease = unseal(
+            sealed, Purpose.LEASE, Lease, now=0, signer=self.trainer, recipient=self.key.node_id
+        ).body
+        return lease, sealed
+
+    # -- rollouts --------------------------------------------------------------------------------
+
+    async def play(self, lease: Lease) -> tuple[GroupRecord, ...]:
+        """The honest work of a lease, under the newest policy."""
+        head = await self.head()
+        return tuple(self.group(lease, task, head) for task in lease.tasks)
+
+    def group(
+        self, lease: Lease, reference: TaskRef, head: PolicyHead, reply: Said = now_and_then
+    ) -> GroupRecord:
+        """The honest rollouts of one task under one policy, which says what `reply` does."""
+        task = counting_task(reference.index)
+        rollouts = [
+            self._rollout(lease, task, index, head, reply) for index in range(lease.group_size)
+        ]
+        return GroupRecord(reference.index, reference.digest, tuple(rollouts))
+
+    def _rollout(
+        self, lease: Lease, task: Task, index: int, head: PolicyHead, reply: Said
+    ) -> RolloutRecord:
+        prompt = question(task)
+        seed = sample_seed(self.run, lease, self.key.node_id, task.digest, index)
+        said = list(reply(GenerateRequest(tuple(prompt), 4, 1.0, seed, (STOP,))))
+        reward = float(said == right_reply(task))
+        return RolloutRecord((say(prompt, said, head),), reward, "")
+
+    def bundle(
+        self,
+        lease: bytes,
+        groups: Iterable[GroupRecord],
+        *,
+        key: SecretKey | None = None,
+        run: bytes | None = None,
+        recipient: bytes | None = None,
+        purpose: Purpose = Purpose.SUBMISSION,
+        expires: int | None = None,
+        engine: str = "rogue",
+    ) -> bytes:
+        """A sealed submission."""
+        return seal(
+            key or self.key,
+            purpose,
+            run or self.run,
+            Submission(lease, tuple(groups), engine),
+            recipient=recipient or self.trainer,
+            expires=soon() if expires is None else expires,
+        )
+
+    async def submit(
+        self,
+        bundle: bytes,
+        lease_id: int,
+        *,
+        digest: bytes | None = None,
+        size: int | None = None,
+    ) -> Receipt:
+        """Offer and upload a bundle. Raises Refused."""
+        stream = await (await self.control()).open_stream()
+        try:
+            async with asyncio.timeout(DEADLINE):
+                offer = SubmitOffer(digest or digest_of(bundle), size or len(bundle), lease_id)
+                await send(stream, offer)
+                reply = await receive_reply(stream, SubmitFrom | Submitted)  # type: ignore[arg-type]
+                if isinstance(reply, SubmitFrom):
+                    await stream.write(bundle[reply.offset :])
+                    reply = await receive_reply(stream, Submitted)
+        finally:
+            await stream.abort()
+        return unseal(
+            reply.receipt,
+            Purpose.RECEIPT,
+            Receipt,
+            now=0,
+            run=self.run,
+            signer=self.trainer,
+            recipient=self.key.node_id,
+        ).body
+
+    async def work(self) -> Receipt:
+        """One lease, honestly done."""
+        lease, sealed = await self.lease()
+        return await self.submit(self.bundle(sealed, await self.play(lease)), lease.lease_id)
+
+    async def earn(self) -> None:
+        """Honest work until it is trusted with two leases at a time."""
+        for _ in range(2):
+            await self.verdict((await self.work()).lease_id)
+
+    async def verdict(self, lease_id: int) -> Verdict:
+        """What became of a submission; also a node that is banned hears it."""
+        after = 0
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                reply = await self.ask(GetVerdicts(after), Verdicts)
+                after = reply.next
+                for sealed in reply.verdicts:
+                    verdict = unseal(
+                        sealed, Purpose.VERDICT, Verdict, now=0, run=self.run, signer=self.trainer
+                    ).body
+                    if verdict.lease_id == lease_id:
+                        return verdict
+                await asyncio.sleep(0.01)
+
+
+def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchRecord:
+    """A branch with the logprobs that the policy of `head` gives."""
+    tokens = [*prompt, *said]
+    logprobs = [
+        told(head.state, head.version, 1.0, tokens[:i], tokens[i])
+        for i in range(len(prompt), len(tokens))
+    ]
+    return BranchRecord(
+        tokens=pack_u32(tokens),
+        sampled=bytes([0] * len(prompt) + [1] * len(said)),
+        logprobs=pack_f32(logprobs),
+        policy_first=head.version,
+        policy_last=head.version,
+        finish="stop" if tokens[-1] == STOP else "length",
+        proof=proof_of(head.state, tokens, len(prompt)),
+    )
+
+
+def proof_of(state: bytes, tokens: Sequence[int], start: int) -> bytes:
+    """The proof of the tokens from `start` on, under the state of that digest."""
+    if start == len(tokens):
+        return b""
+    rows = [felt(state, tokens[:i]) for i in range(start, len(tokens))]
+    return Projection().make(np.stack(rows))
+
+
+def altered(group: GroupRecord, index: int, **changes: object) -> GroupRecord:
+    """A group with one rollout changed."""
+    rollouts = list(group.rollouts)
+    rollouts[index] = msgspec.structs.replace(rollouts[index], **changes)
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+
+
+def altered_branch(group: GroupRecord, index: int, **changes: object) -> GroupRecord:
+    """A group with the only branch of one rollout changed."""
+    branch = msgspec.structs.replace(group.rollouts[index].branches[0], **changes)
+    return altered(group, index, branches=(branch,))
+
+
+async def reason_of(attempt: Awaitable[object]) -> Reason:
+    """The reason with which what is attempted is refused."""
+    try:
+        await attempt
+    except Refused as refusal:
+        return refusal.reason
+    raise AssertionError("it was not refused")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from support.memory_port import ring
+from support.ring_cases import ring
 from support.scripted_stages import WIDTH, ScriptedHead, ScriptedStage
 
 from primerl.node.config.run import EngineConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.even_environment import EvenEnvironment
+from support.counting_environment import EvenEnvironment
 from support.offer_cases import CONFIG
 from support.scripted_stages import ScriptedAuditor, ScriptedHead, ScriptedStage
 from support.swarm import Running, Swarm, make_model

@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from support.counting_environment import STOP, CountingEnvironment
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
@@ -410,3 +411,17 @@ def _copy(source: str, target: str) -> str:
     with suppress(FileNotFoundError):
         shutil.copy2(source, target)
     return target
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model directory for all runs."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nodes of tests do not show among the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield

@@ -10,9 +10,8 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from support.api_cases import NAME, Client, api
+from support.api_cases import NAME, SHAPE, TEMPLATE, Client, api
 from support.engine_cases import FP32, make_qwen3, request, started
-from support.tool_cases import SHAPE, TEMPLATE
 
 from primerl.node.api.vllm_proxy import api_options
 from primerl.node.config.run import EngineConfig

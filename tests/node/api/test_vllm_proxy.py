@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, until
+from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir, until
 from support.chat_model import COMPACT
-from support.tool_cases import tool_dir
 
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.memory_discovery import MemoryDiscovery
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryDiscovery, MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-from support.adapter_cases import LAYERS, contract, make_adapters, make_base, random_tensor
 from support.protocol_cases import ADAPTED, MANIFEST
+from support.weights_cases import LAYERS, contract, make_adapters, make_base, random_tensor
 
 from primerl.node.inference.adapted import AdaptedEngine, adapted
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest

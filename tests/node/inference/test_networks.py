@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import SHAPE, make_llama, make_qwen3, request
-from support.update_cases import blended
+from support.engine_cases import SHAPE, blended, make_llama, make_qwen3, request
 
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.model import CausalNetwork, LanguageModel, build_network

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.update_cases import blended
+from support.engine_cases import blended
 from support.vllm_cases import (
     CONFIG,
     DEADLINE_S,

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import FP32, MAX_LENGTH, SHAPE, make_qwen3, started, varied_requests
-from support.update_cases import blended
+from support.engine_cases import (
+    FP32,
+    MAX_LENGTH,
+    SHAPE,
+    blended,
+    make_qwen3,
+    started,
+    varied_requests,
+)
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
-from support.update_cases import blended
+from support.engine_cases import blended
 from support.vllm_cases import (
     CONFIG,
     DEADLINE_S,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.disks import fill, small_disk
+from support.machine import fill, small_disk
 
 from primerl.node.config.run import LogConfig
 from primerl.node.ops.errors import StorageError

@@ -17,8 +17,8 @@ from support.exchange_world import (
     until,
 )
 from support.exchange_world import references as refs
+from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
-from support.memory_transport import MemoryNetwork
 
 from primerl.node.ops.errors import NetworkError, StorageError
 from primerl.node.p2p.rpc import Refused

@@ -15,7 +15,7 @@ from support.exchange_world import (
     until,
 )
 from support.exchange_world import references as refs
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 
 from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send

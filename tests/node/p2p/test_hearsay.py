@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload, until
 from support.exchange_world import references as refs
+from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
-from support.memory_transport import MemoryNetwork
 
 from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.exchange_world import until
-from support.memory_discovery import MemoryDiscovery
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryDiscovery, MemoryNetwork
 from support.protocol_cases import OTHER_RUN, RECORD, RUN, STRANGER, TRAINER, WORKER, refuses
 
 from primerl.crypto.hashing import digest

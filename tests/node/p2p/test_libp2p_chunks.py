@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import pytest_asyncio
 import trio
+from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
-from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.chunk_client import BACKOFF_S, TcpChunks

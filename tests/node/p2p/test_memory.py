@@ -5,9 +5,15 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 import pytest
-from support.memory_discovery import MAX_FACTS, MemoryDiscovery
-from support.memory_streams import STREAM_BACKLOG, MemoryConnection
-from support.memory_transport import BACKLOG, MemoryNetwork, MemoryTransport
+from support.memory_network import (
+    BACKLOG,
+    MAX_FACTS,
+    STREAM_BACKLOG,
+    MemoryConnection,
+    MemoryDiscovery,
+    MemoryNetwork,
+    MemoryTransport,
+)
 
 from primerl.node.p2p.discovery import GossipFact
 from primerl.node.p2p.transport import ConnectionLost, StreamClosed, Unreachable

@@ -1,6 +1,6 @@
 """The peer table stays bounded, and keeps those that matter."""
 
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.protocol_cases import TRAINER
 
 from primerl.node.p2p.peers import MAX_PEERS, PeerTable

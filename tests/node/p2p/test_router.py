@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
-from support.memory_streams import MemoryConnection
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryConnection, MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.connections import (

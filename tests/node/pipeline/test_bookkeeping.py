@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from support.frame_cases import step
-from support.ring_cases import LIMITS
+from support.ring_cases import LIMITS, step
 
 from primerl.node.pipeline.frames import Frame, Head, Kind, Packet, packet
 from primerl.node.pipeline.links import PacketQueue

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import pytest
-from support.memory_port import MemoryPort, pair
+from support.ring_cases import MemoryPort, pair
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.frames import Frame, Kind

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.frame_cases import SHAPE, said, step
+from support.ring_cases import SHAPE, said, step
 
 from primerl.node.pipeline.frames import (
     BEAT,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.engine_cases import SHAPE as MODEL
 from support.engine_cases import request
-from support.frame_cases import SHAPE, plan
+from support.ring_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.frame_cases import said, step
-from support.ring_cases import LIMITS, soon
+from support.ring_cases import LIMITS, said, soon, step
 
 from primerl.node.ops.errors import NodeError
 from primerl.node.p2p.waiting import Notifier

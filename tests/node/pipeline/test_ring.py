@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.frame_cases import SHAPE, step
-from support.memory_transport import MemoryNetwork
-from support.ring_cases import Chain, chain, soon
+from support.memory_network import MemoryNetwork
+from support.ring_cases import SHAPE, Chain, chain, soon, step
 
 from primerl.node.pipeline.frames import Frame, Kind, words_of
 from primerl.node.pipeline.links import Shaper

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import numpy as np
 import pytest
-from support.frame_cases import SHAPE, step
+from support.ring_cases import SHAPE, step
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from support import memory_port
-from support.frame_cases import step
-from support.memory_port import MemoryPort
+from support import ring_cases
+from support.ring_cases import MemoryPort, step
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline import stage_loop
@@ -46,7 +45,7 @@ class Compute:
 
 @contextmanager
 def stage(compute: Compute, rank: int = 1) -> Generator[MemoryPort]:
-    near, far = memory_port.pair()
+    near, far = ring_cases.pair()
     thread = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": rank})
     thread.start()
     yield near
@@ -114,7 +113,7 @@ def test_a_version_that_was_not_prepared_is_a_fault() -> None:
 
 
 def test_a_bug_closes_the_port() -> None:
-    near, far = memory_port.pair()
+    near, far = ring_cases.pair()
     near.send(Frame(Kind.RESET, 1, 0))
     near.send(step(1, 14))
     with pytest.raises(ZeroDivisionError):
@@ -136,7 +135,7 @@ def test_the_longest_time_of_a_stage_travels_along() -> None:
 
 def test_time_is_counted_within_chains_only() -> None:
     stats = stage_loop.LoopStats()
-    near, far = memory_port.pair()
+    near, far = ring_cases.pair()
     thread = threading.Thread(
         target=stage_loop.serve, args=(far, Compute()), kwargs={"rank": 1, "stats": stats}
     )
@@ -221,7 +220,7 @@ def test_what_a_device_could_not_do_is_a_fault_of_that_chain_alone() -> None:
 def test_a_bug_behind_a_device_closes_the_port_too() -> None:
     compute = Device()
     let_go(compute, *range(20))
-    near, far = memory_port.pair()
+    near, far = ring_cases.pair()
     near.send(Frame(Kind.RESET, 1, 0))
     near.send(step(1, 14))
     with pytest.raises(ZeroDivisionError):
@@ -230,7 +229,7 @@ def test_a_bug_behind_a_device_closes_the_port_too() -> None:
 
 def test_a_stage_whose_answers_nobody_takes_computes_no_more_until_somebody_does() -> None:
     compute = Compute()
-    near, far = memory_port.pair(depth=4)
+    near, far = ring_cases.pair(depth=4)
     count = 2 * DEPTH + 20
     stage = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": 1})
 
@@ -256,7 +255,7 @@ def test_a_stage_whose_answers_nobody_takes_computes_no_more_until_somebody_does
 
 
 def test_a_stage_whose_answers_nobody_takes_ends_with_its_port() -> None:
-    near, far = memory_port.pair(depth=4)
+    near, far = ring_cases.pair(depth=4)
     stage = threading.Thread(target=stage_loop.serve, args=(far, Compute()), kwargs={"rank": 1})
     stage.start()
     near.send(Frame(Kind.RESET, 1, 0))
@@ -268,7 +267,7 @@ def test_a_stage_whose_answers_nobody_takes_ends_with_its_port() -> None:
 
 
 def test_a_ring_of_ports_leads_from_stage_to_stage_and_back() -> None:
-    ports = memory_port.ring(3)
+    ports = ring_cases.ring(3)
     threads = [
         threading.Thread(
             target=stage_loop.serve, args=(ports[rank], Compute()), kwargs={"rank": rank}

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.frame_cases import SHAPE
+from support.ring_cases import SHAPE
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.step_codec import (

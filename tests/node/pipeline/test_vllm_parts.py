@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.frame_cases import SHAPE, plan
+from support.ring_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.boundary_states import crossing

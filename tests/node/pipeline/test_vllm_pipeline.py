@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support.engine_cases import FP32, SHAPE, make_qwen3, request
-from support.update_cases import blended
+from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
 from support.vllm_pipeline_cases import Pipeline, joined, pipeline, plan_of, shape_of
 
 from primerl.node.inference.engine import Completion, GenerateRequest

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import echo_process as echo
-from support.processes import DEADLINE_S, gone
+from support.machine import DEADLINE_S, gone
 
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
-from support.disks import fill, small_disk
-from support.processes import DEADLINE_S, gone
+from support.machine import DEADLINE_S, fill, gone, small_disk
 
 from primerl.node.process.spawn import LoggedProcess, kill_group, signal_process
 

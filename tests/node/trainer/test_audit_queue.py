@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from support.audit_cases import (
+from support.audits import (
     CLEAN,
     GUILTY,
     ODD,

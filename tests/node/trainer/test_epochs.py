@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from msgspec import structs
+from support.hostile import say
 from support.protocol_cases import LEASE, head
-from support.rogue import say
 
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.state import LEASES_PER_BOOT, current_epoch

@@ -3,7 +3,7 @@
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from support.rogue import Rogue
+from support.hostile import Rogue
 from support.swarm import Swarm
 
 from primerl.protocol.envelope import Purpose, unseal

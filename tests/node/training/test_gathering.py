@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import sharded_ranks as ranks
+from support import ranks_cases as ranks
 from support import weights_cases as cases
 from support.training_cases import make_model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import sharded_ranks as ranks
+from support import ranks_cases as ranks
 from support import weights_cases as cases
 from support.training_cases import make_model
 

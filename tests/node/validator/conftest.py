@@ -1,5 +1,5 @@
 """Fixtures of tests that start whole nodes."""
 
-from support.swarm_fixtures import model_dir, quiet_registry
+from support.swarm import model_dir, quiet_registry
 
 __all__ = ["model_dir", "quiet_registry"]

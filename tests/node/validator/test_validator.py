@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.audit_cases import CLEAN, VALIDATOR, Told
+from support.audits import CLEAN, VALIDATOR, Told
 from support.protocol_cases import (
     BRANCH,
     LEASE,

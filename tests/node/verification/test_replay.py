@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from support.auditor_cases import NEAR, OWN, Case, make_case, measured
-from support.crossing_cases import CUTS, coarse, garbage, make_deep, staged
+from support.auditor_cases import (
+    CUTS,
+    NEAR,
+    OWN,
+    Case,
+    coarse,
+    garbage,
+    make_case,
+    make_deep,
+    measured,
+    staged,
+)
 from support.engine_cases import SHAPE, make_llama, make_qwen3
 
 from primerl.node.inference.boundary_states import crossing

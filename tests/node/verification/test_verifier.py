@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from support.counting_environment import CountingEnvironment, counting_task, question, right_reply
+from support.hostile import say
 from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, head, refuses
-from support.rogue import say
 
 from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task

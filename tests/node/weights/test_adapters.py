@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.adapter_cases import LAYERS, SHAPES, contract, make_adapters, make_base, random_tensor
+from support.weights_cases import (
+    ADAPTER_SHAPES,
+    LAYERS,
+    contract,
+    make_adapters,
+    make_base,
+    random_tensor,
+)
 
 from primerl.node.models.tensors import to_torch
 from primerl.node.ops.errors import EngineError
@@ -179,7 +186,9 @@ def test_adapters_that_are_no_bf16_are_refused() -> None:
 
 def test_shapes_are_known_before_anything_is_allocated() -> None:
     """A layer of 2^80 elements would not fit any memory."""
-    found = adapter_shapes({**SHAPES, "x.q_proj.weight": (2**40, 2**40)}, contract(rank=1024))
+    found = adapter_shapes(
+        {**ADAPTER_SHAPES, "x.q_proj.weight": (2**40, 2**40)}, contract(rank=1024)
+    )
     assert found[PREFIX + "x.q_proj" + A] == (1024, 2**40)
     assert found[PREFIX + "x.q_proj" + B] == (2**40, 1024)
     assert len(found) == 6

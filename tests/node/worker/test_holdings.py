@@ -9,7 +9,7 @@ from types import TracebackType
 
 import msgspec
 from support.hostile import HostileTrainer, policy
-from support.memory_discovery import MemoryDiscovery
+from support.memory_network import MemoryDiscovery
 from support.swarm import Running, Swarm, until
 
 from primerl.crypto.keys import SecretKey

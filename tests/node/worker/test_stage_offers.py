@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from support.bare_services import bare_services
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
 from support.swarm import until
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.bare_services import bare_services
+from support.hostile import Rogue, altered_branch, reason_of
 from support.protocol_cases import NOW, OTHER_RUN, STRANGER, TRAINER, WORKER, refuses
-from support.rogue import Rogue, altered_branch, reason_of
 from support.swarm import Swarm, until
 from support.verdict_cases import CLEAN, VERDICT, fill, signed, tampered
 from support.witness import Fakes, WitnessEngine

@@ -1,11 +1,24 @@
-"""Disks that tests can fill: a small tmpfs, where this machine lets us mount one."""
+"""The machine under a test: its processes, and small disks that a test can fill."""
 
+import asyncio
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+
+DEADLINE_S = 60.0
+
+
+async def gone(pid: int) -> None:
+    """Wait until no process runs under this id; init reaps the zombie of an orphan."""
+    async with asyncio.timeout(DEADLINE_S):
+        while psutil.pid_exists(pid):
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+            await asyncio.sleep(0.02)
 
 
 @contextmanager

@@ -1,13 +1,102 @@
-"""A worker that was away, was restarted or comes late fetches the cheaper of deltas and a snapshot."""
+"""Workers that were killed, were away or come late fetch the least that brings them up to date."""
 
+import asyncio
+import multiprocessing
+import time
 from pathlib import Path
 
-from support.drift_cases import LineTrainer
-from support.memory_transport import MemoryNetwork
+from support.drift_cases import LineTrainer, drifted
+from support.memory_network import MemoryNetwork
 from support.swarm import Running, Swarm, until
 
+from primerl.crypto.hashing import digest
+from primerl.node.weights.codec import encode_full
+from primerl.node.weights.payload import cut
+from primerl.protocol.manifests import ChunkRef
+
+WORDS, SHARE = 1_500_000, 0.1
 LONG = 1000
 """Steps that no test reaches."""
+PIECE_S = 0.15
+"""For every piece of data: slow enough to be killed in between."""
+ENOUGH = 3
+
+
+def snapshot_chunks() -> dict[bytes, int]:
+    """Digest and size of the chunks of version 0."""
+    pieces = cut(encode_full(drifted(WORDS, SHARE, 0)), 1 << 22)
+    return {digest(piece): len(piece) for piece in pieces}
+
+
+def held(directory: Path) -> set[bytes]:
+    """Chunks in a worker's store, by the names of its files."""
+    files = (directory / "w1").rglob("*")
+    return {bytes.fromhex(file.name) for file in files if len(file.name) == 64}
+
+
+def work_until_killed(directory: Path, model: Path) -> None:
+    """The life of a trainer and a worker on a slow network, in a process of their own.
+
+    Nothing comes any more once enough is here: who watches may be late.
+    """
+    snapshot = snapshot_chunks().keys()
+
+    async def slow(source: bytes, target: bytes) -> None:
+        enough = len(held(directory) & snapshot) >= ENOUGH
+        await asyncio.sleep(3600 if enough else PIECE_S)
+
+    async def live() -> None:
+        network = MemoryNetwork(delay=slow)
+        async with (
+            Swarm(directory, model, network=network, max_steps=LONG) as swarm,
+            LineTrainer(swarm, words=WORDS, share=SHARE) as trainer,
+        ):
+            await trainer.tell(1)
+            swarm.add_worker("w1")
+            await asyncio.sleep(60)
+
+    asyncio.run(live())
+
+
+def kill_in_the_middle(directory: Path, model: Path) -> set[bytes]:
+    """Run the above until some chunks of the snapshot are here, then SIGKILL; what the store holds of it."""
+    wanted = snapshot_chunks().keys()
+    process = multiprocessing.get_context("spawn").Process(
+        target=work_until_killed, args=(directory, model)
+    )
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len(held(directory) & wanted) < ENOUGH:
+            assert process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.join()
+    return held(directory) & wanted
+
+
+async def test_sigkill_in_the_middle_of_a_version_refetches_nothing_that_is_held(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    before = await asyncio.to_thread(kill_in_the_middle, tmp_path, model_dir)
+    sizes = snapshot_chunks()
+    assert ENOUGH <= len(before) < len(sizes)
+    async with (
+        Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
+        LineTrainer(swarm, words=WORDS, share=SHARE) as trainer,
+    ):
+        trainer.recall(1)
+        snapshot = trainer.line.manifests[0].artifacts[0]
+        assert set(snapshot.chunks) == {ChunkRef(name, size) for name, size in sizes.items()}
+        worker = swarm.add_worker("w1")
+        await until(lambda: bool(swarm.fakes.loads("w1")))
+        sources = (await worker.status())["chunk_bytes_by_source"]
+        assert swarm.fakes.loads("w1")[0].state == trainer.line.state(0)
+    assert sum(sources.values()) == sum(sizes[name] for name in sizes.keys() - before)
+
+
 SPARSE = 0.01
 """Share of the weights that a version changes: eight deltas weigh less than a snapshot."""
 DENSE = 0.9
@@ -64,43 +153,30 @@ async def test_workers_that_were_away_come_back_by_the_deltas_that_they_missed(
             assert swarm.fakes.loads(name)[-1].state == trainer.line.state(9)
 
 
-async def test_a_worker_that_was_restarted_fetches_neither_what_it_holds_nor_a_newer_snapshot(
+async def test_who_holds_a_version_takes_no_newer_snapshot_whether_restarted_or_told_only_now(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """The snapshot of version 10 would be the shortest way for a worker that holds nothing."""
+    """The snapshot of version 10 would be the shortest way for a worker that holds nothing.
+
+    The second worker hears of that head only, of none before it."""
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
         LineTrainer(swarm, share=SPARSE, snapshots=[10]) as trainer,
     ):
         await trainer.tell(3)
-        worker = swarm.add_worker("w1")
-        await loaded(swarm, 2, "w1")
+        swarm.add_worker("w1")
+        second = swarm.add_worker("w2")
+        await loaded(swarm, 2, "w1", "w2")
+        before = await received(second)
         await swarm.crash_worker("w1")
         await trainer.tell(8)
-        worker = swarm.add_worker("w1")
-        await loaded(swarm, 10, "w1")
+        first = swarm.add_worker("w1")
+        await loaded(swarm, 10, "w1", "w2")
         singles = trainer.line.single_bytes(2, 10)
-        assert singles <= await received(worker) < singles + SLACK < snapshot_bytes(trainer, 10)
-        assert swarm.fakes.loads("w1")[-1].state == trainer.line.state(10)
-
-
-async def test_a_worker_that_missed_versions_does_not_take_a_snapshot_that_it_can_do_without(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    """It hears of the newest head only, which has a snapshot; the deltas before it are the shorter way."""
-    async with (
-        Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
-        LineTrainer(swarm, share=SPARSE, snapshots=[8]) as trainer,
-    ):
-        await trainer.tell(1)
-        worker = swarm.add_worker("w1")
-        await loaded(swarm, 0, "w1")
-        before = await received(worker)
-        await trainer.tell(8)
-        await loaded(swarm, 8, "w1")
-        singles = trainer.line.single_bytes(0, 8)
-        assert singles <= await received(worker) - before < singles + SLACK
-        assert singles + SLACK < snapshot_bytes(trainer, 8)
+        for got in (await received(first), await received(second) - before):
+            assert singles <= got < singles + SLACK < snapshot_bytes(trainer, 10)
+        for name in ("w1", "w2"):
+            assert swarm.fakes.loads(name)[-1].state == trainer.line.state(10)
 
 
 async def test_a_worker_that_was_away_takes_a_snapshot_where_the_deltas_outweigh_it(
