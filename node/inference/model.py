@@ -47,7 +47,10 @@ class CausalNetwork:
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
         self._places = _places(model, state)
         # models with relative position encodings of their own do not take positions
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        # transformers 5.24 has renamed what it takes and returns
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._tap = Tap()
         head: Any = model.get_output_embeddings()
         if head is not None:
@@ -128,21 +131,20 @@ class CausalNetwork:
 
     def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
         """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {self._cache_name: cache}
         if self._takes_positions:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)
             extra["position_ids"] = positions[:, -tokens.shape[1] :]
         output = self._model(
             input_ids=tokens,
             attention_mask=mask.long(),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
             **extra,
         )
         # contiguous: not a view that keeps the whole prompt's
         hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
-        return ModelOutput(hidden, output.logits[:, -1]), output.past_key_values
+        return ModelOutput(hidden, output.logits[:, -1]), output[self._cache_name]
 
     def _check_shown(self) -> None:
         if not self._shown:

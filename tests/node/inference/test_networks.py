@@ -1,10 +1,11 @@
 """Networks from inside: equal to transformers, open about hidden states, updated in place."""
 
-from collections.abc import Callable
+from collections.abc import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import Callable
 import pytest
 import torch
 from support.engine_cases import SHAPE, blended, make_llama, make_qwen3, request
@@ -206,6 +207,7 @@ def _another_head(model: Any) -> None:
     """Logits depend on more than what feeds the head that shows itself."""
     forward = model.forward
 
+    @functools.wraps(forward)  # it takes what the model takes
     def shifted(input_ids: torch.Tensor, **rest: Any) -> Any:
         output = forward(input_ids=input_ids, **rest)
         output.logits = output.logits + input_ids.float().mean()

@@ -111,7 +111,7 @@ async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: Lo
     assert await soon(reader.read()) == b""
     writer.close()
     await listener(end).changed(2)
-    assert "no frame" in listener(end).changes[1]
+    assert "invalid frame" in listener(end).changes[1]
     port = await connect(end)
     await listener(end).changed(3)
     assert end.connected
