@@ -1,11 +1,11 @@
 """Networks from inside: equal to transformers, open about hidden states, updated in place."""
 
-from collections.abc import functools
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import Callable
 import pytest
 import torch
 from support.engine_cases import SHAPE, blended, make_llama, make_qwen3, request
