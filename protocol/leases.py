@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..crypto.hashing import Digest, derive
+from .envelope import Purpose, unseal
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
 
@@ -608,3 +609,10 @@ class LeaseBook:
         for _ in range(again):
             self.requeued.popleft()
         self.next_task += count - again
+
+
+def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
+    """Open the lease inside a submission: the trainer signed it, for this worker; deadlines are checked apart."""
+    return unseal(
+        sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
+    ).body

@@ -35,6 +35,7 @@ from ...protocol.reputation import Outcome
 from ..ops.errors import EngineError, UsageError
 from ..p2p.rpc import send
 from ..p2p.transport import Stream, TransportError
+from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..verification.auditor import (
     MEASURES,
     AuditAnswer,
@@ -63,10 +64,6 @@ BENCH_S = 60.0
 MAX_BENCH_S = 3600.0
 MAX_JOBS = 16
 """Jobs at a time; the trainer audits others itself."""
-PIECE_BYTES = 256 * 1024
-MIN_RATE = 32 * 1024
-"""Bytes per second below which sending a submission is given up."""
-GRACE_S = 10.0
 KEPT_NUMBERS = 1024
 """Numbers of finished jobs that are remembered, to tell a replay from an unknown job."""
 MIN_COMPARED = 32

@@ -16,7 +16,7 @@ from ...crypto.hashing import short
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease
+from ...protocol.leases import Lease, open_lease
 from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
@@ -315,13 +315,6 @@ class SubmissionReceiver:
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease
-
-
-def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """Open the lease inside a submission: signed by us, for this worker. Its deadline is checked apart."""
-    return unseal(
-        sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
-    ).body
 
 
 def raise_unless_own(receipt: bytes, run: bytes, trainer: bytes, peer: bytes) -> None:

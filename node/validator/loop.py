@@ -26,6 +26,7 @@ from ...protocol.audits import (
 )
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import open_lease
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import (
     MAX_SHELF,
@@ -46,9 +47,8 @@ from ..p2p.download import BlobFetcher
 from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
 from ..p2p.transport import Stream, StreamClosed, TransportError
+from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..p2p.waiting import LogBackoff
-from ..trainer.audits import GRACE_S, MIN_RATE, PIECE_BYTES
-from ..trainer.submissions import open_lease
 from ..verification.auditor import (
     MEASURES,
     AuditItem,
