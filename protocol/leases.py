@@ -612,7 +612,7 @@ class LeaseBook:
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """Open the lease inside a submission: the trainer signed it, for this worker; deadlines are checked apart."""
+    """Open the lease inside a submission: the trainer signed it, for this worker; not its deadline."""
     return unseal(
         sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
     ).body
