@@ -58,7 +58,7 @@ async def test_a_lone_worker_fetches_everything_once() -> None:
 async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int) -> None:
     chunks = payload(count, 32 * KIB)
     names = ["origin", *(f"w{number}" for number in range(workers))]
-    rates = {node_id(name): 40 * MBIT for name in names}
+    rates = {node_id(name): 10 * MBIT for name in names}
     async with World(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
