@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import torch
-from primerl.node.inference.kernels import launch
+from primerl.node.inference.kernels import launch_project
 from primerl.node.inference.boundary_states import LIMIT, evened
 from primerl.node.inference.fingerprint import signs
 
@@ -22,7 +22,7 @@ for width in (64, 512, 700, 1536):
         states[1, 3], states[2] = 500.0, 0.0
         states[3, 0], states[4, 1] = torch.nan, torch.inf
         matrix, found = torch.from_numpy(signs(width)), torch.full((6, 7), 9.0)
-        launch(states, matrix, LIMIT, found, (6,), width)
+        launch_project(states, matrix, LIMIT, found, (6,), width)
         wanted = evened(states) @ matrix
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
         assert not found[2].any() and found[[3, 4]].isnan().all()
