@@ -45,6 +45,7 @@ async def test_micro_batches_go_round_and_a_lost_connection_is_mended(made: Chai
 
 
 async def test_a_probe_measures_the_way(made: Chain) -> None:
+    await made.begin()  # every stage knows the others
     way = await soon(probe(made.nodes[0].links, made.keys[2].node_id, deadline=60.0))
     assert 0.0 < way.rtt_ms < 2000.0
     assert way.bytes_per_s > 1e5
