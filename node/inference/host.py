@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, named_line
 from ..pipeline.place import StagePlace, decode_place
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group
 from .engine import EngineStats, Replica
@@ -175,7 +175,7 @@ class EngineHost:
         self._reporting: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, request: Message[EngineRequest]) -> None:
+    def take(self, request: ProcessMessage[EngineRequest]) -> None:
         """Begin to answer a request."""
         number = request.number
         match request.body:
@@ -184,7 +184,7 @@ class EngineHost:
                     task.cancel()
             case EnginePing():
                 stuck_s = self._core.stuck_s() if self._core else 0.0
-                self._outbox.put(Message(number, EnginePong(stuck_s)))
+                self._outbox.put(ProcessMessage(number, EnginePong(stuck_s)))
             case body:
                 task = asyncio.create_task(self._answer(number, body))
                 self._tasks[number] = task
@@ -204,17 +204,19 @@ class EngineHost:
 
     async def _answer(self, number: int, request: EngineRequest) -> None:
         try:
-            self._outbox.put(Message(number, await self._do(request)))
+            self._outbox.put(ProcessMessage(number, await self._do(request)))
         except NodeError as error:
             kind = FAULT if isinstance(error, EngineError) else USAGE
             kind = LOST if isinstance(error, EngineLost) else kind
-            self._outbox.put(Message(number, EngineFailed(str(error), kind)))
+            self._outbox.put(ProcessMessage(number, EngineFailed(str(error), kind)))
         except Exception as error:  # the engine's libraries raise anything
             logger.exception("a request failed by an error in the program")
             # after a change of the weights that broke off, the weights are not known any more
             harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw)
             detail = f"an error in the engine's process ({named_line(error)}): report it"
-            self._outbox.put(Message(number, EngineFailed(detail, FAULT if harmless else LOST)))
+            self._outbox.put(
+                ProcessMessage(number, EngineFailed(detail, FAULT if harmless else LOST))
+            )
 
     async def _do(self, request: EngineRequest) -> EngineAnswer:
         if isinstance(request, EngineSetUp):
@@ -264,7 +266,7 @@ class EngineHost:
                 **{name: getattr(stats, name, 0) for name in EngineBusy.__struct_fields__}
             )
             if busy != sent:
-                self._outbox.put(Message(0, busy))
+                self._outbox.put(ProcessMessage(0, busy))
                 sent = busy
             await asyncio.sleep(BUSY_S)
 

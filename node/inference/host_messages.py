@@ -6,7 +6,7 @@ file that both processes can read (handover.py), never in a message.
 
 import msgspec
 
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from .engine import Completion, GenerateRequest, WeightsFault, Written
 
 USAGE, LOST, FAULT = "usage", "lost", "fault"
@@ -139,19 +139,19 @@ EngineRequest = (
 EngineAnswer = (
     EngineDone | WeightsFault | Written | EngineDrawn | EnginePong | EngineFailed | EngineBusy
 )
-_REQUESTS: msgspec.msgpack.Decoder[Message[EngineRequest]] = msgspec.msgpack.Decoder(
-    Message[EngineRequest]
+_REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
+    ProcessMessage[EngineRequest]
 )
-_ANSWERS: msgspec.msgpack.Decoder[Message[EngineAnswer]] = msgspec.msgpack.Decoder(
-    Message[EngineAnswer]
+_ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EngineAnswer]] = msgspec.msgpack.Decoder(
+    ProcessMessage[EngineAnswer]
 )
 
 
-def read_engine_request(body: bytes) -> Message[EngineRequest]:
+def read_engine_request(body: bytes) -> ProcessMessage[EngineRequest]:
     """Decode a request. Raises msgspec.DecodeError (a ValueError)."""
     return _REQUESTS.decode(body)
 
 
-def read_engine_answer(body: bytes) -> Message[EngineAnswer]:
+def read_engine_answer(body: bytes) -> ProcessMessage[EngineAnswer]:
     """Decode an answer. Raises msgspec.DecodeError (a ValueError)."""
     return _ANSWERS.decode(body)

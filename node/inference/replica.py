@@ -19,7 +19,7 @@ from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
 from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (
@@ -161,7 +161,7 @@ class EngineChild(ChildProcess):
         await self.spawn()
         await self._ask(setup, EngineDone, self._timeouts.start_s)
         self._ready = True
-        ping = Message(0, EnginePing())
+        ping = ProcessMessage(0, EnginePing())
         self._watch(lambda: ping, self._timeouts.ping_s, self._timeouts.silent_s)
 
     async def check(self, path: str) -> WeightsFault:
@@ -202,10 +202,10 @@ class EngineChild(ChildProcess):
         """
         number = next(self._numbers)
         try:
-            answer = (await self._answer(Message(number, request), timeout_s)).body
+            answer = (await self._answer(ProcessMessage(number, request), timeout_s)).body
         except asyncio.CancelledError:
             if isinstance(request, EngineDraw) and not self._closing:
-                self._send(Message(number, EngineDrop()))
+                self._send(ProcessMessage(number, EngineDrop()))
             raise
         if isinstance(answer, EngineFailed):
             raise await self._refused(answer)
@@ -229,7 +229,7 @@ class EngineChild(ChildProcess):
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
 
-    def _decode(self, body: bytes) -> Message[EngineAnswer]:
+    def _decode(self, body: bytes) -> ProcessMessage[EngineAnswer]:
         return read_engine_answer(body)
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:

@@ -22,9 +22,6 @@ class ProcessMessage(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     body: T
 
 
-Message = ProcessMessage
-
-
 def frame(message: msgspec.Struct, limit: int) -> bytes:
     """Encode a message. Raises ValueError if it is longer than `limit` bytes."""
     body = msgspec.msgpack.encode(message)

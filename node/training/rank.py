@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ..config.training import TrainingConfig
 from ..ops.errors import EngineError, StorageError
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent
 from .rank_messages import (
@@ -123,7 +123,7 @@ class RankServer:
         raw: bytes | None = None
         if self._parent is not None:
             idle_s = min(IDLE_S, self._channel.timeout_s / 4)
-            raw = self._parent.next(idle_s) or msgspec.msgpack.encode(Message(0, RankIdle()))
+            raw = self._parent.next(idle_s) or msgspec.msgpack.encode(ProcessMessage(0, RankIdle()))
         self._channel.meet(min(self._channel.timeout_s, IDLE_TIMEOUT_S))
         return CALLS.decode(self._channel.broadcast(raw, MAX_FRAME))
 
@@ -217,7 +217,7 @@ class RankServer:
 
     def _reply(self, number: int, answer: RankAnswer) -> None:
         if self._parent is not None:
-            self._parent.reply(Message(number, answer))
+            self._parent.reply(ProcessMessage(number, answer))
 
     def _close(self) -> None:
         if self._parent is not None:
@@ -241,13 +241,13 @@ def main(build: Build | None = None) -> None:
             world = World.join(config)
         except EngineError as error:
             if parent is not None:
-                parent.reply(Message(number, RankError(str(error), of_storage=False)))
+                parent.reply(ProcessMessage(number, RankError(str(error), of_storage=False)))
             raise
         channel = RankChannel.open(config.fsdp.timeout_s)
         here = os.environ.get("GROUP_RANK", "0") == "0"
         pids = channel.gather(os.getpid() if here else 0)
         if parent is not None:
-            parent.reply(Message(number, RanksJoined(pids)))
+            parent.reply(ProcessMessage(number, RanksJoined(pids)))
         RankServer(world, config, channel, parent, build or _build).serve()
         world.close()
     except BaseException as error:  # whatever it is: this rank says why it ends, and ends
@@ -301,7 +301,7 @@ def _missing(channel: RankChannel | None, error: BaseException) -> list[int]:
 def _tell(parent: ParentSocket | None, answer: RanksBroken) -> None:
     try:
         if parent is not None:
-            parent.reply(Message(0, answer))
+            parent.reply(ProcessMessage(0, answer))
     except ParentGone:
         pass
 

@@ -26,7 +26,7 @@ from ..config.training import TrainingConfig
 from ..ops.errors import EngineError, RankFailed, StorageError, UsageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import signal_name
-from ..process.frames import Message, frame
+from ..process.frames import ProcessMessage, frame
 from ..process.spawn import end_process, kill_group
 from .rank_messages import (
     ENDED,
@@ -180,7 +180,7 @@ class RankGroup(ChildProcess):
         """
         number = next(self._numbers)
         try:
-            data = await asyncio.to_thread(frame, Message(number, request), MAX_FRAME)
+            data = await asyncio.to_thread(frame, ProcessMessage(number, request), MAX_FRAME)
         except ValueError as error:
             raise EngineError(f"this batch is too large ({error}): make smaller ones") from error
         reply: RankReply = await self._exchange(number, data, type(request).__name__, timeout_s)
@@ -244,7 +244,7 @@ class RankGroup(ChildProcess):
         return EngineError(NOT_RUNNING)
 
     def _request_end(self) -> None:
-        self._send(Message(0, RankEnd()))
+        self._send(ProcessMessage(0, RankEnd()))
 
     async def _find_reason(self, fault: str) -> str:
         """End everything, after the ranks and torchrun had time to say which rank was at fault."""

@@ -6,7 +6,7 @@ folder that only the daemon's user can read.
 
 import msgspec
 
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from .backend import Sample, TrainBatch
 
 MAX_FRAME = 2**31
@@ -156,7 +156,7 @@ class RanksBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 RankAnswer = RanksJoined | RankDone | RankError | RanksBroken
 
-RankCall = Message[RankRequest]
-RankReply = Message[RankAnswer]
+RankCall = ProcessMessage[RankRequest]
+RankReply = ProcessMessage[RankAnswer]
 CALLS: msgspec.msgpack.Decoder[RankCall] = msgspec.msgpack.Decoder(RankCall)
 REPLIES: msgspec.msgpack.Decoder[RankReply] = msgspec.msgpack.Decoder(RankReply)

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ..ops.errors import EngineError, StorageError, one_line
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import State
@@ -69,11 +69,11 @@ class AuditError(msgspec.Struct, frozen=True, tag="error"):
 
 AuditProcessRequest = AuditSetUp | HoldState | MeasureItems
 AuditProcessReply = AuditReady | MeasuredItems | AuditError
-_REQUESTS = msgspec.msgpack.Decoder(Message[AuditProcessRequest])
-_REPLIES = msgspec.msgpack.Decoder(Message[AuditProcessReply])
+_REQUESTS = msgspec.msgpack.Decoder(ProcessMessage[AuditProcessRequest])
+_REPLIES = msgspec.msgpack.Decoder(ProcessMessage[AuditProcessReply])
 
 
-def read_reply(body: bytes) -> Message[AuditProcessReply]:
+def read_reply(body: bytes) -> ProcessMessage[AuditProcessReply]:
     """Decode a reply. Raises ValueError."""
     return _REPLIES.decode(body)
 
@@ -106,7 +106,7 @@ class AuditServer:
         self._measurer: Measurer | None = None
         self._states: dict[int, State] = {}
 
-    def take(self, request: Message[AuditProcessRequest]) -> None:
+    def take(self, request: ProcessMessage[AuditProcessRequest]) -> None:
         """Begin to answer a request, after those before it."""
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
@@ -116,11 +116,11 @@ class AuditServer:
         """Stop; a measurement under way ends with the process."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    async def _answer(self, request: Message[AuditProcessRequest]) -> None:
+    async def _answer(self, request: ProcessMessage[AuditProcessRequest]) -> None:
         loop = asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._worker, self._try, request.body)
-            self._outbox.put(Message(request.number, answer))
+            self._outbox.put(ProcessMessage(request.number, answer))
         except Exception:  # a bug: an answer would never be sent, so the process ends
             traceback.print_exc()
             os._exit(1)

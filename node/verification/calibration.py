@@ -72,7 +72,7 @@ from .checks import CheckedRollout
 if TYPE_CHECKING:
     from ..inference.model import LanguageModel
 
-EngineName = Literal["hf", "vllm", "scripted"]
+EngineName = Literal["hf", "vllm"]
 Say = Callable[[str], None]
 
 NODE = bytes(32)

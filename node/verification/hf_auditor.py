@@ -18,7 +18,7 @@ from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..ops.errors import EngineError, NodeError
 from ..process.child_process import ChildProcess
-from ..process.frames import Message
+from ..process.frames import ProcessMessage
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import State
 from .audit_process import (
@@ -85,14 +85,14 @@ class AuditChild(ChildProcess):
         Raises AuditFailed, also after `timeout_s`, and EngineError if it can never answer.
         """
         try:
-            answer = await self._answer(Message(next(self._numbers), request), timeout_s)
+            answer = await self._answer(ProcessMessage(next(self._numbers), request), timeout_s)
         except ValueError as error:
             raise AuditFailed(f"too much for one audit ({error})") from error
         if isinstance(answer.body, AuditError):
             raise (EngineError if answer.body.always else AuditFailed)(answer.body.detail)
         return answer.body
 
-    def _decode(self, body: bytes) -> Message[AuditProcessReply]:
+    def _decode(self, body: bytes) -> ProcessMessage[AuditProcessReply]:
         return read_reply(body)
 
 

@@ -24,7 +24,7 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
 from primerl.node.pipeline.place import StagePlace, encode_place
-from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, Message, body_length
+from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length
 from primerl.node.process.serve import Outbox
 
 WAIT_S = 60.0
@@ -81,7 +81,7 @@ async def answers(make: Any, *requests: EngineRequest) -> list[Any]:
     found: list[Any] = []
     try:
         for number, one in enumerate(requests, 1):
-            host.take(Message(number, one))
+            host.take(ProcessMessage(number, one))
             async with asyncio.timeout(WAIT_S):
                 while (answer := await written.get())[0] != number:
                     pass  # how busy it is
@@ -115,8 +115,8 @@ async def test_a_whole_engine_has_no_chain_to_begin() -> None:
 
 def test_fingerprints_of_boundaries_come_along() -> None:
     found = Completion([1, 2], [-1.0, -2.0], "stop", 3, 3, proof=b"p" * 16, boundaries=(b"a", b"b"))
-    body = msgspec.msgpack.encode(Message(4, EngineDrawn(found)))
-    assert read_engine_answer(body) == Message(4, EngineDrawn(found))
+    body = msgspec.msgpack.encode(ProcessMessage(4, EngineDrawn(found)))
+    assert read_engine_answer(body) == ProcessMessage(4, EngineDrawn(found))
 
 
 async def test_a_later_stage_answers_no_requests() -> None:
