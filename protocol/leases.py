@@ -1,8 +1,9 @@
 """Leases: which tasks a node may roll out, with which seeds, until when. Sans I/O; time is an argument.
 
-The book is the back-pressure: work of proven nodes in the system never exceeds what can be trained within the
-staleness bound, so a lease that is honoured in time is not stale when it comes back. Newcomers have a bounded
-pool of their own and take nothing from proven nodes: keys that never answer cannot starve them.
+The book is the back-pressure: proven nodes hold as many groups as keep workers and trainer busy (LeadTime), and
+no more than can be trained within the staleness bound, so a lease that is honoured in time is not stale when it
+comes back. Newcomers have a bounded pool of their own and take nothing from proven nodes: keys that never
+answer cannot starve them.
 
 The signed lease records the assignment: it travels inside the submission, so the trainer or a validator finds
 task and seed again from (run, lease, index) alone. Tasks are not computed from the lease's number, since the
@@ -361,6 +362,45 @@ class NodeRecord:
 
 
 @dataclass
+class LeadTime:
+    """Measures how far ahead of the trainer groups have to be leased, and bounds it by the staleness allowed.
+
+    Batches that may be on lease or waiting, besides the one being trained, with S = max_off_policy_steps:
+
+        lead  = turnaround / step + min(1, S / 4)
+        depth = max(1, min(lead, 1.25 + S / 4, S + 1 - (1 while a batch is trained)))
+
+    turnaround is the mean time from a group's lease to its verdict, step the mean time that training and
+    publishing a batch take. By Little's law the trainer then waits for nothing, with a batch in reserve. Where
+    the trainer is the limit, the lead and with it staleness stay small; where generation is, workers hold all
+    that S admits. Groups do not return in order and a batch waits for its slowest reply, so much of S is left
+    for stragglers. With S = 0 nothing is generated while a batch is trained.
+    """
+
+    turnaround_s: float = 0.0
+    """0 before the first group returned."""
+    step_s: float = 0.0
+    """0 before the first batch was trained."""
+
+    def returned(self, groups: int, per_batch: int, seconds: float) -> None:
+        """Count groups that were judged `seconds` after they were leased; the mean is over about one batch."""
+        weight = min(1.0, groups / per_batch) if self.turnaround_s else 1.0
+        self.turnaround_s += weight * (max(0.0, seconds) - self.turnaround_s)
+
+    def trained(self, seconds: float) -> None:
+        """Count a batch that took `seconds` to train and publish."""
+        self.step_s += (PACE_STEP if self.step_s else 1.0) * (seconds - self.step_s)
+
+    def depth(self, max_off_policy_steps: int, training: bool) -> float:
+        """Compute the batches that may be on lease or waiting, besides one that is being trained."""
+        bound = max_off_policy_steps
+        if bound == 0:
+            return 0.0 if training else 1.0
+        ratio = self.turnaround_s / self.step_s if self.step_s else math.inf
+        return max(1.0, min(ratio + min(1.0, bound / 4), 1.25 + bound / 4, bound + 1 - training))
+
+
+@dataclass
 class LeaseBook:
     """Keeps the leases that are out, the tasks that come next, and decides what may be granted."""
 
@@ -374,6 +414,7 @@ class LeaseBook:
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
     """One for each node that was granted something and is not forgotten."""
     newcomers: NewcomerQueue = field(default_factory=NewcomerQueue)
+    lead: LeadTime = field(default_factory=LeadTime)
     _staffed_until: float = -math.inf
 
     def outstanding_groups(self) -> int:
@@ -391,7 +432,7 @@ class LeaseBook:
 
     def newcomer_capacity(self, *, waiting_groups: int, training: bool, now: float) -> int:
         """Count the groups that all newcomers together may still be granted."""
-        if self._batches(training) == 0:
+        if self._groups(training) == 0:
             return 0
         taken = sum(slot.groups for slot in self._slots(now))
         if self.staffed(now):
@@ -420,20 +461,18 @@ class LeaseBook:
         """Drop the record of a node that holds nothing."""
         self.nodes.pop(node, None)
 
-    def _batches(self, training: bool) -> int:
-        overlap = min(self.policy.max_off_policy_steps, 1)
-        return overlap + (0 if training else 1)
+    def _groups(self, training: bool) -> int:
+        """Count the groups that may be on lease or waiting, besides a batch that is being trained."""
+        depth = self.lead.depth(self.policy.max_off_policy_steps, training)
+        return int(depth * self.policy.groups_per_batch)
 
     def capacity(self, *, waiting_groups: int, training: bool) -> int:
         """Count the groups that proven nodes may still be granted.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
-        so that work granted now is at least one version old when its turn comes. One batch is made
-        while one is trained, never two: more would only make rollouts older, whatever the bound allows. With a
-        bound of 0 nothing is made while a batch is trained.
+        so that work granted now is at least one version old when its turn comes.
         """
-        whole = self._batches(training) * self.policy.groups_per_batch
-        return whole - waiting_groups - self.outstanding_groups()
+        return self._groups(training) - waiting_groups - self.outstanding_groups()
 
     def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
         """Count the groups on lease, by node; with or without newcomers."""

@@ -230,8 +230,9 @@ class RolloutsConfig(BaseConfig):
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
     """Tasks per lease."""
-    max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
-    """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
+    max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
+    """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous.
+    Rollouts are seldom as old: leases run ahead only as far as generation needs to."""
     lease_timeout_s: Seconds = 60.0
     """After this a lease is re-issued to another worker."""
     leases_per_worker: Positive = 16

@@ -272,6 +272,7 @@ class TrainerRole:
             await self._learn(groups, batch, waited)
         finally:
             self.progress.training = False
+        self.scheduler.book.lead.trained(time.monotonic() - start - waited)
         await self.scheduler.work_changed()
 
     async def _learn(self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float) -> None:

@@ -46,6 +46,7 @@ class PendingVerification:
     """A submission that is being verified."""
 
     arrived: QueuedSubmission
+    lease: Lease
     before: bytes | None
     """Its sealed verdict from before the trainer was killed."""
     verifying: asyncio.Task[Verified]
@@ -126,8 +127,9 @@ class SubmissionQueue:
         self._verifying += 1
         await self._room.acquire()
         before = self._ledger.verdict_on(arrived.arrival)
-        verifying = tasks.create_task(self._verify(arrived, before))
-        begun.put_nowait(PendingVerification(arrived, before, verifying))
+        submission, lease = self.open(arrived)
+        verifying = tasks.create_task(self._verify(arrived, submission, lease, before))
+        begun.put_nowait(PendingVerification(arrived, lease, before, verifying))
 
     async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
         """Judge the verified submissions in order of arrival; wakes the trainer and lease requests."""
@@ -137,6 +139,8 @@ class SubmissionQueue:
             self._verifying -= 1
             self._room.release()
             self._judge(one.arrived, verified, one.before)
+            if verified.groups:
+                self._measure_turnaround(one.lease, len(verified.groups))
             async with self.grown:
                 self.grown.notify_all()
             await self._scheduler.work_changed()
@@ -158,6 +162,12 @@ class SubmissionQueue:
                 progress.accepted -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
         self._deliver(arrived, before or self._keep(arrived, verified))
+
+    def _measure_turnaround(self, lease: Lease, groups: int) -> None:
+        """Tell the lease book how long accepted groups took from their lease until now."""
+        book = self._scheduler.book
+        granted = lease.deadline - book.policy.timeout_s
+        book.lead.returned(groups, book.policy.groups_per_batch, time.time() - granted)
 
     def _remember(self, node: bytes, verified: Verified) -> None:
         """Add the result to the worker's reputation."""
@@ -184,8 +194,9 @@ class SubmissionQueue:
         base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
         return audit_rate(reputation, base, odd, reputation.recent_fault)
 
-    async def _verify(self, arrived: QueuedSubmission, told: bytes | None) -> Verified:
-        submission, lease = self.open(arrived)
+    async def _verify(
+        self, arrived: QueuedSubmission, submission: Submission, lease: Lease, told: bytes | None
+    ) -> Verified:
         before = None if told is None else unseal(told, Purpose.VERDICT, Verdict, now=0).body
         # Drawn now that the bundle is fixed, so that no worker knows which rollouts are audited.
         challenge = secrets.token_bytes(CHALLENGE_BYTES)

@@ -13,6 +13,7 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import (
     MAX_DOUBLINGS,
     MAX_FIRST_COOLING_S,
+    LeadTime,
     Lease,
     LeaseBook,
     TaskRef,
@@ -39,27 +40,43 @@ def test_a_lease_says_all_that_a_worker_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "training", "expected"),
+    ("steps", "training", "turnaround_s", "expected"),
     [
-        (0, False, 8),
-        (0, True, 0),  # synchronous: nothing is made while a batch is trained
-        (1, False, 16),
-        (1, True, 8),
-        (2, False, 16),  # a looser bound makes no rollouts older than they need to be
-        (2, True, 8),
-        (8, False, 16),
-        (8, True, 8),
+        (0, False, 5.0, 8),
+        (0, True, 5.0, 0),  # synchronous: nothing is made while a batch is trained
+        (1, False, 90.0, 12),
+        (1, True, 90.0, 8),  # a third batch could not be trained in time
+        (2, False, 90.0, 14),
+        (2, True, 90.0, 14),
+        (8, False, 90.0, 26),  # generation is the limit: as many as stragglers leave room for
+        (8, True, 90.0, 26),
+        (8, True, 15.0, 20),  # 1.5 batches are under way while one is trained, and one in reserve
+        (8, True, 1.0, 8),  # training is the limit: nothing gets older than it has to
     ],
 )
-def test_capacity_is_one_batch_trained_and_one_made(
-    steps: int, training: bool, expected: int
+def test_leases_run_ahead_as_far_as_generation_needs_and_staleness_allows(
+    steps: int, training: bool, turnaround_s: float, expected: int
 ) -> None:
     book = LeaseBook(policy(max_off_policy_steps=steps))
+    book.lead.trained(10.0)
+    book.lead.returned(8, 8, turnaround_s)
     assert book.capacity(waiting_groups=0, training=training) == expected
     assert book.capacity(waiting_groups=5, training=training) == expected - 5
     granted(book)
     assert book.capacity(waiting_groups=0, training=training) == expected - 3
     assert book.capacity(waiting_groups=5, training=training) == expected - 8
+
+
+def test_turnaround_is_the_mean_over_about_one_batch() -> None:
+    lead = LeadTime()
+    lead.returned(4, 16, 8.0)
+    assert lead.turnaround_s == 8.0  # the first counts in full
+    lead.returned(4, 16, 16.0)
+    assert lead.turnaround_s == 10.0
+    lead.returned(32, 16, 3.0)
+    assert lead.turnaround_s == 3.0
+    lead.returned(16, 16, -5.0)  # a clock was set back
+    assert lead.turnaround_s == 0.0
 
 
 @pytest.mark.parametrize("capacity", [0, -1, -100])
@@ -346,10 +363,17 @@ class BookMachine(RuleBasedStateMachine):
         everything = [*out, *self.book.requeued, *self.done]
         assert sorted(everything) == list(range(self.book.next_task))
 
+    @rule(turnaround_s=st.floats(0, 1000), step_s=st.floats(0, 1000))
+    def measure(self, turnaround_s: float, step_s: float) -> None:
+        self.book.lead.returned(8, 8, turnaround_s)
+        self.book.lead.trained(step_s)
+
     @invariant()
-    def work_in_the_system_never_exceeds_capacity(self) -> None:
-        batches = min(self.steps, 1) + (0 if self.training else 1)
-        assert self.book.outstanding_groups() + self.waiting <= 8 * batches
+    def work_in_the_system_never_exceeds_what_staleness_allows(self) -> None:
+        batches = self.book.outstanding_groups() + self.waiting + 8 * self.training
+        assert batches <= 8 * (self.steps + 1)
+        if self.steps:
+            assert batches <= 8 * (1.25 + self.steps / 4 + self.training)
 
 
 class SynchronousMachine(BookMachine):

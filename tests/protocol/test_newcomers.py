@@ -183,21 +183,21 @@ def test_where_no_proven_node_is_here_newcomers_are_leased_all_the_work() -> Non
     served = line.serve()
     assert [len(lease.tasks) for _, lease in served] == [3, 3]
     line.flood(100)
-    assert sum(len(lease.tasks) for _, lease in line.serve()) == 16 - 6
+    assert sum(len(lease.tasks) for _, lease in line.serve()) == 12 - 6
 
 
 def test_where_no_proven_node_is_here_dead_keys_hold_the_work_for_a_slots_time() -> None:
     line = Line(LeaseBook(policy()))
     line.flood(100)
-    assert len(line.serve()) == 16
-    assert len(line.serve(NOW + SLOT_SHARE * 60)) == 16
+    assert len(line.serve()) == 12
+    assert len(line.serve(NOW + SLOT_SHARE * 60)) == 12
 
 
 def test_the_first_proven_node_finds_all_the_work_free() -> None:
     line = Line(LeaseBook(policy()))
     line.flood(100)
     line.serve()
-    assert line.book.capacity(waiting_groups=0, training=False) == 16
+    assert line.book.capacity(waiting_groups=0, training=False) == 12
 
 
 def test_proven_nodes_that_were_silent_for_long_are_not_here() -> None:

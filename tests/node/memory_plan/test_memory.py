@@ -429,7 +429,7 @@ def test_a_trainer_also_evaluates_and_audits() -> None:
     evaluation = {"evaluation's network", "evaluation's CUDA context"}
     assert items.keys() - quiet.keys() == evaluation
     assert "the auditor's networks" in quiet
-    for shape, networks in ((LARGE, 1), (TINY, 5)):  # max_off_policy_steps + 3 small ones
+    for shape, networks in ((LARGE, 1), (TINY, 11)):  # max_off_policy_steps + 3 small ones
         audited = named(plan_trainer(run(), shape, gpu=True)[1])["the auditor's networks"]
         assert audited == networks * 2 * shape.parameters
 
