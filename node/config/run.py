@@ -296,6 +296,13 @@ class VerificationConfig(BaseConfig):
         "projection"
     )
     """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
+    auditor: Literal["auto", "hf", "vllm"] = "auto"
+    """Engine that audits: `auto` is that of engine.type. The workers' own engine has the least honest noise,
+    and `vllm` audits whatever it serves; but it cannot measure states at the boundaries of a pipeline between
+    nodes: a run with pipelines says `hf`."""
+    numerics: Literal["calibrated", "exact"] = "calibrated"
+    """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on GPUs of one
+    family, and a rollout by any other weights or temperature is rejected; slower, see docs/proofs.md."""
     calibration: Path | None = None
     """File that `primerl-node calibrate` wrote for this model; else the bounds built in for engine.dtype."""
     audit_rate: Fraction = 0.1

@@ -22,7 +22,7 @@ from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel, build_network
-from ..inference.sampler import draw, gumbel_at
+from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError
@@ -243,25 +243,15 @@ class Replay:
     def _draw(
         self, network: LanguageModel, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
     ) -> Tensor:
-        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led.
-
-        A margin is by how much the best score beats that of the claimed token; both are infinite or
-        NaN where some logit is no number.
-        """
+        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led."""
         divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
-        scores, sums, own = torch.empty(3, len(claimed), device=claimed.device)
+        found = torch.empty(2, len(claimed), device=claimed.device)
         step = self._rows(network, hidden)
         for start in range(0, len(claimed), step):
             rows = slice(start, start + step)
             logits = network.logits(hidden[rows])
-            best = draw(logits, divisor[rows], seeds[rows], places[rows])
-            scores[rows], sums[rows] = best.scores, best.logsumexp
-            own[rows] = logits.gather(1, claimed[rows, None])[:, 0]
-        # the very operations of draw(): the token that it draws has a margin of exactly 0
-        scaled = own * divisor.reciprocal()
-        margins = scores - (gumbel_at(seeds, places, claimed) + scaled)
-        logprobs = scaled - sums
-        return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
+            found[:, rows] = weigh(logits, divisor[rows], seeds[rows], places[rows], claimed[rows])
+        return found
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
         """Rows of logits at a time, which are of the type of `hidden`."""
