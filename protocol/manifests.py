@@ -125,6 +125,8 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run the same kernels, batch-invariant ones, so honest noise is that of the
     measures themselves; see docs/proofs.md."""
+    engine_class: Name = ""
+    """Of exact numerics: release, device and settings that every engine of the run has."""
 
 
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig
 from ..inference.handover import shared_file
+from ..inference.numerics import VLLM_ON_BOTH_SIDES
 from ..models.model_files import vocab_size
 from ..ops.errors import EngineError
 from ..process.child_process import ChildProcess
@@ -154,6 +155,10 @@ class HfAuditor:
         """See Auditor. The process starts with the first audit."""
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
+        if run.proofs.numerics == "exact":
+            raise EngineError(
+                VLLM_ON_BOTH_SIDES
+            )  # its decoding and its prefill differ in their last bits
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
         # every version that may be claimed, and the one before

@@ -28,6 +28,7 @@ from ..config.run import EngineConfig
 from ..inference.handover import HostedPolicy
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
+from ..inference.numerics import check_exact, exact_engine, kernel_options
 from ..inference.prefill import (
     LOGPROB,
     MARGIN,
@@ -78,21 +79,8 @@ STEP_TOKENS = {"cpu": 2**12, "cuda": 2**14}
 """Tokens of a forward pass: as many as keep a GPU busy."""
 SEQUENCES = 256
 """Texts at once."""
-NOT_AUDITED = (
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "max_num_batched_tokens",
-    "max_num_partial_prefills",
-    "long_prefill_token_threshold",
-    "kv_offloading_size",
-    "kv_transfer_config",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-)
-"""What `engine.vllm` says of memory and steps: the auditor sets its own, and keeps what names a kernel."""
+LEAST_SHARE = 0.01
+"""Of a GPU's memory: vLLM wants this much to be free, and then takes what kv_cache_memory_bytes says."""
 MAX_THREADS = 8
 """Of comparing and merging states; more wait for memory."""
 MOST_DIFFERENCES = 4
@@ -120,15 +108,14 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             "type": "vllm",
             "dp": 1,
             "dtype": run.proofs.dtype,
-            "batch_invariant": exact or config.batch_invariant,
             "max_batch": SEQUENCES,
             "max_model_len": run.limits.max_model_len,
             "sleep_after_s": config.sleep_after_s if gpus else 0.0,
         }
     )
-    config = resolve_parallel(config, dict(shape), gpus)
+    config = exact_engine(resolve_parallel(config, dict(shape), gpus), run)
     step = STEP_TOKENS["cuda" if gpus else "cpu"]
-    vllm = {name: value for name, value in config.vllm.items() if name not in NOT_AUDITED}
+    vllm = kernel_options(config.vllm)
     tokens = step + run.limits.max_model_len
     vllm |= {
         "max_num_batched_tokens": step,
@@ -136,13 +123,11 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
         "enable_prefix_caching": True,
     }
     if gpus:
-        said = vllm.get("compilation_config")
-        kept = {
-            name: value
-            for name, value in (said.items() if isinstance(said, dict) else ())
-            if name not in NOT_AUDITED
+        vllm["gpu_memory_utilization"] = LEAST_SHARE
+        vllm["compilation_config"] = {
+            **(vllm.get("compilation_config") or {}),
+            "cudagraph_mode": "NONE",
         }
-        vllm["compilation_config"] = {**kept, "cudagraph_mode": "NONE"}
     return config.model_copy(update={"vllm": vllm})
 
 
@@ -389,6 +374,7 @@ class VllmAuditor:
         if self._program is PROGRAM and not is_installed():
             raise EngineError(NEEDS_VLLM)
         check_installed()
+        check_exact(self._config, run)
         self._vocabulary = await asyncio.to_thread(vocab_size, model_dir)
         self._layers = await asyncio.to_thread(layer_count, model_dir)
         shape = await asyncio.to_thread(read_shape, model_dir)
