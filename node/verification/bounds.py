@@ -44,8 +44,9 @@ EXACT = (
     Thresholds(1e-3, 1e-6, 2e-5, 1e-5, 1e-4, 12.0),
     Thresholds(5e-4, 5e-7, 1e-5, 5e-6, 5e-5, 4.6),
 )
-"""(reject, suspect) of exact numerics, for any dtype: states are equal to the last bit, and what is left is fp32
-rounding of the measures. Seen: 0 in all but logprobs, 4.5e-8 on average and 1e-6 at most; see docs/proofs.md."""
+"""(reject, suspect) of exact numerics, for any dtype: states are equal to the last bit, and what is left is
+fp32 rounding of the measures. Seen of honest rollouts: 0 in all but logprobs, which are off by 4.5e-8 on
+average and by 1e-6 at most; see docs/proofs.md."""
 
 BEYOND = 1e-5
 """Share of honest rollouts that a rejecting bound may cost, for each measure."""
