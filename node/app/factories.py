@@ -110,10 +110,8 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
 
 
 def auditing(config: RunConfig) -> EngineConfig:
-    """The config of an engine of the type that verification.auditor chooses."""
-    chosen = config.verification.auditor
-    own = config.engine.type if chosen == "auto" else chosen
-    return config.engine.model_copy(update={"type": own})
+    """The config of an engine of the type that audits."""
+    return config.engine.model_copy(update={"type": config.auditor})
 
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:

@@ -489,6 +489,12 @@ class RunConfig(NodeConfig, OwnRunConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    @property
+    def auditor(self) -> Literal["hf", "vllm"]:
+        """The engine that audits."""
+        chosen = self.verification.auditor
+        return self.engine.type if chosen == "auto" else chosen
+
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
         if self.resume is not None and self.resume.dir is not None:
@@ -500,8 +506,8 @@ class RunConfig(NodeConfig, OwnRunConfig):
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(
-                    "verification.numerics exact needs vLLM on workers and auditors: set engine.type to vllm, "
-                    "and verification.auditor to auto or vllm"
+                    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and "
+                    "verification.auditor to auto or vllm"
                 )
             if self.verification.calibration is not None:
                 raise ValueError(

@@ -4,12 +4,12 @@
         [--numerics exact calibrated] [--eager] [--minutes 4.7] [--small]
 
 One engine generates and one audits, on one GPU; random weights, sharp enough that distributions are not flat.
-Groups of eight rollouts share a prompt. A table is printed: honest noise (mean, largest of a rollout, rollouts
-with equal bits), how many rollouts of each cheat are rejected by the bounds of a run with these numerics and how
-far they are above the largest honest one, tokens/s of audits beside the roofline (2 x parameters x tokens / peak)
-and of generation, and the seconds of a swap between two versions. Compare both numerics: the difference in
-generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner. --small is for a
-machine without a GPU, to see that this runs. What the time does not allow is left out, and said.
+Groups of eight rollouts share a prompt. A table is printed: honest noise (mean, largest of a rollout, and how
+many have equal bits); how many rollouts of each cheat are rejected by the bounds of a run with these numerics,
+and how far they are above the largest honest one; tokens/s of audits beside the roofline (2 x parameters x
+tokens / peak) and of generation; and the seconds of a swap between two versions. Compare both numerics: the
+difference in generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner.
+--small is for a machine without a GPU, to see that this runs. What the time does not allow is left out.
 """
 
 import argparse

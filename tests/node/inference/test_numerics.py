@@ -95,8 +95,8 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({}, "needs vLLM"),
-        ({"engine": {"type": "vllm"}, "verification": {"auditor": "hf"}}, "needs vLLM"),
+        ({}, "need vLLM"),
+        ({"engine": {"type": "vllm"}, "verification": {"auditor": "hf"}}, "need vLLM"),
         (
             {"engine": {"type": "vllm"}, "verification": {"calibration": "file.json"}},
             "bounds of its own",
