@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.config.run import NodeConfig, RunConfig
+from primerl.node.config.run import NodeConfig, RunConfig, VerificationConfig
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops import doctor
