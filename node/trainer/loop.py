@@ -315,9 +315,7 @@ class TrainerRole:
                 await self._publishing
             self._publishing = None
 
-    async def _publish(
-        self, step: int, snapshot: Snapshot, line: dict[str, float | None]
-    ) -> None:
+    async def _publish(self, step: int, snapshot: Snapshot, line: dict[str, float | None]) -> None:
         """Publish a version, tell the network, begin its evaluation, write its metrics."""
         began = time.monotonic()
         # written while the version is encoded; with a longer interval, while later steps are trained
