@@ -33,12 +33,15 @@ class StateHistory(Mapping[int, State]):
     def add(self, version: int, state: State, changed: Changed | None = None) -> None:
         """Hold a state; `changed` says where it may differ from the one added before, None: anywhere.
 
-        A version that is not newer than all held begins a new history.
+        It takes the place of the versions from it on: a trainer went back. Older ones that are not whole may
+        be lost by that.
         """
         whole, patches = dict(self._held[0]), dict(self._held[1])
-        newest = max(whole, default=-1)
-        if version <= newest:
-            whole, patches, self._changed = {}, {}, {}
+        for replaced in [one for one in whole if one >= version]:
+            del whole[replaced], self._changed[replaced]
+            changed = None
+        if not whole:
+            patches = {}
         whole[version] = state
         self._changed[version] = changed
         while len(whole) > self._most_whole:

@@ -53,14 +53,21 @@ def test_an_old_version_takes_little_memory_and_shares_what_never_changed() -> N
     assert tensor.data.tolist() == state["a"].data.tolist()
 
 
-def test_a_version_that_comes_again_begins_a_new_history() -> None:
-    history, state = StateHistory(8, whole=2), first_state()
+@pytest.mark.parametrize(("again", "held"), [(4, [1, 2, 3, 4]), (3, [3]), (2, [2])])
+def test_a_version_that_comes_again_takes_the_place_of_those_from_it_on(
+    again: int, held: list[int]
+) -> None:
+    history, state = StateHistory(4, whole=2), first_state()
+    states: list[State] = []
     for version in range(5):
         history.add(version, state)
+        states.append(state)
         state, _ = next_state(state, version)
-    history.add(2, state)
-    assert list(history) == [2]
-    assert history[2] is state
+    other, changed = next_state(states[again - 1], 99)
+    history.add(again, other, changed)
+    assert list(history) == held
+    assert [digests(history[one]) for one in held[:-1]] == [digests(states[v]) for v in held[:-1]]
+    assert history[again] is other
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 3))
