@@ -54,6 +54,7 @@ from ..models.model_files import layer_count, read_base, vocab_size
 from ..ops.errors import EngineError, EngineLost
 from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State
+from ..weights.state_history import known_changes
 from .auditor import (
     AuditItem,
     Measured,
@@ -146,9 +147,10 @@ class _Held:
     """The policy that an engine has."""
 
     version: int
+    state: State
     same: SameState
     whole: State
-    """The weights that it computes with."""
+    """The weights that it computes with; all tensors are kept."""
     merged: MergedAdapters | None = None
     """Where `same` is of adapters."""
 
@@ -229,25 +231,27 @@ class AuditingEngine:
         self, before: _Held | None, version: int, state: State
     ) -> tuple[_Held, Changed | None]:
         """The policy to hold, and where it differs from that before; None: everywhere."""
-        merged, whole = None, state
+        merged, whole = None, dict(state)
         if self._adapters is not None:
             assert self._base is not None  # it was read before the engine was made
             kept = before.merged if before else None
             whole = merge(self._base, state, self._adapters, before=kept, threads=_threads())
             merged = MergedAdapters(state, whole)
-        found = _Held(version, SameState(state), whole, merged)
+        found = _Held(version, state, SameState(state), whole, merged)
         if before is None or _layout(before.whole) != _layout(whole):
             return found, None
-        return found, self._difference(before, found, state)
+        return found, self._difference(before, found)
 
-    def _difference(self, before: _Held, found: _Held, state: State) -> Changed:
+    def _difference(self, before: _Held, found: _Held) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
         if found.merged is not None:
             return _differences(before.whole, found.whole)
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
-        if known is None or not known.is_of(before.whole, state):
-            changed = _differences(before.whole, state)
+        if known is None or not known.is_of(before.whole, found.whole):
+            changed = known_changes(before.state, found.state)
+            if changed is None:
+                changed = _differences(before.whole, found.whole)
             known = self._differences[pair] = _Difference((before.same, found.same), changed)
         self._differences.move_to_end(pair)
         if len(self._differences) > MOST_DIFFERENCES:
