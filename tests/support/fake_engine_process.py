@@ -163,7 +163,7 @@ class Fake:
 
     async def _measured(self, request: PrefillRequest) -> bytes:
         kind = request.token_ids[0]
-        if kind in (DIES, LOST, BLOCKS, FAULTY, ERRS):
+        if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
             await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
         rows = np.zeros((read_claims(request.claims).shape[1], COLUMNS), np.float32)
         rows[:, PROJECTED:] = float(self._state["w"].data[0])
