@@ -201,7 +201,8 @@ class Swarm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for running in [*self.workers.values(), self.trainer]:
+        # the trainer first: while its workers are there to hear of the end, it waits for nobody
+        for running in [self.trainer, *self.workers.values()]:
             await self._end(running)
 
     # -- the trainer -----------------------------------------------------------------------------
