@@ -6,19 +6,35 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Tests start many processes: what they import is compiled once."""
 
+hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a speed
+hypothesis.settings.load_profile("suite")
+
 LONGEST = (
-    "scenarios/test_stage_swarm.py",
+    "node/training/test_rank_failures.py",
     "attacks/test_floods.py",
-    "cli/test_train.py",
+    "node/training/test_world.py",
+    "scenarios/test_stage_swarm.py",
+    "node/training/test_sharded_export.py",
+    "scenarios/test_validation.py",
+    "test_bench.py",
+    "scenarios/test_swarm.py",
+    "node/training/test_saved_ranks.py",
+    "scenarios/test_programs.py",
+    "node/evaluation/test_endpoint.py",
+    "scenarios/test_adapted_run.py",
+    "node/environments/test_hosted.py",
+    "node/inference/test_hosted.py",
     "attacks/test_unaudited.py",
+    "attacks/test_environment_code.py",
 )
-"""Files that wait, the longest first."""
+"""Files that take longest: those that compute and those that wait in turn."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
