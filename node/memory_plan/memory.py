@@ -544,7 +544,7 @@ def plan_trainer(
     """Predict the learner, and what else a trainer of `config` keeps on its first device."""
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
-    evaluates = bool(config.evaluation.prompts) or config.warmup is not None
+    evaluates = config.evaluates
     beside = MemoryBreakdown.of(
         [
             MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
