@@ -101,7 +101,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The proofs that a worker gives, and the honest noise that is allowed for."""
+    """The proofs that a worker gives, and the honest noise that is allowed for. Defaults are left out."""
 
     fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]

@@ -96,15 +96,34 @@ def read_calibration(path: Path) -> Calibration:
         ) from error
 
 
+def exact_contract(config: RunConfig) -> ProofContract:
+    """Make the proof contract of a run of exact numerics, by engines of the class of this machine's."""
+    verification = config.verification
+    reject, suspect = EXACT
+    return ProofContract(
+        fingerprint=verification.fingerprint,
+        dtype=config.engine.dtype,
+        reject=reject,
+        suspect=suspect,
+        other_scale=1.0,
+        audit_rate=verification.audit_rate,
+        false_bans=verification.false_bans,
+        honest_rollouts=0,
+        honest_tokens=0,
+        source="built in for exact numerics",
+        numerics="exact",
+        engine_class=engine_class(config.engine),
+    )
+
+
 def proof_contract(config: RunConfig, model: str) -> ProofContract:
     """Make the run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
+    if config.verification.numerics == "exact":
+        return exact_contract(config)
     verification, dtype = config.verification, config.engine.dtype
     reject, suspect = BUILT_IN[dtype]
     other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
-    source, own_class = f"built in for {dtype}", ""
-    if verification.numerics == "exact":
-        (reject, suspect), other_scale = EXACT, 1.0
-        source, own_class = "built in for exact numerics", engine_class(config.engine)
+    source = f"built in for {dtype}"
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
         wanted = (model, verification.fingerprint, dtype)
@@ -127,8 +146,6 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         honest_rollouts=rollouts,
         honest_tokens=tokens,
         source=source,
-        numerics=verification.numerics,
-        engine_class=own_class,
     )
 
 
