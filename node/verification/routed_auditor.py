@@ -13,8 +13,8 @@ from .auditor import AuditItem, Auditor, Measured, Unreadable
 class RoutedAuditor:
     """Sends items with boundaries between stages to an auditor that can measure them.
 
-    Processes start when they are needed, so a run without pipelines has one. In a run of exact numerics there
-    are no pipelines: `whole` gets all items.
+    The process of `staged` starts when it is needed, so a run without pipelines has one. In a run of exact
+    numerics there are no pipelines: `whole` gets all items.
     """
 
     def __init__(self, whole: Auditor, staged: Auditor) -> None:

@@ -3,7 +3,7 @@
 vLLM holds one set of weights at a time. An audit goes through the versions that its items need, that which is
 held first, and between two of them hands over what differs (inference/handover.py). Claimed text is read as a
 prompt whose last token is left out, so nothing is computed in vain; rollouts of a group share their prompt in
-vLLM's prefix cache. The process with vLLM starts with the first audit, and is replaced when it hangs or dies.
+vLLM's prefix cache. The process with vLLM is replaced when it hangs or dies.
 
 States at the boundaries of a pipeline cannot be measured: vLLM shows what leaves its last layer only.
 """
@@ -51,7 +51,7 @@ from ..inference.vllm_arguments import (
     visible_gpus,
 )
 from ..models.model_files import layer_count, read_base, vocab_size
-from ..ops.errors import EngineError, EngineLost
+from ..ops.errors import EngineError, EngineLost, NodeError
 from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State
 from ..weights.state_history import known_changes
@@ -341,7 +341,7 @@ class _Text:
 
 
 class VllmAuditor:
-    """An Auditor over one vLLM engine in a process of its own, which starts when needed."""
+    """An Auditor over one vLLM engine in a process of its own."""
 
     def __init__(
         self,
@@ -364,6 +364,7 @@ class VllmAuditor:
         self._busy = asyncio.Lock()
         self._portions = Portions(self._attempt, timeout_s)
         self._salts = itertools.count(1)
+        self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -372,7 +373,7 @@ class VllmAuditor:
         return self._engine.child.pid if self._engine else None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        """See Auditor. vLLM starts with the first audit, in 15 s or more."""
+        """See Auditor. vLLM is started meanwhile: that takes 15 s or more, and the first audit waits for it."""
         if self._run is not None:
             raise EngineError("the auditor was started before: make another one")
         if self._program is PROGRAM and not is_installed():
@@ -386,6 +387,7 @@ class VllmAuditor:
         if run.adapters is not None:
             self._base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
         self._model_dir, self._run = model_dir, run
+        self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
     async def audit(
         self,
@@ -405,6 +407,9 @@ class VllmAuditor:
     async def close(self) -> None:
         """See Auditor. An audit that runs ends with an EngineError."""
         self._closed = True
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait([self._warming])
         if self._engine is not None:
             await self._engine.child.kill()
         async with self._busy:
@@ -517,6 +522,14 @@ class VllmAuditor:
         return found
 
     # -- the process -------------------------------------------------------------------------------
+
+    async def _warm_up(self) -> None:
+        """Start vLLM before it is asked for; the first audit tries again where that fails."""
+        try:
+            async with self._busy:
+                await self._started()
+        except NodeError as error:
+            logger.warning("vLLM, which audits, does not start: %s", error)
 
     async def _started(self) -> AuditingEngine:
         """Return an engine that is started. Raises EngineError if there can be none."""
