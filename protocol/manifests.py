@@ -100,7 +100,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other_policy: Annotated[float, msgspec.Meta(gt=0)]
 
 
-class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The proofs that a worker gives, and the honest noise that is allowed for."""
 
     fingerprint: Literal["projection"]
@@ -122,6 +122,11 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
     source: Name
     """Where the thresholds come from."""
+    numerics: Literal["calibrated", "exact"] = "calibrated"
+    """`exact`: workers and auditors run the same kernels, batch-invariant ones, so honest noise is that of the
+    measures themselves; see docs/proofs.md."""
+    engine_class: Name = ""
+    """Of exact numerics: release, device and settings that every engine of the run has."""
 
 
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

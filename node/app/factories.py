@@ -109,11 +109,22 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
     return build_engine(config.model_copy(update={"type": "hf"}))
 
 
+def auditing(config: RunConfig) -> EngineConfig:
+    """The config of an engine of the type that audits."""
+    return config.engine.model_copy(update={"type": config.auditor})
+
+
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
-    """What audits rollouts, not started; an audit takes at most `timeout_s`."""
+    """What audits rollouts with `config.type`, not started; an audit takes at most `timeout_s`."""
     from ..verification.hf_auditor import HfAuditor
 
-    return HfAuditor(config, timeout_s=timeout_s)
+    embedded = HfAuditor(config, timeout_s=timeout_s)
+    if config.type == "hf":
+        return embedded
+    from ..verification.routed_auditor import RoutedAuditor
+    from ..verification.vllm_auditor import VllmAuditor
+
+    return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
 
 
 class MakeLedger(Protocol):
