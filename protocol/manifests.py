@@ -100,8 +100,8 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other_policy: Annotated[float, msgspec.Meta(gt=0)]
 
 
-class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The proofs that a worker gives, and the honest noise that is allowed for."""
+class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The proofs that a worker gives, and the honest noise that is allowed for. Defaults are left out."""
 
     fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
@@ -122,6 +122,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
     source: Name
     """Where the thresholds come from."""
+    bounds: Literal["fixed", "measured"] = "fixed"
+    """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
+    those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
 
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,13 +24,13 @@ from support.audits import (
     sealed,
     serve,
 )
-from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
+from support.protocol_cases import OTHER_RUN, WORKER, refuses
 from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_validators
+from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_nodes
 from primerl.node.verification.auditor import Measured, Unreadable
 from primerl.protocol.audits import MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose
@@ -45,7 +45,7 @@ def remote(own: Own, audits: AuditQueue, **settings: Any) -> RemoteAuditors:
     """Audits by validators; nothing is measured again unless the test says so."""
     base: dict[str, Any] = {"overlap": 0.0, "first_jobs": 0, **settings}
     chance = random.Random(1)
-    return RemoteAuditors(own, audits, PROOFS, epoch=lambda: 0, chance=chance, **base)
+    return RemoteAuditors(own, audits, epoch=lambda: 0, chance=chance, **base)
 
 
 async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
@@ -306,7 +306,7 @@ async def test_a_trainer_whose_own_auditor_died_still_has_its_validators() -> No
 
 def test_validators_are_named_by_their_ids() -> None:
     node = VALIDATOR.node_id
-    assert read_validators([node.hex(), node.hex().upper()]) == [node, node]
+    assert read_nodes("verification.validators", [node.hex(), node.hex().upper()]) == [node, node]
     for wrong in ("", "xyz", node.hex()[:-2], "0x" + node.hex()):
         with pytest.raises(UsageError, match="64 hex digits"):
-            read_validators([wrong])
+            read_nodes("verification.validators", [wrong])
