@@ -29,6 +29,10 @@ ENOUGH = 64
 of honest rollouts that they reject is below 5 %, shown with 95 % confidence."""
 RENEW = 64
 """New rollouts after which the bounds of a class are made anew: the noise moves with the policy."""
+WIDER = 1.5
+"""Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts: bands() knows all the engines
+that it is to hold for, and a few rollouts of one machine have not shown the tail. Suspects, which are not widened,
+tell what lies between."""
 ADVICE = "name a worker of yours in verification.references, or run `primerl-node calibrate`"
 
 UNKNOWN = NumericsClass()
@@ -286,11 +290,15 @@ def make_bounds(
     honest = [one.evidence for one in references]
     found = bands(honest)
     errors = false_positives(honest, contract)
+    factor = WIDER + ENOUGH / len(honest)
+    reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
+    # rounding that auditor and worker share scatters it without end: the sequential test weighs it instead
+    reject["other_policy"] = PROVISIONAL.other_policy
     versions = [one.version for one in references]
     return ClassBounds(
         numerics=numerics,
         number=number,
-        reject=_narrower(found.reject),
+        reject=_narrower(Thresholds(**reject)),
         suspect=_narrower(found.suspect),
         other_scale=found.other_scale,
         rollouts=len(honest),
