@@ -79,9 +79,7 @@ class Trainer:
         measured = self.book.judged(node, Verified(verdict, [], [], audited))
         if keep:
             told = seal(TRAINER, Purpose.VERDICT, RUN, verdict, recipient=node, expires=1)
-            self.ledger.add_verdict(
-                node, told, self.arrivals, {}, measured.honest, measured.bounds
-            )
+            self.ledger.add_verdict(node, told, self.arrivals, {}, measured.honest, measured.bounds)
         return verdict
 
     def facts(self) -> list[ClassBounds]:
