@@ -61,7 +61,7 @@ class StageFaults:
         """Remember what audits tell of `node`, which signed a submission, and of those that made it with it."""
         plan, audited, test = verified.plan, verified.audited, self._test_of(verified)
         if plan is None:
-            self._reputation(node).observe(observed(audited), test)
+            self._reputation(node).observe(observed(audited, verified.placing), test)
             return
         tally, count = self._tally(plan), len(plan.stages)
         blames = [_stated(one, tally) for one in audited.blames]
@@ -115,12 +115,15 @@ class StageFaults:
         self._dissolve(plan.group, node, why)
 
 
-def observed(audits: AuditResults) -> list[Audited]:
-    """What the sequential tests of a node that made a submission alone are told, in order."""
+def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
+    """What the sequential tests of a node that made a submission alone are told, in order.
+
+    `placing`: a suspect is not, as it may only be of another numerics class than it claims.
+    """
     found: list[Audited] = []
     for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
         outcome = outcome_of(judgement.reason, judgement.suspect)
-        if outcome is not None:
+        if outcome is not None and not (placing and outcome == "suspect"):
             found.append(Audited(outcome, seen.other_policy))
     return found
 

@@ -30,9 +30,8 @@ of honest rollouts that they reject is below 5 %, shown with 95 % confidence."""
 RENEW = 64
 """New rollouts after which the bounds of a class are made anew: the noise moves with the policy."""
 WIDER = 1.5
-"""Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts: bands() knows all the engines
-that it is to hold for, and a few rollouts of one machine have not shown the tail. Suspects, which are not widened,
-tell what lies between."""
+"""Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts, as the first rollouts of one
+machine have not shown the tail. Bounds to suspect are not widened: they tell what lies between."""
 ADVICE = "name a worker of yours in verification.references, or run `primerl-node calibrate`"
 
 UNKNOWN = NumericsClass()
@@ -57,6 +56,8 @@ class AuditConditions:
     """These bounds, in a run that measures them."""
     all_audited: bool = False
     """Whether every rollout is audited, whatever the worker's record."""
+    placing: bool = False
+    """Whether it is among the first of its worker: suspects then tell of its class, not of fraud."""
     by_trainer: bool = False
     """Whether the trainer has to measure it itself."""
     unlearned: str = ""
@@ -103,7 +104,7 @@ class SelfCalibration:
         measured, vouched = self.bounds_of(own), self.vouched(makers)
         if measured is not None and not vouched:
             applied = measured.applied(self._contract)
-            return AuditConditions(applied, measured, all_audited=not placed)
+            return AuditConditions(applied, measured, all_audited=not placed, placing=not placed)
         bounds = provisional(own)
         unlearned = ""
         if self._named and not vouched:

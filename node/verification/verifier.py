@@ -123,6 +123,8 @@ class Verified:
     audited: AuditResults = field(default_factory=AuditResults)
     plan: PipelinePlan | None = None
     """Of the pipeline that made it, if it says so."""
+    placing: bool = False
+    """See AuditConditions."""
 
     def reasons(self) -> Counter[Reason]:
         """Count rejected rollouts by reason."""
@@ -242,7 +244,7 @@ class Verifier:
             conditions.bounds,
         )
         groups = self._groups(lease, arrival.node, passed)
-        return Verified(verdict, work.rejections, groups, work.audited, plan)
+        return Verified(verdict, work.rejections, groups, work.audited, plan, conditions.placing)
 
     # -- cheap checks ------------------------------------------------------------------------------
 

@@ -56,6 +56,24 @@ async def row_of(swarm: Swarm, worker: Running) -> dict[str, Any]:
     return rows[worker.node_id.hex()]
 
 
+async def until_accepted(swarm: Swarm, worker: Running) -> None:
+    """Wait until work of a node was accepted."""
+    await until_row(swarm, worker, lambda row: bool(row["accepted"]))
+
+
+async def until_row(
+    swarm: Swarm, worker: Running, holds: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Wait until the trainer shows something of a node."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            rows = {row["id"]: row for row in await swarm.trainer.peers()}
+            row = rows.get(worker.node_id.hex())
+            if row is not None and holds(row):
+                return row
+            await asyncio.sleep(0.02)
+
+
 class RandomProof(WitnessEngine):
     """Draws as it should, and commits to states that nobody computed."""
 
@@ -86,13 +104,7 @@ async def test_a_cheat_is_banned_also_while_nothing_is_measured(
         guilty = swarm.add_worker(
             "guilty", engine=cheat(swarm.fakes, "guilty"), engine_section=BF16
         )
-        async with asyncio.timeout(DEADLINE):
-            while True:
-                rows = {row["id"]: row for row in await swarm.trainer.peers()}
-                row = rows.get(guilty.node_id.hex())
-                if row is not None and row["refused"].startswith("banned"):
-                    break
-                await asyncio.sleep(0.02)
+        row = await until_row(swarm, guilty, lambda row: row["refused"].startswith("banned"))
         assert (row["accepted"], row["top_reason"]) == (0, reason.value)
         status = await until_told(swarm.trainer, lambda told: told["step"] >= 2)
         assert any("bounds of noise are provisional" in one for one in status["warnings"])
@@ -121,9 +133,7 @@ async def test_strangers_work_for_nothing_until_the_operators_worker_has_made_bo
         status = await until_told(
             swarm.trainer, lambda told: any(row["number"] for row in told["bounds"])
         )
-        async with asyncio.timeout(DEADLINE):
-            while not (await row_of(swarm, stranger))["accepted"]:
-                await asyncio.sleep(0.02)
+        await until_accepted(swarm, stranger)
         (row,) = status["bounds"]
         assert row["rollouts"] >= 64
         assert row["workers"] == 2
@@ -167,10 +177,5 @@ async def test_a_trainer_that_is_killed_has_its_bounds_again(
         after = await until_told(swarm.trainer, lambda told: bool(told["bounds"]))
         assert after["bounds"][0]["number"] >= before["bounds"][0]["number"]
         stranger = swarm.add_worker("stranger", engine_section=BF16)
-        async with asyncio.timeout(DEADLINE):
-            while True:
-                rows = {row["id"]: row for row in await swarm.trainer.peers()}
-                if rows.get(stranger.node_id.hex(), {}).get("accepted"):
-                    break
-                await asyncio.sleep(0.02)
+        await until_accepted(swarm, stranger)
         assert "uncalibrated" not in (await swarm.trainer.status())["rejected"]

@@ -15,10 +15,10 @@ TOKENS = 64
 def honest_4b(chance: np.random.Generator, count: int, scale: float = 1.0) -> list[Evidence]:
     """Rollouts of a 4B model in bfloat16, vLLM's decoding against its own prefill, one H200.
 
-    Measured over 128 rollouts of 64 tokens: distance 0.0306 a token, largest of a rollout 0.0351; |dlogp| 0.0223
-    a token, largest of a rollout 0.0275, of a token 0.125; 98.2 % of tokens without a margin, largest mean of a
-    rollout 0.0026. The tails here are heavy (Student's t with 6 degrees of freedom), and the distances and logprobs of
-    a rollout move together.
+    Measured over 128 rollouts of 64 tokens: distance 0.0306 a token, largest of a rollout 0.0351; |dlogp|
+    0.0223 a token, largest of a rollout 0.0275, of a token 0.125; 98.2 % of tokens without a margin, largest
+    mean of a rollout 0.0026. The tails here are heavy (Student's t, 6 degrees of freedom), and the distances
+    and logprobs of a rollout move together.
     """
     tail = chance.standard_t(6, count)
     own = chance.standard_t(6, (4, count))

@@ -269,7 +269,8 @@ def test_who_tries_one_class_after_the_other_is_refused_for_good(trainer: Traine
 
 def test_a_run_with_fixed_bounds_has_none_of_this(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    book = BoundsBook(bare_services(TRAINER, ledger=ledger), None, Reputation)
+    peers = defaultdict[bytes, Reputation](Reputation)
+    book = BoundsBook(bare_services(TRAINER, ledger=ledger), None, peers.__getitem__)
     submission = Submission(lease=b"", groups=(), engine="vllm", numerics=H100)
     assert book.conditions(OTHER, submission) is None
     book.go_back(1, 1)
