@@ -49,8 +49,7 @@ from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
 from ..weights.payload import TensorShare, everything
-from ..weights.replica import Policy
-from ..worker.weight_sync import Upstreams, WeightSync
+from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import base_weights, rundir
 from .factories import Factories
 from .running_node import Node, peer_rows, show_network
@@ -270,7 +269,7 @@ class PeerNode(Node):
         self,
         joined: JoinedRun,
         engine: Engine,
-        on_policy: Callable[[Policy], None] = lambda policy: None,
+        on_policy: OnPolicy = lambda policy, changed: None,
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> WeightSync:

@@ -2,6 +2,7 @@
 
 Invariants: with `checkpoint.interval = 1` no version is announced before a checkpoint can reproduce it (else a
 resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes it first.
+A version is published while the next batch is trained if the bound leaves room for it, never two at a time.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from ..ops.metrics import MetricsLog
 from ..p2p.services import NodeServices
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
-from ..training.backend import TrainBackend, TrainBatch
+from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
 from .publisher import Publisher
@@ -186,6 +187,9 @@ logger = logging.getLogger(__name__)
 EXPIRY_INTERVAL_S = 0.5
 SLOW_WORKERS_SHARE = 1 / 12
 """Share of a lease's time that a full buffer waits for other workers' groups."""
+MIN_STEPS_TO_OVERLAP = 4
+"""Least max_off_policy_steps with which a version is published while the next is trained: what is leased then
+is one version older (LeadTime.depth)."""
 
 
 class TrainerRole:
@@ -224,6 +228,8 @@ class TrainerRole:
         """Seconds that checkpoints held up the current step."""
         self._line: dict[str, float | None] = {}
         """The newest step's metrics, without those of saving and publishing it."""
+        self._publishing: asyncio.Task[None] | None = None
+        """The newest version on its way out."""
 
     def waits_for(self) -> str:
         """Say what the next batch waits for; empty while one is trained."""
@@ -267,14 +273,15 @@ class TrainerRole:
             await self.scheduler.work_changed()
             try:
                 while self.progress.step < self._config.max_steps:
-                    await self._turn()
+                    await self._turn(tasks)
+                await self._published()
                 await self.settle()
             finally:
                 await self.checkpoints.close()
             for helper in helpers:
                 helper.cancel()
 
-    async def _turn(self) -> None:
+    async def _turn(self, tasks: asyncio.TaskGroup) -> None:
         """Do one step: wait for a batch, train, checkpoint, publish."""
         start = time.monotonic()
         self.progress.begin_batch()
@@ -287,19 +294,29 @@ class TrainerRole:
             return
         self.progress.late = self.progress.zero_advantage = 0
         self.progress.training = True
+        await self.scheduler.work_changed()  # a batch less waits
         try:
-            await self._learn(groups, batch, waited)
+            snapshot = await self._learn(groups, batch, waited)
+            self._publishing = tasks.create_task(
+                self._publish(self.progress.step, snapshot, self._line)
+            )
+            if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
+                await self._published()
         finally:
             self.progress.training = False
         self.scheduler.book.lead.trained(time.monotonic() - start - waited)
         await self.scheduler.work_changed()
 
-    async def _learn(self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float) -> None:
+    async def _learn(
+        self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
+    ) -> Snapshot:
+        """Train a batch and begin its checkpoint; returns the new policy."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         with self._clock.phase("train"):
             figures = await self._backend.step(TrainBatch(step, batch.samples))
             snapshot = await self._backend.snapshot()
+        await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
         self._line = self._figures(batch, staleness.max, waited, figures.values)
@@ -307,15 +324,25 @@ class TrainerRole:
         if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
                 await self.begin_checkpoint(step)
-        began = time.monotonic()
-        with self._clock.phase("publish"):
-            # written while the version is encoded; with a longer interval, while later steps are trained
-            durable = self.settle if interval == 1 else None
-            await self.publisher.publish(step, snapshot, before_announcing=durable)
-            await self._gossip()
-        self._evaluation.begin(step, self.publisher.states[step])
         await self._keep_weights(step)
-        self._write_metrics(step, time.monotonic() - began)
+        return snapshot
+
+    async def _published(self) -> None:
+        """Wait until the version that is being published is out."""
+        if self._publishing is not None:
+            with self._clock.phase("publish"):
+                await self._publishing
+            self._publishing = None
+
+    async def _publish(self, step: int, snapshot: Snapshot, line: dict[str, float | None]) -> None:
+        """Publish a version, tell the network, begin its evaluation, write its metrics."""
+        began = time.monotonic()
+        # written while the version is encoded; with a longer interval, while later steps are trained
+        durable = self.settle if self._config.checkpoint.interval == 1 else None
+        await self.publisher.publish(step, snapshot, before_announcing=durable)
+        await self._gossip()
+        self._evaluation.begin(step, self.publisher.states[step])
+        self._write_metrics(step, line, time.monotonic() - began)
 
     async def _gossip(self) -> None:
         """Gossip the newest head, where discovery is on."""
@@ -373,8 +400,10 @@ class TrainerRole:
             "leases/expired": self.scheduler.book.expired,
         }
 
-    def _write_metrics(self, step: int, broadcasting_s: float) -> None:
-        line, progress = self._line, self.progress
+    def _write_metrics(
+        self, step: int, line: dict[str, float | None], broadcasting_s: float
+    ) -> None:
+        progress = self.progress
         told = {
             "time": round(time.time(), 3),
             "time/save_ckpt": round(self._saving_s, 4),

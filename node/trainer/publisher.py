@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 
 from ...crypto.hashing import NO_DIGEST, digest, short
@@ -32,7 +31,8 @@ from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.payload import Offsets, cut, layout_of
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
-from ..weights.state import State, WeightsError, state_bytes
+from ..weights.state import Changed, State, WeightsError, state_bytes
+from ..weights.state_history import StateHistory
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Publisher:
         keep_states: int,
         encoders: Encoders | None = None,
     ) -> None:
-        """`keep_states` newest states stay in memory for audits.
+        """`keep_states` newest states stay in memory for audits, the older ones as differences.
 
         Large deltas are coded by `encoders`, which the caller closes; without them by one thread.
         """
@@ -63,7 +63,7 @@ class Publisher:
         self._chain = VersionChain()
         self._policy: Policy = EMPTY
         self._epoch = 0
-        self.states: OrderedDict[int, State] = OrderedDict()
+        self.states = StateHistory(keep_states)
         self.delta_bytes = 0
         self.full_bytes = 0
         """Bytes of plain bf16 checkpoints in place of the deltas."""
@@ -95,7 +95,7 @@ class Publisher:
                 self._begin_epoch(version)
             await self.publish(version, snapshot)
         elif newest.head.version == version and newest.head.state == policy.digest:
-            self._hold(policy)
+            await self._hold(policy, None)
         else:
             self._begin_epoch(version)
             await self.publish(version, snapshot)
@@ -112,7 +112,8 @@ class Publisher:
         Raises StorageError when the disk is full, and what `before_announcing` raises.
         """
         policy = await self._prove(version, snapshot.state)
-        artifacts = await asyncio.to_thread(self._encode, policy, snapshot)
+        changed = snapshot.changed_since(self._policy.state)
+        artifacts = await asyncio.to_thread(self._encode, policy, changed)
         manifest = PolicyManifest(
             self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
@@ -122,7 +123,7 @@ class Publisher:
             await before_announcing()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
-        self._hold(policy)
+        await self._hold(policy, changed)
         for artifact in artifacts:
             for chunk in artifact.chunks:
                 self._services.arrivals.arrived(chunk.digest)
@@ -147,7 +148,7 @@ class Publisher:
             except (WeightsError, StorageError) as error:
                 logger.warning("work on version %d cannot be audited any more: %s", wanted, error)
             else:
-                self.states[wanted] = replica.policy.state
+                await asyncio.to_thread(self.states.add, wanted, replica.policy.state)
 
     def _advance(self, replica: WeightReplica, version: int) -> None:
         """Bring `replica` to `version`, proving each step against its manifest.
@@ -173,17 +174,15 @@ class Publisher:
             "resuming version %d in epoch %d: later versions are void", version, self._epoch
         )
 
-    def _hold(self, policy: Policy) -> None:
+    async def _hold(self, policy: Policy, changed: Changed | None) -> None:
+        """Take `policy` for the newest; `changed` says where it differs from the one before, if known."""
+        await asyncio.to_thread(self.states.add, policy.version, policy.state, changed)
         self._policy = policy
-        self.states[policy.version] = policy.state
-        while len(self.states) > self._keep_states:
-            self.states.popitem(last=False)
 
-    def _encode(self, policy: Policy, snapshot: Snapshot) -> list[Artifact]:
+    def _encode(self, policy: Policy, changed: Changed | None) -> list[Artifact]:
         artifacts: list[Artifact] = []
         held = self._policy
         if held.version == policy.version - 1 and held.version >= 0:
-            changed = snapshot.changed_since(held.state)
             payload = self._encoders.encode_delta(held.state, policy.state, changed)
             artifacts.append(self._artifact("delta", policy, payload, held.version, held.digest))
             self.last_delta_bytes = artifacts[0].size

@@ -62,6 +62,7 @@ from ..verification.auditor import (
 from ..verification.checks import check_submission
 from ..weights.replica import Policy
 from ..weights.state import Changed, State
+from ..weights.state_history import StateHistory
 from ..worker.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ class StateCache:
     """Keeps the last `keep` policies. WeightSync loads them as into an Engine; it generates nothing."""
 
     def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._policies: dict[int, Policy] = {}
+        self._states = StateHistory(keep)
+        self._digests: dict[int, bytes] = {}
         self._loaded = NOTHING
 
     @property
@@ -92,26 +93,28 @@ class StateCache:
         """See Engine."""
         return self._loaded
 
-    def put(self, policy: Policy) -> None:
-        """Keep a proved policy, and drop the one that was put here first."""
-        self._policies.pop(policy.version, None)
-        self._policies[policy.version] = policy
-        while len(self._policies) > self._keep:
-            del self._policies[next(iter(self._policies))]
+    def put(self, policy: Policy, changed: Changed | None) -> None:
+        """Keep a proved policy; `changed` says where it differs from the one before, None: anywhere.
+
+        One that is not newer than all that are kept (of another epoch) replaces them.
+        """
+        self._states.add(policy.version, policy.state, changed)
+        known = {**self._digests, policy.version: policy.digest}
+        self._digests = {version: known[version] for version in self._states}
 
     def held(self, heads: Mapping[tuple[int, int], AdmittedHead], epoch: int) -> tuple[int, ...]:
         """List the versions of `epoch` that are here, as the heads of that epoch name them."""
         return tuple(
             version
-            for version, policy in sorted(self._policies.items())
-            if (head := heads.get((epoch, version))) and head.head.state == policy.digest
+            for version, state in self._digests.items()
+            if (head := heads.get((epoch, version))) and head.head.state == state
         )
 
     def states(self, versions: tuple[int, ...]) -> dict[int, State] | None:
         """Return the states of these versions; None if one of them is gone."""
-        if any(version not in self._policies for version in versions):
+        if any(version not in self._states for version in versions):
             return None
-        return {version: self._policies[version].state for version in versions}
+        return {version: self._states[version] for version in versions}
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. There is nothing to start."""
@@ -134,7 +137,7 @@ class StateCache:
 
     async def close(self) -> None:
         """See Engine."""
-        self._policies.clear()
+        self._states, self._digests = StateHistory(1), {}
 
 
 class ValidatorRole:

@@ -29,7 +29,7 @@ from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
 from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
-from ..weights.state import PendingChanges, WeightsError
+from ..weights.state import Changed, PendingChanges, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +268,10 @@ def stand() -> AdmittedHead | None:
     return None
 
 
+OnPolicy = Callable[[Policy, Changed | None], None]
+"""Takes a policy, and where it may differ from the one before; None: anywhere."""
+
+
 class WeightSync:
     """Keeps a replica of the weights, or of a share of them, and an engine at the newest head or a goal."""
 
@@ -279,12 +283,12 @@ class WeightSync:
         *,
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
-        on_policy: Callable[[Policy], None] = lambda policy: None,
+        on_policy: OnPolicy = lambda policy, changed: None,
     ) -> None:
         """Only the tensors of `share` are fetched, proved and given to the engine.
 
         `goal` returns the head to go to, unless reach() asked for a newer one; by default the newest head.
-        `on_policy` is given every proved policy, also the intermediate ones.
+        `on_policy` is given every proved policy, also the intermediate ones, in a thread.
         """
         self._services = services
         self._book = services.heads
@@ -505,8 +509,9 @@ class WeightSync:
         prepared = await asyncio.to_thread(
             self._replica.prepare, manifest, artifact, self._payload(version, artifact)
         )
-        self._on_policy(self._replica.commit(prepared))
+        policy = self._replica.commit(prepared)
         self._unwritten.add(prepared.changed)
+        await asyncio.to_thread(self._on_policy, policy, prepared.changed)
 
     def _payload(self, version: int, artifact: Artifact) -> Iterator[bytes]:
         for chunk in self._planner.needed([(version, artifact)]):

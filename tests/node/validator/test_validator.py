@@ -237,7 +237,7 @@ def heads(*orders: tuple[int, int]) -> TrustedRun:
 def test_a_cache_keeps_the_newest_policies() -> None:
     cache = StateCache(2)
     for version in (0, 1, 2):
-        cache.put(policy(version))
+        cache.put(policy(version), None)
     trusted = heads((0, 0), (0, 1), (0, 2))
     assert cache.held(trusted.heads, 0) == (1, 2)
     assert cache.states((0, 1)) is None
@@ -247,11 +247,11 @@ def test_a_cache_keeps_the_newest_policies() -> None:
 def test_a_cache_offers_nothing_of_an_epoch_that_was_left() -> None:
     """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
     cache = StateCache(8)
-    cache.put(policy(1))
-    cache.put(policy(2, b"left"))
+    cache.put(policy(1), None)
+    cache.put(policy(2, b"left"), None)
     trusted = heads((0, 1), (1, 2))
     assert cache.held(trusted.heads, 1) == ()
-    cache.put(policy(2))
+    cache.put(policy(2), None)
     assert cache.held(trusted.heads, 1) == (2,)
     assert cache.held(trusted.heads, 0) == (1,)
 
@@ -364,7 +364,7 @@ def validator(
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
     cache = StateCache(5)
     for version in (2, 3, 4):
-        cache.put(policy(version))
+        cache.put(policy(version), None)
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
     fakes: list[Any] = [links, book, Idle(), Caught(), cache, Measuring(dead)]

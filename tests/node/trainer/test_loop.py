@@ -1,4 +1,4 @@
-"""Who fills a batch: no worker more than its share while others deliver, and anybody who is left."""
+"""The trainer's loop: who fills a batch, and what overlaps with training."""
 
 import asyncio
 import time
@@ -9,11 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from support.bare_services import bare_services
 from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
+from primerl.node.ops.errors import StorageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.loop import TrainerRole
@@ -70,6 +72,20 @@ def _proven(node: bytes) -> bool:
     return True
 
 
+class SlowPublisher:
+    """Publishes a version when a test lets it."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.may_end = asyncio.Semaphore(1000)
+        self.last_delta_bytes = 0
+        self.states: dict[int, Any] = defaultdict(dict)
+
+    async def publish(self, version: int, *_: object, **__: object) -> None:
+        self.begun.append(version)
+        await self.may_end.acquire()
+
+
 def begin_nothing(version: int, state: object) -> None:
     pass
 
@@ -81,8 +97,9 @@ async def nothing(*_: object, **__: object) -> None:
 class World:
     """A trainer's loop with a real buffer, ledger and book; no network, no model."""
 
-    def __init__(self, directory: Path, share: float, timeout_s: float) -> None:
+    def __init__(self, directory: Path, share: float, timeout_s: float, bound: int) -> None:
         rollouts = {
+            "max_off_policy_steps": bound,
             "groups_per_batch": WANTED,
             "groups_per_lease": 4,
             "max_peer_share": share,
@@ -109,6 +126,7 @@ class World:
         )
         self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
         self.queue = FakeQueue(self.buffer, self.progress)
+        self.publisher = SlowPublisher()
         parts: list[Any] = [
             SimpleNamespace(
                 registry=registry,
@@ -119,7 +137,7 @@ class World:
             ),
             self.queue,
             self.recorder,
-            SimpleNamespace(publish=nothing, last_delta_bytes=0, states=defaultdict(dict)),
+            self.publisher,
             self.metrics,
             SimpleNamespace(begin=begin_nothing),
         ]
@@ -152,10 +170,10 @@ class World:
 
 @asynccontextmanager
 async def world(
-    directory: Path, *, share: float = 0.5, timeout_s: float = 600.0
+    directory: Path, *, share: float = 0.5, timeout_s: float = 600.0, bound: int = 8
 ) -> AsyncGenerator[World]:
     """The loop runs until the end of the block."""
-    made = World(directory, share, timeout_s)
+    made = World(directory, share, timeout_s, bound)
     running = asyncio.create_task(made.role.run(0))
     await asyncio.sleep(0)
     try:
@@ -218,3 +236,46 @@ async def test_a_flood_leaves_capacity_for_others(tmp_path: Path) -> None:
         swarm.deliver(A, 1)
         assert swarm.demand.capacity(A) == 0
         assert swarm.demand.capacity(C) == 2  # of 1.75 batches
+
+
+async def test_a_version_is_published_while_the_next_batch_is_trained_and_never_two(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, bound=4) as swarm:
+        swarm.publisher.may_end = asyncio.Semaphore(0)
+        swarm.deliver(A, 4 * WANTED)
+        await swarm.judged()
+        assert len(swarm.recorder.batches) == 2
+        assert swarm.publisher.begun == [1]
+        assert swarm.progress.step == 1  # the second waits: it is announced as a version of its own
+        swarm.publisher.may_end.release()
+        await until(lambda: swarm.publisher.begun == [1, 2])
+        assert len(swarm.recorder.batches) == 3
+
+
+async def test_with_a_small_bound_nothing_is_trained_before_the_version_is_out(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, bound=2) as swarm:
+        swarm.publisher.may_end = asyncio.Semaphore(0)
+        swarm.deliver(A, 4 * WANTED)
+        await swarm.judged()
+        assert len(swarm.recorder.batches) == 1
+        swarm.publisher.may_end.release()
+        await until(lambda: swarm.publisher.begun == [1, 2])
+        assert len(swarm.recorder.batches) == 2
+
+
+async def test_a_version_that_cannot_be_published_ends_the_run_at_once(tmp_path: Path) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+
+    async def fail(*_: object, **__: object) -> None:
+        raise StorageError("the disk is full")
+
+    cast(Any, made.publisher).publish = fail
+    made.deliver(A, WANTED)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(made.role.run(0), 5.0)
+    assert caught.group_contains(StorageError)
+    made.ledger.close()
+    made.metrics.close()

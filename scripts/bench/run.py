@@ -1,0 +1,381 @@
+"""A whole run beside its parts: trained tokens/s, how full the engine is, what the trainer waits for.
+
+    python scripts/bench/run.py [--shape tiny|50m|0.6b|4b] [--engine vllm|hf] [--gpus 0|1|2] [--steps N]
+        [--mean TOKENS] [--most TOKENS] [--groups N] [--group-size N] [--inflight N] [--bound N]
+        [--synchronous N] [--quick] [--json FILE]
+
+Random weights; replies end with probability 1 / mean, so their lengths have a long tail; rewards are hashes of
+replies, so every group has a signal (run_taskset.py); lr 1e-6. In one go:
+1. the whole: `primerl-node rl`, a trainer and one worker, which take turns where they share a device;
+2. the engine alone: bare vLLM (or the hf engine), no logprobs, as many sequences in flight;
+3. the trainer alone: the same learner on samples of the same lengths, a snapshot per step;
+4. with --synchronous N: the whole again with max_off_policy_steps = 0, N steps, for its mismatch KL.
+The whole is compared with the slower part, on a shared GPU with what taking turns would give:
+1 / (1 / engine + 1 / trainer). On CPUs both parts have a thread of their own.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from children import Child
+from shapes import SHAPES
+
+HERE = Path(__file__).parent
+RUN = "run"
+LIKELY = 10.0
+"""Factor of the output rows of the tokens that are drawn."""
+WARM_STEPS = 3
+"""Steps that are not counted: engines compile, and nothing is in flight yet."""
+LOOK_S = 0.5
+START_S = 400.0
+LIMIT_S = 540.0
+QUICK = {
+    **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 24, "mean": 24, "most": 96},
+    **{"groups": 8, "group_size": 8, "inflight": 64, "synchronous": 6, "lr": 1e-6},
+}
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every goal was met."""
+    options = parse()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_model(directory / "model", options)
+        whole = run_whole(directory / "whole", directory / "model", options, options.bound)
+        engine = asyncio.run(engine_alone(directory, options))
+        trainer = trainer_alone(directory, options)
+        synchronous = (
+            run_whole(directory / "sync", directory / "model", options, 0)
+            if options.synchronous
+            else {}
+        )
+    found = compare(whole, engine, trainer, synchronous, options)
+    goals = judge(found, options)
+    show(found, goals)
+    if options.json:
+        rows = [{"name": name, "value": value} for name, value in found.items()]
+        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+def parse() -> argparse.Namespace:
+    """The options; --quick sets those that it names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
+    parser.add_argument("--gpus", type=int, default=1, help="0: CPU; 1: shared; 2: one each")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--mean", type=int, default=400, help="tokens of a reply")
+    parser.add_argument("--most", type=int, default=1024, help="most tokens of a reply")
+    parser.add_argument("--groups", type=int, default=32, help="groups of a batch")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--inflight", type=int, default=512)
+    parser.add_argument("--bound", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--synchronous", type=int, default=0, help="steps of the synchronous run")
+    parser.add_argument("--window", type=float, default=20.0, help="seconds of the engine alone")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--learn", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.learn:
+        learn(options.learn)
+        sys.exit(0)
+    if options.quick:
+        vars(options).update(QUICK, window=6.0)
+    return options
+
+
+def make_model(directory: Path, options: argparse.Namespace) -> None:
+    """Random weights that draw about `mean` tokens evenly, one of which ends a reply."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from primerl.node.config.run import ModelCreateConfig
+    from primerl.node.models import huggingface
+
+    changes = {"tie_word_embeddings": False, "max_position_embeddings": length(options)}
+    config = ModelCreateConfig.model_validate({**SHAPES[options.shape], **changes})
+    huggingface.create(directory, config, seed=0)
+    generation = directory / "generation_config.json"
+    settings = json.loads(generation.read_text())
+    ends = settings["eos_token_id"]
+    drawn = [one for one in range(config.vocab_size) if one != ends][: options.mean - 1]
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    tensors["lm_head.weight"][[ends, *drawn]] *= LIKELY
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def length(options: argparse.Namespace) -> int:
+    """Longest sequence: a prompt of a few bytes and a reply."""
+    return 64 + options.most
+
+
+def settings(
+    directory: Path, model: Path, options: argparse.Namespace, bound: int
+) -> dict[str, Any]:
+    """The config of the run."""
+    cuda = options.gpus > 0
+    concurrency = {"min_inflight": 1, "max_inflight": options.inflight}
+    engine: dict[str, Any] = {
+        **{"type": options.engine, "dtype": "bfloat16" if cuda else "float32"},
+        **{"max_batch": options.inflight, "max_model_len": length(options)},
+        "concurrency": concurrency,
+    }
+    steps = options.steps if bound else options.synchronous
+    return {
+        **{"name": RUN, "output_dir": str(directory), "max_steps": steps, "fsync": False},
+        "network": {"host": "127.0.0.1", "libp2p": False},
+        "model": {"name": str(model)},
+        "engine": engine,
+        "environment": {"id": "run_taskset"},
+        "sampling": {"max_tokens": options.most},
+        "rollouts": {
+            **{"group_size": options.group_size, "groups_per_batch": options.groups},
+            **{"groups_per_lease": max(1, options.groups // 8), "max_off_policy_steps": bound},
+            **{"leases_per_worker": 64, "lease_timeout_s": 300.0},
+        },
+        "training": {
+            **{"lr": options.lr, "seq_len": max(length(options), 16384 if cuda else 0)},
+            **({} if cuda else {"threads": 1}),
+        },
+        "checkpoint": {"interval": 1000},
+        "evaluation": {"prompts": 0},
+    }
+
+
+def run_whole(
+    directory: Path, model: Path, options: argparse.Namespace, bound: int
+) -> dict[str, Any]:
+    """One `rl`: its metrics, and what its worker said of its engine twice a second."""
+    from primerl.node.config import loader
+
+    directory.mkdir(parents=True)
+    config = directory / "config.toml"
+    config.write_text(loader.to_toml(settings(directory, model, options, bound)))
+    command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(config)]
+    command += [part for key, value in options.set for part in (f"--{key}", value)]
+    if options.gpus == 2:
+        command += ["--trainer-gpus", "1", "--inference-gpus", "1", "--launch.workers", "1"]
+    else:
+        command += ["--launch.workers", "1"]
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    if options.gpus == 0:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    log = directory / "rl.log"
+    looks: list[tuple[float, dict[str, Any]]] = []
+    began = time.time()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None:
+                if time.time() - began > LIMIT_S:
+                    raise RuntimeError(f"the run did not end in {LIMIT_S:.0f} s\n{tail(directory)}")
+                looks += look(directory / RUN / "worker_1")
+                time.sleep(LOOK_S)
+        finally:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the run failed\n{tail(directory)}")
+    lines = [json.loads(line) for line in (directory / RUN / "metrics.jsonl").open()]
+    summary = json.loads((directory / RUN / "summary.json").read_text())
+    return {"began": began, "lines": lines, "looks": looks, "summary": summary}
+
+
+def look(data_dir: Path) -> list[tuple[float, dict[str, Any]]]:
+    """What the worker says of its engine now; nothing before it can."""
+    from primerl.node.ops import control
+    from primerl.node.ops.errors import NetworkError
+
+    try:
+        status = control.ask(data_dir, "status")
+    except (NetworkError, OSError):
+        return []
+    return [(time.time(), status["engine"])] if status.get("engine") else []
+
+
+def tail(directory: Path) -> str:
+    """The ends of the logs."""
+    logs = [directory / "rl.log", *directory.glob(f"{RUN}/logs/*.log")]
+    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s of the engine with nothing beside it, as many sequences in flight."""
+    config = settings(directory, directory / "model", options, options.bound)["engine"]
+    generation = json.loads((directory / "model" / "generation_config.json").read_text())
+    program = "worker_bare.py" if options.engine == "vllm" else "run_engine.py"
+    child = Child("engine", directory / "engine.log")
+    command = (str(HERE / program), str(directory / "model"), json.dumps(config))
+    await child.start(sys.executable, *command)
+    try:
+        await child.event("ready", START_S)
+        answer = await child.ask(
+            "measure",
+            timeout_s=options.window * 4 + 60,
+            **{"sequences": options.inflight, "mode": "bare", "group": options.group_size},
+            **{"prompts": [[1, 2, 3, 4, 5, 6, 7, n % 250] for n in range(512)]},
+            **{"max_tokens": options.most, "temperature": 1.0},
+            **{"stop_token_ids": [generation["eos_token_id"]]},
+            **{"warm_s": options.window / 2, "window_s": options.window},
+        )
+    finally:
+        await child.end()
+    if not answer["tokens"]:
+        raise RuntimeError(f"no reply ended within {options.window:.0f} s: set a larger --window")
+    return {
+        "tokens_per_s": answer["tokens"] / answer["seconds"],
+        "mean": answer["tokens"] / max(answer["completions"], 1),
+    }
+
+
+def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s of the learner with nothing beside it."""
+    config = settings(directory, directory / "model", options, options.bound)["training"]
+    rng = random.Random(0)
+    replies = [
+        [
+            min(options.most, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / options.mean)))
+            for _ in range(options.groups * options.group_size)
+        ]
+        for _ in range(4)
+    ]
+    request, answer = directory / "learn.json", directory / "learned.json"
+    job = {"model": str(directory / "model"), "training": config, "replies": replies}
+    request.write_text(json.dumps({**job, "answer": str(answer)}))
+    environment = dict(os.environ)
+    if options.gpus == 0:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--learn", str(request)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the trainer alone failed\n{done.stderr[-3000:]}")
+    return json.loads(answer.read_text())
+
+
+def learn(request: Path) -> None:
+    """The process of trainer_alone(): a step and a snapshot per batch, the first not counted."""
+    from trainer_rows import fake_batch
+
+    from primerl.node.config.training import TrainingConfig
+    from primerl.node.training.backend import TrainBatch
+    from primerl.node.training.learner import Learner
+
+    job = json.loads(request.read_text())
+    config = TrainingConfig.model_validate(job["training"])
+    learner = Learner.build(Path(job["model"]), config, max_steps=1000, seed=0, temperature=1.0)
+    found: list[float] = []
+    try:
+        for step, lengths in enumerate(job["replies"], start=1):
+            batch = fake_batch(
+                [8 + one for one in lengths], min(learner.vocabulary, 256), seed=step
+            )
+            began = time.perf_counter()
+            learner.step(TrainBatch(step, batch))
+            learner.snapshot()
+            found.append(sum(lengths) / (time.perf_counter() - began))
+    finally:
+        learner.close()
+    Path(job["answer"]).write_text(json.dumps({"tokens_per_s": median(found[1:])}))
+
+
+def compare(
+    whole: dict[str, Any],
+    engine: dict[str, float],
+    trainer: dict[str, float],
+    synchronous: dict[str, Any],
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """All figures by name."""
+    lines = whole["lines"][WARM_STEPS:]
+    first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
+    seconds = last - first
+    tokens = sum(line["tokens"] for line in lines)
+    inside = [row for at, row in whole["looks"] if first <= at <= last]
+    fast, slow = engine["tokens_per_s"], trainer["tokens_per_s"]
+    alone = 1 / (1 / fast + 1 / slow) if options.gpus == 1 else min(fast, slow)
+    found = {
+        "whole, trained tokens/s": tokens / seconds,
+        "engine alone, tokens/s": fast,
+        "trainer alone, tokens/s": slow,
+        "whole / parts": tokens / seconds / alone,
+        "engine at least half full, share of time": share_full(inside),
+        "sequences in flight, mean": fmean(row["inflight"] for row in inside) if inside else 0.0,
+        "trainer waits for a batch, share of time": sum(
+            line["time/wait_for_batch"] for line in lines
+        )
+        / seconds,
+        "seconds per step": fmean(b["time"] - a["time"] for a, b in pairwise(whole["lines"][2:])),
+        "publish, s": median(line["time/broadcast_weights"] for line in lines),
+        "staleness, mean": fmean(line["off_policy/mean"] for line in lines),
+        "staleness, most": max(line["off_policy/max"] for line in lines),
+        "rejected": float(sum(whole["summary"]["rejected"].values())),
+        "mismatch KL": fmean(line["mismatch_kl/all/mean"] for line in lines),
+        "first step after, s": whole["lines"][0]["time"] - whole["began"],
+        "reply, mean tokens": tokens / sum(line["batch/samples"] for line in lines),
+    }
+    if synchronous:
+        found["mismatch KL, synchronous"] = fmean(
+            line["mismatch_kl/all/mean"] for line in synchronous["lines"][1:]
+        )
+    return found
+
+
+def share_full(rows: Sequence[dict[str, Any]]) -> float:
+    """Share of the looks at which the engine had at least half of the sequences that it may have."""
+    return fmean(row["inflight"] >= row["cap"] / 2 for row in rows) if rows else 0.0
+
+
+def judge(found: dict[str, float], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The goals of this device."""
+    least = {0: 0.8, 1: 0.85, 2: 0.90}[options.gpus]
+    goals = [
+        ("whole / parts", least, True),
+        ("staleness, most", float(options.bound), False),
+        ("rejected", 0.0, False),
+    ]
+    if options.gpus == 2 and found["engine alone, tokens/s"] < found["trainer alone, tokens/s"]:
+        goals.append(("engine at least half full, share of time", 0.95, True))
+    if options.gpus and "mismatch KL, synchronous" in found:
+        goals.append(("mismatch KL", 1.5 * found["mismatch KL, synchronous"], False))
+    return [
+        {
+            "name": name,
+            "value": found[name],
+            "goal": goal,
+            "unit": "",
+            "ok": found[name] >= goal if at_least else found[name] <= goal,
+        }
+        for name, goal, at_least in goals
+    ]
+
+
+def show(found: dict[str, float], goals: Sequence[dict[str, Any]]) -> None:
+    """The table."""
+    for name, value in found.items():
+        print(f"{name:44} {value:12.5g}")
+    print()
+    for goal in goals:
+        mark = "ok" if goal["ok"] else "MISSED"
+        print(f"{goal['name']:44} {goal['value']:12.5g}   goal {goal['goal']:.4g}  {mark}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
