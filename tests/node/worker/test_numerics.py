@@ -1,11 +1,11 @@
 """What a worker says of how it computes."""
 
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version
 
 import pytest
 
 from primerl.node.config.engine import EngineConfig
-from primerl.node.worker.numerics import device_family, numerics_of
+from primerl.node.worker.numerics import device_family, numerics_of, release_of
 from primerl.protocol.numerics import NumericsClass
 
 RELEASES = {"vllm": "0.25.1", "torch": "2.13.0+cu130"}
@@ -50,12 +50,10 @@ def test_the_embedded_engine_states_torch_and_is_on_one_device() -> None:
     assert stated(type="hf").device == "cpu"
 
 
-def test_a_release_that_is_not_known_is_said_to_be_none() -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    found = numerics_of(EngineConfig(), gpus=tuple, release=missing)
-    assert found.release == ""
+def test_a_release_is_found_by_the_module_whatever_its_distribution_is_called() -> None:
+    assert release_of("torch") == version("torch")
+    assert release_of("yaml") == version("PyYAML")
+    assert release_of("no_such_module") == ""
 
 
 def test_an_odd_product_name_still_makes_a_claim_that_travels() -> None:
