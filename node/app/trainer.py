@@ -273,7 +273,9 @@ class TrainerNode(Node):
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
             cleanup.push_async_callback(engine.close)
-            await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
+            await verification.start(model_dir)
+            if self._config.evaluates:
+                await engine.start(model_dir)
             eval_tasks = await open_eval_tasks(
                 self._config, self._factories, environment, model_dir, cleanup
             )

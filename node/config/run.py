@@ -488,6 +488,12 @@ class RunConfig(NodeConfig, OwnRunConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the trainer generates by itself: to evaluate, or to see how far a warm-up has come."""
+        asked = self.evaluation
+        return bool(asked.prompts or asked.interval) or self.warmup is not None
+
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
         if self.resume is not None and self.resume.dir is not None:

@@ -544,7 +544,7 @@ def plan_trainer(
     """Predict the learner, and what else a trainer of `config` keeps on its first device."""
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
-    evaluates = bool(config.evaluation.prompts) or config.warmup is not None
+    evaluates = config.evaluates
     versions = config.rollouts.max_off_policy_steps + 3
     kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
     width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
