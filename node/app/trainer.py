@@ -158,12 +158,17 @@ class Verification:
 
 logger = logging.getLogger(__name__)
 
-FAREWELL_S = 5.0
-"""Seconds that the trainer stays to tell workers of the end."""
 MEMBER_S = 60.0
 """A proven worker heard within this time, but not connected, may be about to come back."""
-STOP_FAREWELL_S = 2.0
-"""As FAREWELL_S, for a trainer that is stopped or fails."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Farewell:
+    """Seconds, at most, that a trainer stays to tell workers of its end."""
+
+    finished_s: float = 5.0
+    stopped_s: float = 2.0
+    """When it is stopped or fails."""
 
 
 class TrainerNode(Node):
@@ -178,6 +183,7 @@ class TrainerNode(Node):
         factories: Factories | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
+        self.farewell = Farewell()
         self._config = config
         self._announce = announce
         self._factories = factories or Factories()
@@ -384,18 +390,22 @@ class TrainerNode(Node):
                     await role.run(step)
             except BaseException as error:
                 if not background[0].cancelling():  # otherwise no request is answered any more
-                    await self._tell_workers(services, error)
+                    await self._tell_workers(services, registry.left(), error)
                 raise
             self.phase = "finishing"
             await services.heads.end("the run has reached its last step")
             await evaluation.finish(progress.step, publisher.states[progress.step])
             after = await startup.evaluate()
             await self._finish(documents, role, before, after)
-            await services.head_server.wait_told(registry.members(MEMBER_S), FAREWELL_S)
+            await services.head_server.wait_told(
+                registry.members(MEMBER_S), registry.left(), self.farewell.finished_s
+            )
             for task in background:
                 task.cancel()
 
-    async def _tell_workers(self, services: NodeServices, error: BaseException) -> None:
+    async def _tell_workers(
+        self, services: NodeServices, left: set[bytes], error: BaseException
+    ) -> None:
         """Tell workers why the trainer ends, and whether it may come back."""
         cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(cause, RankFailed):
@@ -404,7 +414,7 @@ class TrainerNode(Node):
             await services.heads.end(str(cause), "failed")
         else:
             await services.heads.end("the trainer was stopped and may be resumed", "stopped")
-        await services.head_server.wait_told((), STOP_FAREWELL_S)
+        await services.head_server.wait_told((), left, self.farewell.stopped_s)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -207,8 +207,10 @@ def fetch_config(name: str) -> dict[str, Any]:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        known = try_to_load_from_cache(name, "config.json")
-        path = known if isinstance(known, str) else hf_hub_download(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
+        if not isinstance(path, str):
+            _reach_hub(name)
+            path = hf_hub_download(name, "config.json")
         return read_json(Path(path))
     except HFValidationError as error:
         raise EngineError(
@@ -219,6 +221,18 @@ def fetch_config(name: str) -> dict[str, Any]:
             f"the hub cannot be asked for {name!r} ({type(error).__name__}): check name and network, or give "
             "--model.name a directory with its config.json"
         ) from error
+
+
+def _reach_hub(name: str) -> None:
+    """Ask the hub for a model once. Raises OSError where a download would try again for half a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (OSError, ValueError):  # of the hub client: what the hub answered; an id that is none
+        raise
+    except Exception as error:  # of its HTTP client, which is not the same in all releases
+        raise OSError(f"no connection: {one_line(error)}") from error
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:

@@ -155,14 +155,18 @@ class HeadStore:
             self._manifests[head.order] = manifest
 
 
+MAX_CUT_OFF = 1024
+"""Nodes that are remembered as cut off: a key costs nothing."""
+
+
 class HeadServer:
     """Answers WatchHeads and GetHeads."""
 
     def __init__(self, book: HeadStore) -> None:
         self._book = book
         self._watchers = 0
-        self._cut_off = 0
-        """Watchers that we ended without telling them the end, as a restart does; they come back."""
+        self._cut_off = set[bytes]()
+        """Nodes whose watch ended before they were told the end, as in a restart; they come back."""
         self._told = set[bytes]()
         """Nodes that were told the end."""
         self._changed = asyncio.Condition()
@@ -175,15 +179,18 @@ class HeadServer:
                 Reason.BUSY if stopped else Reason.RUN_ENDED, self._book.ended[:MAX_NAME]
             )
 
-    async def wait_told(self, members: Collection[bytes], timeout: float) -> None:
+    async def wait_told(
+        self, members: Collection[bytes], left: AbstractSet[bytes], timeout: float
+    ) -> None:
         """Wait until each watcher, and each of `members`, was told the end; for `timeout` seconds at most.
 
         Members are nodes that take part and may be on their way back: a trainer that was killed a moment
-        before its last step has not heard of them yet.
+        before its last step has not heard of them yet. Nodes that have `left` do not come back.
         """
 
         def all_told() -> bool:
-            return not self._watchers and not self._cut_off and self._told.issuperset(members)
+            waiting = self._watchers or self._cut_off - left
+            return not waiting and self._told.issuperset(members)
 
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout), self._changed:
@@ -192,12 +199,13 @@ class HeadServer:
     async def watch(self, peer: bytes, stream: Stream, request: WatchHeads) -> None:
         """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
         self._watchers += 1
-        self._cut_off = max(0, self._cut_off - 1)
+        self._cut_off.discard(peer)
         try:
             await self._push(stream, request)
             self._told.add(peer)
         except asyncio.CancelledError:
-            self._cut_off += 1
+            if len(self._cut_off) < MAX_CUT_OFF:
+                self._cut_off.add(peer)
             raise
         finally:
             self._watchers -= 1

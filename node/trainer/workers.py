@@ -282,6 +282,10 @@ class WorkerRegistry:
             if self.proven(node) and not worker.left and worker.heard >= since
         }
 
+    def left(self) -> set[bytes]:
+        """List the nodes that said goodbye and asked for nothing since."""
+        return {node for node, worker in self.workers.items() if worker.left}
+
     def _heard(self, node: bytes) -> float:
         """Monotonic seconds of its last request, or of our start."""
         worker = self.workers.get(node)

@@ -152,6 +152,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed_in_seconds(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with run_of(tmp_path, model_dir) as swarm, AsyncExitStack() as stack:
+        swarm.fakes.last_step = 0  # this is about connections: nothing more is trained
         began = time.monotonic()
         silent = await idle(swarm, 3, stack)
         refused = await stack.enter_async_context(Rogue(swarm, "refused"))

@@ -176,7 +176,9 @@ async def test_a_worker_whose_real_disk_is_full_ends_with_the_reason(
     tmp_path: Path, model_dir: Path
 ) -> None:
     with small_disk(tmp_path / "w1", 4096) as disk:
-        async with Swarm(tmp_path, model_dir, max_steps=4) as swarm:
+        async with Swarm(
+            tmp_path, model_dir, max_steps=4, rollouts={"lease_timeout_s": 1.5}
+        ) as swarm:
             await swarm.start_trainer()
             worker = swarm.add_worker("w1")
             await swarm.wait_step(1)

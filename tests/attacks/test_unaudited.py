@@ -98,16 +98,17 @@ async def work_of_an_older_version(swarm: Swarm, rogue: Rogue) -> tuple[Lease, b
     return lease, sealed, head
 
 
-def swarm_of(tmp_path: Path, model_dir: Path, **changes: Any) -> Swarm:
+def swarm_of(tmp_path: Path, model_dir: Path, lease_s: float = 60.0) -> Swarm:
     """A run whose leases live as long as a test, and which waits for no worker that holds one."""
-    rollouts = {"lease_timeout_s": 60.0, "max_peer_share": 1.0}
-    return Swarm(tmp_path, model_dir, max_steps=4000, rollouts=rollouts, **changes)
+    rollouts = {"lease_timeout_s": lease_s, "max_peer_share": 1.0}
+    return Swarm(tmp_path, model_dir, max_steps=4000, rollouts=rollouts)
 
 
 async def test_no_trust_is_earned_by_waiting_until_a_version_is_not_held_any_more(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with swarm_of(tmp_path, model_dir) as swarm:
+    # a newcomer's second lease comes after a quarter of a lease's time
+    async with swarm_of(tmp_path, model_dir, lease_s=20.0) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("honest")
         await swarm.wait_step(1)

@@ -6,18 +6,22 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
-from conformance.engine_factories import PARAMS, Case, make_case
-from support.engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, varied_requests
+from conformance.engine_factories import Case
+from support.engine_cases import (
+    MAX_LENGTH,
+    STOP,
+    reference_logprobs,
+    request,
+    started,
+    varied_requests,
+)
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.ops.errors import EngineError
 
 DEADLINE_S = 240.0
 
-
-@pytest.fixture(scope="module", params=PARAMS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(request.param, tmp_path_factory)
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
 async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
@@ -149,18 +153,8 @@ async def test_concurrent_loads_leave_the_version_that_was_asked_for_last(
     assert (engine.policy_version, one.policy_first) == (5, 5)
 
 
-async def test_generating_before_the_first_load_is_an_error(case: Case) -> None:
-    engine = case.factory.engine()
-    try:
-        await engine.start(case.model_dir)
-        assert engine.policy_version == -1
-        with pytest.raises(EngineError):
-            await engine.generate(request())
-    finally:
-        await engine.close()
-
-
-async def test_close_fails_what_is_pending_and_everything_after(engine: Engine, case: Case) -> None:
+async def test_close_fails_what_is_pending_and_everything_after(case: Case) -> None:
+    engine = await started(case.factory.engine(), case.model_dir, case.states[0])
     pending = [
         asyncio.create_task(engine.generate(request(seed=seed, max_tokens=100, stop=())))
         for seed in range(3)
@@ -174,6 +168,8 @@ async def test_close_fails_what_is_pending_and_everything_after(engine: Engine, 
         await engine.generate(request())
     with pytest.raises(EngineError):
         await engine.load(1, case.states[1])
+    with pytest.raises(EngineError):
+        await engine.update(1, case.states[1], {})
     await engine.close()
 
 
@@ -211,7 +207,7 @@ async def test_a_bad_request_is_refused_and_fails_nobody_else(engine: Engine, fa
         assert (await good).token_ids
 
 
-def test_the_stop_token_of_these_cases_is_the_tokenizer_s(case: Case) -> None:
+async def test_the_stop_token_of_these_cases_is_the_tokenizer_s(case: Case) -> None:
     from primerl.node.models.huggingface import stop_token_ids
 
     assert stop_token_ids(case.model_dir) == (STOP,)

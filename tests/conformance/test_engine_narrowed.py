@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.engine_factories import DRAWING_PARAMS, Case, make_case
+from conformance.engine_factories import DRAWING_PARAMS, Case
 from support.engine_cases import request
 
 from primerl.node.inference.engine import Engine, GenerateRequest, narrowing
 from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.models import huggingface
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 REQUESTS = [
     request("abc", seed=1, stop=()),
@@ -23,11 +25,7 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=DRAWING_PARAMS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(request.param, tmp_path_factory)
-
-
+@pytest.mark.parametrize("case", DRAWING_PARAMS, indirect=True, scope="session")
 async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits(
     engine: Engine, case: Case
 ) -> None:

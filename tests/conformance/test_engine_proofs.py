@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 import torch
-from conformance.engine_factories import PARAMS, Case, make_case
+from conformance.engine_factories import Case
 from support.engine_cases import request, started, varied_requests
 from support.scripted_engine import scripted_hidden
 
@@ -21,16 +21,11 @@ DEADLINE_S = 240.0
 NEAR, FAR = 0.02, 0.3
 """Distances: of a proof from the hidden states that it is of, and from those of another policy."""
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(request.param, tmp_path_factory)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case) -> AsyncIterator[Engine]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def proving(case: Case) -> AsyncIterator[Engine]:
     engine = case.factory.engine()
     try:
         yield await started(engine, case.model_dir, case.states[0], fingerprint="projection")
@@ -53,34 +48,32 @@ def hidden_states(case: Case, state: State, asked: GenerateRequest, done: Comple
         return network.hidden(tokens)[0, len(asked.prompt) - 1 : -1].numpy()
 
 
-async def test_every_completion_brings_the_proof_of_its_tokens(engine: Engine) -> None:
+async def test_every_completion_brings_the_proof_of_its_tokens(proving: Engine) -> None:
     scheme = Projection()
-    for one in await generate_all(engine, varied_requests()):
+    for one in await generate_all(proving, varied_requests()):
         assert len(one.proof) == scheme.size(len(one.token_ids)) > 0
         scheme.check(one.proof, len(one.token_ids))
 
 
 async def test_a_proof_is_of_the_hidden_states_of_its_policy_and_of_no_other(
-    engine: Engine, case: Case
+    proving: Engine, case: Case
 ) -> None:
     """Rows end at different steps and are dropped on the way: each has its own states all the same."""
     requests = [
         replace(one, max_tokens=4 + 9 * index, stop_token_ids=())
         for index, one in enumerate(varied_requests())
     ]
-    for asked, done in zip(requests, await generate_all(engine, requests), strict=True):
+    for asked, done in zip(requests, await generate_all(proving, requests), strict=True):
         own, other = (hidden_states(case, state, asked, done) for state in case.states)
         assert Projection().compare(done.proof, own).distance < NEAR
         assert Projection().compare(done.proof, other).distance > FAR
 
 
-async def test_a_fingerprint_changes_nothing_that_is_sampled(engine: Engine, case: Case) -> None:
-    plain = await started(case.factory.engine(), case.model_dir, case.states[0])
-    try:
-        wanted = await generate_all(plain, [request(seed=seed) for seed in range(4)])
-    finally:
-        await plain.close()
-    found = await generate_all(engine, [request(seed=seed) for seed in range(4)])
+async def test_a_fingerprint_changes_nothing_that_is_sampled(
+    engine: Engine, proving: Engine
+) -> None:
+    wanted = await generate_all(engine, [request(seed=seed) for seed in range(4)])
+    found = await generate_all(proving, [request(seed=seed) for seed in range(4)])
     assert {one.proof for one in wanted} == {b""}
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
 

@@ -2,14 +2,13 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import pytest_asyncio
-from conformance.engine_factories import PARAMS, Case, make_case
-from support.engine_cases import blended, request, started, varied_requests
+from conformance.engine_factories import Case
+from support.engine_cases import blended, request, varied_requests
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.ops.errors import EngineError
@@ -19,29 +18,7 @@ DEADLINE_S = 240.0
 SHARE = 0.05
 UPDATES = 100
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module", params=PARAMS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(request.param, tmp_path_factory)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(case: Case) -> AsyncIterator[Engine]:
-    """Started once for all tests of a case: vLLM takes its time."""
-    engine = case.factory.engine()
-    try:
-        yield await started(engine, case.model_dir)
-    finally:
-        await engine.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: Engine, case: Case) -> Engine:
-    """Holds the first policy as version 0."""
-    await shared.load(0, case.states[0])
-    return shared
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
 async def one_by_one(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
@@ -96,10 +73,13 @@ async def test_what_changed_as_a_whole_and_what_did_not_change_at_all(
         assert [one.logprobs for one in again] == [one.logprobs for one in loaded]
 
 
-async def test_an_update_before_the_first_load_loads(case: Case) -> None:
+async def test_before_the_first_load_nothing_is_generated_and_an_update_loads(case: Case) -> None:
     engine = case.factory.engine()
     try:
         await engine.start(case.model_dir)
+        assert engine.policy_version == -1
+        with pytest.raises(EngineError):
+            await engine.generate(request())
         await engine.update(7, case.states[1], {})
         found = await one_by_one(engine, varied_requests())
         assert {(one.policy_first, one.policy_last) for one in found} == {(7, 7)}
@@ -199,11 +179,6 @@ async def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(
     assert engine.policy_version == 1
 
 
-async def test_an_engine_that_is_not_started_or_is_closed_updates_nothing(case: Case) -> None:
-    engine = case.factory.engine()
+async def test_an_engine_that_is_not_started_updates_nothing(case: Case) -> None:
     with pytest.raises(EngineError):
-        await engine.update(0, case.states[0], {})
-    await started(engine, case.model_dir, case.states[0])
-    await engine.close()
-    with pytest.raises(EngineError):
-        await engine.update(1, case.states[1], {})
+        await case.factory.engine().update(0, case.states[0], {})

@@ -9,6 +9,7 @@ from support.hostile import HostileTrainer, Rogue, policy
 from support.swarm import Swarm, until
 
 from primerl.crypto.hashing import short
+from primerl.node.app.trainer import Farewell
 from primerl.node.ops.errors import NetworkError, RunFailed
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
@@ -101,6 +102,25 @@ async def test_a_trainer_that_finishes_admits_no_node_and_counts_those_that_work
         await worker.ended(30.0)
     assert set(summary["workers"]) == {short(worker.node_id)}
     assert set(summary["chunk_bytes_by_source"]) == {short(worker.node_id)}
+
+
+async def test_a_trainers_end_does_not_wait_for_a_worker_that_said_goodbye(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    long = Farewell(finished_s=3600.0, stopped_s=3600.0)
+    async with Swarm(tmp_path, model_dir, max_steps=10, farewell=long) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("left")
+        await swarm.wait_step(1)
+        await swarm.stop_worker("left")
+        await swarm.stop_trainer()
+        await swarm.start_trainer(resume=True)
+        swarm.add_worker("left")
+        await swarm.wait_step(4)
+        swarm.add_worker("stays")
+        await until(lambda: swarm.fakes.newest("stays") > 0)
+        await swarm.stop_worker("left")
+        assert (await swarm.finished(60.0))["steps"] == 10
 
 
 async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_the_end(

@@ -24,7 +24,7 @@ from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.app.factories import Factories, MakeLedger
-from primerl.node.app.trainer import TrainerNode
+from primerl.node.app.trainer import Farewell, TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import (
     EngineConfig,
@@ -49,6 +49,7 @@ from primerl.protocol.manifests import PolicyHead, Ticket
 T = TypeVar("T")
 
 VOCABULARY = 96
+DEFAULT_FAREWELL = Farewell()
 RUN = "r"
 """Short: a control socket's path has little room."""
 
@@ -175,6 +176,7 @@ class Swarm:
         gossip: bool = False,
         at_home: bool = True,
         trainer_ledger: MakeLedger = Ledger,
+        farewell: Farewell = DEFAULT_FAREWELL,
         **overrides: Any,
     ) -> None:
         self.directory = directory
@@ -190,6 +192,8 @@ class Swarm:
         self.settings["model"] = {"name": str(model)}
         self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
+        self._farewell = farewell
+        self._node: TrainerNode | None = None
         self._ticketed = asyncio.Event()
 
     async def __aenter__(self) -> "Swarm":
@@ -235,6 +239,8 @@ class Swarm:
             self._announced,
             self._factories(self.trainer),
         )
+        self._node = node
+        node.farewell = self._farewell
         self.trainer.stop = node.request_stop
         self.trainer.task = asyncio.create_task(node.run())
         waiting = asyncio.create_task(self._ticketed.wait())
@@ -338,6 +344,8 @@ class Swarm:
     async def _end(self, running: Running) -> None:
         if running.task is None:
             return
+        if running is self.trainer and self._node:
+            self._node.farewell = Farewell(0.0, 0.0)  # it is killed, and waits for nobody
         running.task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await running.task
