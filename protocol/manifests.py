@@ -101,7 +101,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The proofs that a worker gives, and the honest noise that is allowed for."""
+    """The proofs that a worker gives, and the honest noise that is allowed for. Defaults are left out."""
 
     fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
@@ -127,6 +127,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     measures themselves; see docs/proofs.md."""
     engine_class: Name = ""
     """Of exact numerics: release, device and settings that every engine of the run has."""
+    bounds: Literal["fixed", "measured"] = "fixed"
+    """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
+    those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
 
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
