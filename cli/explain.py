@@ -192,10 +192,14 @@ def _evidence(found: "Explanation") -> list[Any]:
     sample = "not measured on this model"
     if found.honest_rollouts:
         sample = f"{found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens"
-    notes = [
-        *READING,
-        f"The bounds are the run's, from its signed manifest: {found.bounds} ({sample}).",
-    ]
+    whose = f"The bounds are the run's, from its signed manifest: {found.bounds} ({sample})."
+    if found.numerics:
+        whose = f"The bounds are those of {found.numerics} in this run: {found.bounds}"
+        if found.honest_rollouts:
+            whose += (
+                f" ({sample}; at most {found.rejected_at_most:.2%} of honest ones are rejected)"
+            )
+    notes = [*READING, whose]
     if len(found.evidence) > MAX_ROWS:
         notes.append(f"{len(found.evidence) - MAX_ROWS} more rows: --json shows all.")
     return [table, "", *map(_folded, notes)]

@@ -25,6 +25,7 @@ from ..node.ops.report import points, smooth, terminal_curve
 from .tables import (
     NONE,
     Column,
+    bounds_in_one,
     console,
     duration,
     gone,
@@ -261,6 +262,8 @@ def _progress(status: Status | None, width: int) -> Table:
     grid.add_row("reward", f"[green]{curve}[/]  [bold]{number(status.reward)}[/]")
     grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
     grid.add_row("rollouts", escape(outcomes(status)))
+    if status.bounds:
+        grid.add_row("bounds", escape(bounds_in_one(status.bounds)))
     grid.add_row("waiting", escape(status.waiting_for or NONE))
     for one in status.warnings:
         grid.add_row("warning", escape(one))

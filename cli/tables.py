@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status, ask
+from ..node.ops.control import BoundsRow, EngineRow, GroupRow, PeerRow, StageRow, Status, ask
 from ..node.ops.errors import UsageError
 
 T = TypeVar("T")
@@ -324,6 +324,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
             lines.append(("eval", shown))
         lines.append(("eval", f"of version {status.evaluating} runs" * (status.evaluating >= 0)))
         lines += [("pipeline", group(row)) for row in status.pipelines]
+    lines += [("bounds", bounds(row)) for row in status.bounds]
     lines.append(("policy", policy(status)))
     if status.role == "trainer":
         lines.append(("leases", f"{status.leases} out, {status.waiting_groups} groups waiting"))
@@ -342,6 +343,28 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("time", seconds(status.seconds)),
     ]
     return [(name, value) for name, value in lines if value]
+
+
+def bounds(row: BoundsRow) -> str:
+    """Describe the bounds of noise that judge a class of workers."""
+    workers = f"; {row.workers} worker{'s' if row.workers != 1 else ''}" * bool(row.workers)
+    if not row.number:
+        gathered = f", {row.gathered} rollouts of references are in" * bool(row.gathered)
+        return f"{row.numerics}: provisional{gathered}{workers}"
+    versions = f"of versions {row.first_version} to {row.last_version}"
+    at_most = f"at most {row.rejected_at_most:.2%} of honest ones rejected"
+    return f"{row.numerics}: {row.rollouts} rollouts {versions}, {at_most}{workers}"
+
+
+def bounds_in_one(rows: Sequence[BoundsRow]) -> str:
+    """Describe the bounds of all classes in one line."""
+    if len(rows) == 1:
+        return bounds(rows[0])
+    missing = [row.numerics for row in rows if not row.number]
+    said = f"{len(rows) - len(missing)} of {len(rows)} numerics classes measured"
+    return (
+        f"{said}, provisional: {missing[0]}" + " and more" * (len(missing) > 1) if missing else said
+    )
 
 
 def outcomes(status: Status) -> str:

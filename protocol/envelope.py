@@ -39,6 +39,7 @@ class Purpose(StrEnum):
     HOLDING = "holding"
     AUDIT = "audit"
     PIPELINE = "pipeline"
+    BOUNDS = "bounds"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

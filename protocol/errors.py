@@ -54,6 +54,7 @@ class Reason(StrEnum):
     WRONG_ORDER = "wrong_order"
     BAD_SAMPLING = "bad_sampling"
     AUDIT_FAILED = "audit_failed"
+    UNCALIBRATED = "uncalibrated"
     ENVIRONMENT_ERROR = "environment_error"
     WITHDRAWN = "withdrawn"
     RUN_ENDED = "run_ended"

@@ -127,6 +127,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     measures themselves; see docs/proofs.md."""
     engine_class: Name = ""
     """Of exact numerics: release, device and settings that every engine of the run has."""
+    bounds: Literal["fixed", "measured"] = "fixed"
+    """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
+    those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
 
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
 from .manifests import Name, Role, UnixSeconds, Version
+from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
 from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
 
@@ -119,6 +120,8 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
     stats: WorkerStats
     holding: Annotated[tuple[Version, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
     """Leases that I work on or have not delivered yet: any other was lost on its way to me."""
+    numerics: NumericsClass | None = None
+    """How I compute, as my submissions will say, signed."""
 
 
 class LeaseReply(Message, frozen=True, omit_defaults=True):
@@ -166,6 +169,16 @@ class Verdicts(Message, frozen=True):
 
     verdicts: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
     next: Version
+
+
+class GetBounds(Message, frozen=True):
+    """The bounds of noise that this run has measured, for each class of workers."""
+
+
+class MeasuredBounds(Message, frozen=True):
+    """Sealed ClassBounds, the newest of each class."""
+
+    bounds: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_CLASSES)]
 
 
 class AuditRequest(Message, frozen=True):
@@ -368,6 +381,7 @@ ControlRequest = (
     | SyncRecords
     | Goodbye
     | OfferStage
+    | GetBounds
 )
 """What may open a stream on ALPN_CONTROL."""
 PipelineRequest = OpenLine | PrepareVersion | Probe

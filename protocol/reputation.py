@@ -15,6 +15,7 @@ import msgspec
 
 from .errors import Reason
 from .manifests import ProofContract
+from .numerics import NumericsClass
 
 BAN_AT_ONCE = frozenset({Reason.BAD_PROOF})
 """Bytes that no honest software makes, whatever its numerics: one of them is enough. Signatures, recipients
@@ -49,6 +50,7 @@ HARMLESS = frozenset(
         Reason.LEASE_EXPIRED,
         Reason.LEASE_DONE,
         Reason.AUDIT_FAILED,
+        Reason.UNCALIBRATED,
     }
 )
 """Reasons that cost the rollout, never the peer."""
@@ -129,6 +131,63 @@ class Room:
         return taken
 
 
+CANARIES = 16
+"""Audited rollouts by which a worker is put into the class that it claims, once that class has bounds."""
+ODD_CANARIES = 5
+"""So many of them above the class's bounds to suspect, and it is not of that class: 4e-7 of honest ones, of
+whose rollouts one in a hundred is suspect."""
+MAX_MISPLACED = 4
+"""Classes that a worker may claim in vain; then it is refused whatever it claims."""
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker's first rollouts fit the numerics class that it claims."""
+
+    numerics: NumericsClass | None = None
+    canaries: int = 0
+    """Audited rollouts that were judged by the measured bounds of that class, up to CANARIES."""
+    odd: int = 0
+    """Of them, those above the bounds to suspect."""
+    misplaced: tuple[NumericsClass, ...] = ()
+    """Classes that it turned out not to be of."""
+    refused: str = ""
+    """Why it is given no work under its present claim."""
+
+    @property
+    def placed(self) -> bool:
+        """Whether it fits the class that it claims."""
+        return self.canaries >= CANARIES and not self.refused
+
+    def claim(self, numerics: NumericsClass | None) -> "Placement":
+        """Begin anew where the claim is another one than before."""
+        if numerics == self.numerics:
+            return self
+        refused = ""
+        if len(self.misplaced) >= MAX_MISPLACED:
+            refused = f"it claimed {len(self.misplaced)} numerics classes that it is not of"
+        elif numerics in self.misplaced:
+            refused = f"its rollouts are not those of {numerics}, as it was found before"
+        return Placement(numerics, misplaced=self.misplaced, refused=refused)
+
+    def add(self, suspects: Iterable[bool]) -> "Placement":
+        """Count audited rollouts: whether each is above the class's bounds to suspect."""
+        canaries, odd = self.canaries, self.odd
+        for suspect in suspects:
+            if canaries < CANARIES:
+                canaries, odd = canaries + 1, odd + suspect
+        return msgspec.structs.replace(self, canaries=canaries, odd=odd)
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether too many of the first rollouts are above the class's bounds."""
+        return self.odd >= ODD_CANARIES
+
+    def refuse(self, why: str) -> "Placement":
+        """Refuse the class that is claimed now."""
+        wrong = () if self.numerics is None else (self.numerics,)
+        return msgspec.structs.replace(self, misplaced=(*self.misplaced, *wrong), refused=why)
+
+
 @dataclass(frozen=True)
 class BanTest:
     """Bars of the sequential tests, the same for every peer of a run."""
@@ -175,6 +234,7 @@ class ReputationSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     suspicion: float
     banned: str
     accusers: tuple[str, ...] = ()
+    placement: Placement = Placement()
 
 
 @dataclass
@@ -202,6 +262,8 @@ class Reputation:
     """Why, in a sentence; empty if it is not banned."""
     accusers: tuple[str, ...] = ()
     """First stages (hex) of pipelines whose rollouts were laid to this peer alone; two are as good as many."""
+    placement: Placement = field(default_factory=Placement)
+    """Of a run that measures its bounds."""
 
     def age(self, now: float) -> None:
         """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
@@ -298,7 +360,10 @@ class Reputation:
         """Why this peer is leased nothing now, in a sentence; empty if it is."""
         if self.banned:
             return f"banned: {self.banned}"
-        return f"too much was rejected: {self.top_reason()}" if self.quarantined else ""
+        if self.quarantined:
+            return f"too much was rejected: {self.top_reason()}"
+        refused = self.placement.refused
+        return f"wrong numerics class: {refused}" if refused else ""
 
     @property
     def proven(self) -> bool:

@@ -14,6 +14,7 @@ from ..crypto.hashing import Digest
 from ..crypto.keys import NodeId
 from .errors import LocalProtocolError, Reason, RemoteProtocolError
 from .manifests import Name, UnixSeconds, Version
+from .numerics import ClassBounds, NumericsClass
 from .pipelines import MAX_STAGES
 
 MAX_BRANCH_TOKENS = 2**20
@@ -93,6 +94,8 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The sealed pipeline plan that `crossed` was made under; empty if one node computed all."""
     crossed: Annotated[tuple[Crossed, ...], msgspec.Meta(max_length=2**16)] = ()
     """Of the branches that were drawn under it alone, in order; others may be missing."""
+    numerics: NumericsClass | None = None
+    """How the worker says that it computes; None where it does not."""
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,6 +184,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The validator that audited, if it was not the trainer."""
     pipeline: PipelineVerdict | msgspec.UnsetType = msgspec.UNSET
     """Of a submission that says what crossed between its stages; else it is left out."""
+    bounds: ClassBounds | msgspec.UnsetType = msgspec.UNSET
+    """The bounds of noise that judged, in a run that measures them; else the manifest's did."""
 
 
 def clipped(detail: str) -> str:

@@ -404,6 +404,22 @@ FAULTS = (
         ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
     ),
     Fault(
+        "rollouts of a stranger make bounds of noise",
+        "verification: bounds",
+        "node/verification/self_calibration.py",
+        "if not self.vouched(makers) or numerics == UNKNOWN:",
+        "if numerics == UNKNOWN:",
+        ("test_a_stranger_never_moves_a_bound",),
+    ),
+    Fault(
+        "work of a class that was not measured is learned from",
+        "verification: bounds",
+        "node/verification/verifier.py",
+        "if conditions.unlearned:",
+        "if False:",
+        ("test_strangers_work_for_nothing_until_the_operators_worker_has_made_bounds",),
+    ),
+    Fault(
         "reputation is not persisted",
         "verification: reputation",
         "node/storage/ledger.py",

@@ -117,7 +117,7 @@ class Startup:
             await asyncio.to_thread(own.set_aside, step)
             await role.restore(step, parts)
             await role.publisher.resume(step, await self._backend.snapshot())
-            role.submissions.epoch = current_epoch(ledger, role.publisher.order, boot)
+            role.submissions.resume(current_epoch(ledger, role.publisher.order, boot), step)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
         step = 0

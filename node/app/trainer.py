@@ -28,7 +28,7 @@ from ..ops.metrics import MetricsLog, PhaseClock
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.run_files import TICKET, weights_dir
-from ..trainer.audits import AuditQueue, RemoteAuditors, read_validators
+from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
@@ -39,6 +39,7 @@ from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
 from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
+from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
@@ -120,13 +121,19 @@ class Verification:
         self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,
-            validators=read_validators(settings.validators),
+            validators=read_nodes("verification.validators", settings.validators),
             timeout_s=settings.audit_timeout_s,
         )
+        self._references = read_nodes("verification.references", settings.references)
         rollouts = config.rollouts
         batch = rollouts.groups_per_batch * rollouts.group_size
         # all rollouts of the run, twice: some are refused, some are never trained
         self.test = ban_test(documents.manifest.proofs, 2 * config.max_steps * batch)
+
+    def calibration(self) -> SelfCalibration | None:
+        """Make the self-calibration of this start; None where the manifest fixes the bounds."""
+        proofs = self._documents.manifest.proofs
+        return SelfCalibration(proofs, self._references) if proofs.bounds == "measured" else None
 
     async def start(self, model_dir: Path) -> None:
         """Read the architecture. Raises EngineError."""
@@ -142,7 +149,6 @@ class Verification:
         audits = RemoteAuditors(
             LocalAudits(self._auditor),
             self.queue,
-            run.proofs,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
@@ -342,6 +348,7 @@ class TrainerNode(Node):
             LeaseBook(lease_policy(config), next_lease=boot << LEASES_PER_BOOT),
             verification.queue,
             cut_model(documents.manifest, services.store, config.engine.max_batch),
+            calibration=verification.calibration(),
         )
         buffer = RolloutBuffer(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
@@ -496,7 +503,10 @@ def show_training(status: Status, role: TrainerRole) -> None:
     status.waiting_groups = scheduler.demand.waiting_groups()
     status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
     status.pipelines = scheduler.registry.pipelines.rows()
-    status.warnings = scheduler.registry.warnings()
+    registry = scheduler.registry
+    status.bounds = registry.bounds.rows(registry.classes())
+    missing = registry.bounds.warnings(registry.classes(strangers=True))
+    status.warnings = [*registry.warnings(), *missing]
 
 
 def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
@@ -522,6 +532,7 @@ def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
             if validator.disqualified:
                 row.refused = row.refused or f"disqualified: {validator.disqualified}"
         if worker is not None:
+            row.numerics = str(worker.numerics or "")
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
     return rows

@@ -26,6 +26,7 @@ from ..p2p.services import NodeServices
 from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.hosted_stage import StageEngine
 from ..storage import run_files
+from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import Order, PipelinedEngine
@@ -237,6 +238,8 @@ class WorkerNode(PeerNode):
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
             status.engine = self._role.engine_row()
+            bounds = self._role.verdicts.bounds
+            status.bounds = [bounds_row(bounds)] if bounds else []
         if self._environment is not None:
             status.environment = self._environment.status
         if self._stages is not None:

@@ -304,7 +304,13 @@ class VerificationConfig(BaseConfig):
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on GPUs of one
     family, and a rollout by any other weights or temperature is rejected; slower, see docs/proofs.md."""
     calibration: Path | None = None
-    """File that `primerl-node calibrate` wrote for this model; else the bounds built in for engine.dtype."""
+    """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
+    bounds: Literal["auto", "built-in"] = "auto"
+    """Without a file: `auto` measures them in bfloat16, while the run runs, by the workers of `references`, and
+    takes the built-in ones in float32; `built-in` takes these in bfloat16, too: unfair to models of 4B."""
+    references: list[str] = []
+    """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
+    engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
     audit_rate: Fraction = 0.1
     """Share of a proven worker's rollouts that is audited; of a new or suspect one all are."""
     false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
@@ -490,16 +496,16 @@ class RunConfig(NodeConfig, OwnRunConfig):
     launch: LaunchConfig = LaunchConfig()
 
     @property
-    def auditor(self) -> Literal["hf", "vllm"]:
-        """The engine that audits."""
-        chosen = self.verification.auditor
-        return self.engine.type if chosen == "auto" else chosen
-
-    @property
     def evaluates(self) -> bool:
         """Whether the trainer generates by itself: to evaluate, or to see how far a warm-up has come."""
         asked = self.evaluation
         return bool(asked.prompts or asked.interval) or self.warmup is not None
+
+    @property
+    def auditor(self) -> Literal["hf", "vllm"]:
+        """The engine that audits."""
+        chosen = self.verification.auditor
+        return self.engine.type if chosen == "auto" else chosen
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":

@@ -5,6 +5,7 @@ its children notice (PRIMERL_PARENT_PID) and leave too.
 """
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..app.daemon import load_key
 from ..config import loader
 from ..config.run import RunConfig
 from ..environments.allowed import BUNDLED
@@ -30,6 +32,7 @@ from ..storage.run_files import (
     make_directory,
     write,
 )
+from ..verification.bounds import measures_bounds
 from .placement import GpuPlacement, Names, place, planned_share
 
 TRAINER = "trainer"
@@ -204,7 +207,9 @@ class Launcher:
         """Start everything and wait for the trainer's end, then for the workers'."""
         place = self._placement
         environment = with_gpus(trainer_environment(self._config, os.environ), place.trainer)
-        command = self._commands.trainer(self._config, [*args, *place.trainer_arguments()])
+        references = await asyncio.to_thread(self._references)
+        arguments = [*args, *place.trainer_arguments(), *references]
+        command = self._commands.trainer(self._config, arguments)
         trainer = await self._start(TRAINER, command, environment)
         trained = asyncio.create_task(trainer.wait(), name=TRAINER)
         work = asyncio.create_task(self._work(trained), name="workers")
@@ -237,11 +242,30 @@ class Launcher:
         """End all processes: SIGTERM, then SIGKILL."""
         await asyncio.gather(*(child.stop(self.pace.grace) for child in self._children))
 
+    def _names(self) -> dict[str, Names | None]:
+        """Name the workers, with the GPUs of each."""
+        return {f"worker_{at}": gpus for at, gpus in enumerate(self._placement.workers, start=1)}
+
+    def _references(self) -> list[str]:
+        """Make the workers' keys, and vouch for them to the trainer where it measures noise by workers.
+
+        Raises KeyFileError.
+        """
+        config = self._config
+        if not measures_bounds(config):
+            return []
+        known = list(config.verification.references)
+        for name in self._names():
+            directory = config.run_dir / name
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            known.append(load_key(directory).node_id.hex())
+        return ["--verification.references", json.dumps(known)] if known else []
+
     async def _work(self, trained: asyncio.Task[int]) -> None:
         await self._ticket(trained)
         if trained.done():
             return
-        workers = {f"worker_{at}": gpus for at, gpus in enumerate(self._placement.workers, start=1)}
+        workers = self._names()
         self._working = len(workers)
         outcomes = await asyncio.gather(
             *(self._supervise(name, gpus, trained) for name, gpus in workers.items())

@@ -64,6 +64,8 @@ class PeerRow(msgspec.Struct):
     """Audits that it made for the trainer, as a validator."""
     stage: str = ""
     """Which stage of a pipeline it is, and its layers; empty for none."""
+    numerics: str = ""
+    """How it says that it computes; empty where it did not say."""
     silent_s: float = 0.0
     """Seconds since its last message, where one was due; 0 while all is well."""
     left: bool = False
@@ -141,6 +143,26 @@ class StageRow(msgspec.Struct):
     """Of these, on their way round (stage 0)."""
 
 
+class BoundsRow(msgspec.Struct):
+    """The bounds of noise of one numerics class, in a run that measures them."""
+
+    numerics: str
+    number: int
+    """0 while they are provisional; rises each time that they are made anew."""
+    rollouts: int
+    """Of reference workers, behind the bounds."""
+    tokens: int
+    first_version: int
+    last_version: int
+    """Policy versions that drew these rollouts."""
+    rejected_at_most: float
+    """Share of honest rollouts that is rejected by noise, 95 % upper bound; 1 where nothing was measured."""
+    gathered: int = 0
+    """Rollouts of references so far (trainer)."""
+    workers: int = 0
+    """Workers that claim the class (trainer)."""
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`primerl-node status`."""
 
@@ -182,6 +204,8 @@ class Status(msgspec.Struct, kw_only=True):
     detail: str = ""
     warnings: list[str] = []
     """Conditions that the operator should act on, a sentence each (trainer)."""
+    bounds: list[BoundsRow] = []
+    """Of each class (trainer), or of this node's own (worker), in a run that measures bounds of noise."""
     waiting_for: str = ""
     """Reason for which the run (trainer) or this node (worker, validator) waits; empty while it works."""
     engine: EngineRow | None = None

@@ -13,6 +13,7 @@ from ...protocol.audits import draw, is_audited
 from ...protocol.envelope import Purpose, read_envelope, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ProofContract, RunManifest, run_id
+from ...protocol.numerics import ClassBounds
 from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
 from ..storage.ledger import MANIFEST, KeptVerdict, LedgerView
@@ -88,6 +89,15 @@ MEANINGS: dict[Reason, Meaning] = {
         "nothing: the trainer could not measure this rollout and does not learn from it unmeasured",
         "anything about this node; it counts neither for nor against a node",
         ("nothing here; the trainer's operator finds the cause in its log",),
+    ),
+    Reason.UNCALIBRATED: Meaning(
+        "the class of numerics that the worker states, against those that the run has bounds for",
+        "nothing about this rollout: how much honest noise its class has is not measured in this run",
+        "anything about honesty; it counts neither for nor against a node",
+        (
+            "`primerl-node status` of the trainer: it says which class lacks a reference worker",
+            "engine, release and GPU of this node, against those of nodes that are accepted",
+        ),
     ),
     Reason.BAD_REWARD: Meaning(
         "reward: the trainer scores the same text again",
@@ -295,6 +305,10 @@ class Explanation(msgspec.Struct, frozen=True):
     honest_tokens: int
     stages: StageEvidence | None = None
     """None if one node made it, or did not say who made it with it."""
+    numerics: str = ""
+    """Class of workers that the bounds were measured for; empty where the manifest's hold for all."""
+    rejected_at_most: float = 1.0
+    """Share of honest rollouts that these bounds reject, 95 % upper bound; 1 where it was not measured."""
 
 
 class VerdictLine(msgspec.Struct, frozen=True):
@@ -455,7 +469,8 @@ def _book(path: Path, view: LedgerView) -> _Book:
 
 
 def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
-    proofs = book.manifest.proofs
+    proofs, bounds = contract_of(book.manifest, verdict), verdict.bounds
+    measured = bounds if isinstance(bounds, ClassBounds) else None
     return Explanation(
         run=LedgerRun(
             book.run_id.hex(), _printable(book.manifest.name), book.manifest.trainer.hex()
@@ -471,11 +486,30 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         rate=verdict.rate,
         challenge=verdict.challenge.hex(),
         validator=verdict.validator.hex(),
-        evidence=[_audited(book, verdict, seen) for seen in verdict.evidence],
-        bounds=_printable(proofs.source),
-        honest_rollouts=proofs.honest_rollouts,
-        honest_tokens=proofs.honest_tokens,
+        evidence=[_audited(proofs, verdict, seen) for seen in verdict.evidence],
+        bounds=_source(measured) if measured else _printable(proofs.source),
+        honest_rollouts=measured.rollouts if measured else proofs.honest_rollouts,
+        honest_tokens=measured.tokens if measured else proofs.honest_tokens,
+        numerics=str(measured.numerics) if measured else "",
+        rejected_at_most=measured.rejected_at_most if measured else 1.0,
         stages=_stages(verdict.pipeline, proofs) if verdict.pipeline else None,
+    )
+
+
+def contract_of(manifest: RunManifest, verdict: Verdict) -> ProofContract:
+    """The run's proof contract with the bounds that judged."""
+    bounds = verdict.bounds
+    if isinstance(bounds, ClassBounds):
+        return bounds.applied(manifest.proofs)
+    return manifest.proofs
+
+
+def _source(bounds: ClassBounds) -> str:
+    if bounds.provisional:
+        return "provisional, as its noise is not measured: they reject only what no noise explains"
+    return (
+        f"number {bounds.number}, of reference workers and policies {bounds.first_version} to "
+        f"{bounds.last_version}"
     )
 
 
@@ -512,7 +546,7 @@ def _findings(verdict: Verdict) -> list[RejectedRollout]:
     return found
 
 
-def _audited(book: _Book, verdict: Verdict, seen: Evidence) -> AuditedRollout:
+def _audited(proofs: ProofContract, verdict: Verdict, seen: Evidence) -> AuditedRollout:
     place = (seen.group, seen.rollout)
     return AuditedRollout(
         group=seen.group,
@@ -520,14 +554,13 @@ def _audited(book: _Book, verdict: Verdict, seen: Evidence) -> AuditedRollout:
         tokens=seen.tokens,
         lot=draw(verdict.challenge, *place),
         drawn=is_audited(verdict.challenge, *place, verdict.rate),
-        measures=[_measure(book, seen, name) for name in REASONS],
+        measures=[_measure(proofs, seen, name) for name in REASONS],
     )
 
 
-def _measure(book: _Book, seen: Evidence, name: str) -> MeasuredBound:
+def _measure(proofs: ProofContract, seen: Evidence, name: str) -> MeasuredBound:
     value = getattr(seen, name)
-    suspect = getattr(book.manifest.proofs.suspect, name)
-    reject = getattr(book.manifest.proofs.reject, name)
+    suspect, reject = getattr(proofs.suspect, name), getattr(proofs.reject, name)
     # as judge.py: NaN is above every bound
     mark = "!" if not value <= reject else "?" if not value <= suspect else ""
     return MeasuredBound(name, value, suspect, reject, mark)

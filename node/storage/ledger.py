@@ -10,7 +10,7 @@ import functools
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +39,10 @@ CREATE TABLE IF NOT EXISTS verdicts (
     arrival INTEGER);
 CREATE TABLE IF NOT EXISTS reputations (
     node BLOB PRIMARY KEY, arrival INTEGER, snapshot BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS honest (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, class BLOB NOT NULL, node BLOB NOT NULL,
+    version INTEGER NOT NULL, evidence BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS bounds (class BLOB PRIMARY KEY, sealed BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spool (
     digest BLOB PRIMARY KEY, lease_id INTEGER NOT NULL, deadline REAL NOT NULL,
     sealed BLOB NOT NULL) WITHOUT ROWID;
@@ -47,6 +51,7 @@ INDICES = """
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
 CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
+CREATE INDEX IF NOT EXISTS honest_classes ON honest (class, id);
 """
 FORMAT = 3
 """Rises with the wire version too: sealed bytes in a ledger can be read by that version alone.
@@ -57,6 +62,8 @@ ID = "id"
 """Key of 16 random bytes that no other ledger has."""
 ACCOUNTS = "SELECT id, label, issued, expires, uses, revoked, admitted FROM tickets"
 VERDICTS_KEPT = 10_000
+HONEST_KEPT = 2048
+"""Measured rollouts of reference workers, of each numerics class."""
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
 
@@ -89,6 +96,18 @@ class IssuedTicket:
     """When; 0: it was not."""
     admitted: int
     """How many nodes it has admitted."""
+
+
+@dataclass(frozen=True)
+class HonestRollout:
+    """A measured rollout of a reference worker."""
+
+    numerics: bytes
+    """Its encoded NumericsClass."""
+    node: bytes
+    version: int
+    evidence: bytes
+    """Encoded."""
 
 
 @dataclass(frozen=True)
@@ -302,11 +321,14 @@ class Ledger:
         sealed: bytes,
         arrival: int | None = None,
         reputations: Mapping[bytes, bytes] | None = None,
+        honest: Sequence[HonestRollout] = (),
+        bounds: Mapping[bytes, bytes] | None = None,
     ) -> bool:
         """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already.
 
         Of the trainer: it is the verdict on submission number `arrival`, the only one, and after it these are
-        the `reputations` (snapshots) of all nodes that it concerns. All of that is kept, or nothing.
+        the `reputations` (snapshots) of all nodes that it concerns, `honest` is what it measured of a reference
+        worker, and `bounds` are sealed ClassBounds, by encoded class. All of that is kept, or nothing.
         """
         with self._transaction():
             cursor = self._write(
@@ -321,7 +343,44 @@ class Ledger:
                 self._write(
                     "INSERT OR REPLACE INTO reputations VALUES (?, ?, ?)", (peer, arrival, snapshot)
                 )
+            for one in honest:
+                self._write(
+                    "INSERT INTO honest (class, node, version, evidence) VALUES (?, ?, ?, ?)",
+                    (one.numerics, one.node, one.version, one.evidence),
+                )
+            for numerics in {one.numerics for one in honest}:
+                self._write(
+                    "DELETE FROM honest WHERE class = ?1 AND id <= (SELECT id FROM honest"
+                    " WHERE class = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+                    (numerics, HONEST_KEPT),
+                )
+            self._write_bounds(bounds or {})
         return True
+
+    def honest(self) -> list[HonestRollout]:
+        """The measured rollouts of reference workers that are kept, oldest first."""
+        rows = self._db.execute("SELECT class, node, version, evidence FROM honest ORDER BY id")
+        return [
+            HonestRollout(bytes(name), bytes(node), version, bytes(evidence))
+            for name, node, version, evidence in rows
+        ]
+
+    def bounds(self) -> list[bytes]:
+        """The newest sealed ClassBounds of each class."""
+        rows = self._db.execute("SELECT sealed FROM bounds ORDER BY class")
+        return [bytes(sealed) for (sealed,) in rows]
+
+    def drop_honest(
+        self, bounds: Mapping[bytes, bytes], *, node: bytes = b"", above: int = 2**53
+    ) -> None:
+        """Forget the measured rollouts of `node`, and those of versions `above` a number; keep new `bounds`."""
+        with self._transaction():
+            self._write("DELETE FROM honest WHERE node = ? OR version > ?", (node, above))
+            self._write_bounds(bounds)
+
+    def _write_bounds(self, bounds: Mapping[bytes, bytes]) -> None:
+        for numerics, sealed in bounds.items():
+            self._write("INSERT OR REPLACE INTO bounds VALUES (?, ?)", (numerics, sealed))
 
     def verdict_on(self, arrival: int) -> bytes | None:
         """The sealed verdict on submission number `arrival`."""

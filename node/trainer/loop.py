@@ -35,8 +35,21 @@ SILENT_S = 15.0
 """Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
 REFUSED = "refused work"
 SILENT = "silent"
+WRONG_CLASS = "not of the numerics class that they claim"
+SAME_CLASS = (
+    "run the engine, release and GPU of a reference worker, or name one of these in "
+    "verification.references"
+)
 EXPLAIN = "`primerl-node explain` says why"
-STALE = "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_policy_steps"
+ADVICE = {
+    Reason.STALE.value: (
+        "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_policy_steps"
+    ),
+    Reason.UNCALIBRATED.value: (
+        "the noise of those workers is not measured, `primerl-node status` says what is missing"
+    ),
+}
+"""What to do where all rejections are for one reason."""
 
 
 def next_batch(
@@ -56,7 +69,7 @@ def next_batch(
         said += f", {unjudged} submissions in verification"
     if len(buffer) >= wanted:
         said += "; other workers' groups are waited for"
-    elif not on_lease and not unjudged:
+    elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
         said += f"; {_workers(scheduler, now)}"
     return "; ".join([*_no_progress(config, submissions.progress), said])
 
@@ -99,7 +112,7 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
     lost = progress.all_rejected()
     if lost:
         ordered = ", ".join(f"{name} {count}" for name, count in lost.most_common(3))
-        advice = STALE if set(lost) == {Reason.STALE.value} else EXPLAIN
+        advice = ADVICE.get(min(lost), EXPLAIN) if len(lost) == 1 else EXPLAIN
         said.append(f"everything since step {progress.step} was rejected ({ordered}): {advice}")
     return said
 
@@ -113,10 +126,14 @@ def _workers(scheduler: LeaseScheduler, now: float) -> str:
     newest = max(scheduler.version, 0)
     states = {node: _state(registry, node, one, newest, now) for node, one in workers.items()}
     refused = [_why_refused(registry, node) for node, state in states.items() if state == REFUSED]
-    if len(refused) == len(workers):
-        return (
-            f"every worker is refused work ({_commonest(refused)}): mend or replace them, {EXPLAIN}"
-        )
+    gone = sum(
+        state == SILENT or workers[node].left for node, state in states.items() if state != REFUSED
+    )
+    if refused and len(refused) + gone == len(workers):
+        who = f"{gone} of {len(workers)} workers are gone and the others are" if gone else ""
+        why = _commonest(refused)
+        remedy = SAME_CLASS if why == WRONG_CLASS else "mend or replace them"
+        return f"{who or 'every worker is'} refused work ({why}): {remedy}, {EXPLAIN}"
     silent = [registry.silence(node) for node, state in states.items() if state == SILENT]
     if len(silent) == len(workers):
         return f"none of {len(workers)} workers is here, the last was heard {min(silent):.0f} s ago"
@@ -149,6 +166,8 @@ def _why_refused(registry: WorkerRegistry, node: bytes) -> str:
     known = registry.reputations.get(node)
     if known is None:
         return "not known"
+    if known.placement.refused and not (known.banned or known.quarantined):
+        return WRONG_CLASS
     return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
 
 

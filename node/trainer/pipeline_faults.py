@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...crypto.hashing import short
+from ...protocol.numerics import ClassBounds
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.reputation import (
     INCREMENT,
@@ -58,19 +59,19 @@ class StageFaults:
 
     def note(self, node: bytes, verified: Verified) -> None:
         """Remember what audits tell of `node`, which signed a submission, and of those that made it with it."""
-        plan, audited = verified.plan, verified.audited
+        plan, audited, test = verified.plan, verified.audited, self._test_of(verified)
         if plan is None:
-            self._reputation(node).observe(observed(audited), self._test)
+            self._reputation(node).observe(observed(audited, verified.placing), test)
             return
         tally, count = self._tally(plan), len(plan.stages)
         blames = [_stated(one, tally) for one in audited.blames]
         first = [_laid(one, 0, count) for one in blames]
-        self._reputation(node).observe(first, self._test, tally.rooms[0])
+        self._reputation(node).observe(first, test, tally.rooms[0])
         blames = [one for one in blames if one.distances]
         for rank in range(1, count):
             self._reputation(plan.stages[rank].node).observe_stage(
                 (_laid(one, rank, count) for one in blames),
-                self._test,
+                test,
                 tally.rooms[rank],
                 accuser=node,
                 named=any(one.outcome == "rejected" and one.named == rank for one in blames),
@@ -78,6 +79,13 @@ class StageFaults:
         for rank in range(len(plan.stages)):
             tally.doubt[rank] = _doubt(tally.doubt[rank], blames, rank)
         self._part(plan, tally)
+
+    def _test_of(self, verified: Verified) -> BanTest:
+        """The test, with the factor on other_policy of the bounds that judged."""
+        bounds = verified.verdict.bounds
+        if not isinstance(bounds, ClassBounds):
+            return self._test
+        return replace(self._test, other_scale=bounds.other_scale)
 
     def _tally(self, plan: PipelinePlan) -> Tally:
         """Late submissions of a plan that was given up are of that plan still."""
@@ -107,12 +115,15 @@ class StageFaults:
         self._dissolve(plan.group, node, why)
 
 
-def observed(audits: AuditResults) -> list[Audited]:
-    """What the sequential tests of a node that made a submission alone are told, in order."""
+def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
+    """What the sequential tests of a node that made a submission alone are told, in order.
+
+    `placing`: a suspect is not, as it may only be of another numerics class than it claims.
+    """
     found: list[Audited] = []
     for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
         outcome = outcome_of(judgement.reason, judgement.suspect)
-        if outcome is not None:
+        if outcome is not None and not (placing and outcome == "suspect"):
             found.append(Audited(outcome, seen.other_policy))
     return found
 

@@ -11,10 +11,12 @@ from ...protocol.messages import (
     AuditDone,
     AuditRequest,
     ControlRequest,
+    GetBounds,
     GetHeads,
     GetVerdicts,
     Hello,
     LeaseRequest,
+    MeasuredBounds,
     OfferStage,
     SubmitOffer,
     SyncRecords,
@@ -65,6 +67,9 @@ class ControlHandler:
             case GetVerdicts():
                 registry.get(peer)
                 reply = self._verdicts(peer, request.after)
+            case GetBounds():
+                registry.get(peer)
+                reply = MeasuredBounds(registry.bounds.sealed())
             case AuditRequest():
                 registry.update(peer, request.stats)
                 return await registry.audits.hand_out(peer, stream, request)

@@ -205,6 +205,9 @@ class LeaseScheduler:
         worker = self.registry.update(peer, request.stats)
         worker.left, worker.failure = False, ""
         now = time.time()
+        if request.numerics is not None:
+            worker.numerics = request.numerics
+            self.registry.bounds.claim(peer, request.numerics)
         reputation = self.registry.reputations.get(peer)
         if reputation is not None:
             reputation.age(now)

@@ -27,6 +27,7 @@ from ..p2p.uploads import UploadReceiver
 from ..storage.ledger import QueuedSubmission
 from ..training.buffer import RolloutBuffer
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from .bounds_book import MeasuredRows
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler
 from .state import LEASES_PER_BOOT, ChainEpoch, Progress
@@ -69,6 +70,7 @@ class SubmissionQueue:
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
         self._ledger = scheduler.registry.services.ledger
+        self._bounds = scheduler.registry.bounds
         self.verifier = verifier
         self._contract = contract
         self.buffer = buffer
@@ -92,6 +94,11 @@ class SubmissionQueue:
     def full(self) -> bool:
         """Whether no further submission can wait."""
         return self._arrivals.full()
+
+    def resume(self, epoch: ChainEpoch, version: int) -> None:
+        """Go on after policy `version` in that epoch of the chain."""
+        self.epoch = epoch
+        self._bounds.go_back(epoch.number, version)
 
     def put(self, arrived: QueuedSubmission) -> None:
         """Queue a submission that is in the ledger."""
@@ -148,8 +155,10 @@ class SubmissionQueue:
     def _judge(self, arrived: QueuedSubmission, verified: Verified, before: bytes | None) -> None:
         """Count a submission, once however often the trainer is killed, and buffer its accepted groups."""
         self.progress.verified_up_to = arrived.arrival
+        measured = MeasuredRows()
         if arrived.arrival > self._counted_up_to:
             self._remember(arrived.node, verified)
+            measured = self._bounds.judged(arrived.node, verified)
         self._note_rewards(arrived.node, verified)
         reasons = verified.reasons()
         progress = self.progress
@@ -161,7 +170,7 @@ class SubmissionQueue:
             if refusal is not None:
                 progress.accepted -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
-        self._deliver(arrived, before or self._keep(arrived, verified))
+        self._deliver(arrived, before or self._keep(arrived, verified, measured))
 
     def _measure_turnaround(self, lease: Lease, groups: int) -> None:
         """Tell the lease book how long accepted groups took from their lease until now."""
@@ -207,9 +216,18 @@ class SubmissionQueue:
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
             return refuse_all(arrival, lease, error)
         version, rate = self._scheduler.version, self._rate(arrived.node)
+        conditions = self._bounds.conditions(arrived.node, submission)
+        if conditions is not None and conditions.all_audited:
+            rate = 1.0
         try:
             return await self.verifier.verify(
-                submission, lease, arrival, version=version, rate=rate, before=before
+                submission,
+                lease,
+                arrival,
+                version=version,
+                rate=rate,
+                conditions=conditions,
+                before=before,
             )
         except RemoteProtocolError as error:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
@@ -224,8 +242,8 @@ class SubmissionQueue:
             submission.lease, self._services.run_id, self._services.trainer, arrived.node
         )
 
-    def _keep(self, arrived: QueuedSubmission, verified: Verified) -> bytes:
-        """Write the verdict and the reputations that it changed into the ledger; returns it sealed."""
+    def _keep(self, arrived: QueuedSubmission, verified: Verified, measured: MeasuredRows) -> bytes:
+        """Write the verdict and what it changed into the ledger; returns it sealed."""
         sealed = self._services.seal(
             Purpose.VERDICT,
             verified.verdict,
@@ -237,7 +255,14 @@ class SubmissionQueue:
             node: msgspec.json.encode(self._registry.reputation(node).snapshot())
             for node in (arrived.node, *(stage.node for stage in stages))
         }
-        self._ledger.add_verdict(arrived.node, sealed, arrived.arrival, reputations)
+        self._ledger.add_verdict(
+            arrived.node,
+            sealed,
+            arrived.arrival,
+            reputations,
+            measured.honest,
+            measured.bounds,
+        )
         return sealed
 
     def _deliver(self, arrived: QueuedSubmission, sealed: bytes) -> None:

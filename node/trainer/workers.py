@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import LeaseBook, Origin
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
+from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..memory_plan.stages import CutModel
@@ -28,7 +29,9 @@ from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
 from ..p2p.services import NodeServices
+from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
+from .bounds_book import BoundsBook
 from .pipeline_coordinator import PipelineCoordinator
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ WARN_S = 60.0
 """Between two warnings in the log."""
 ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not named as a chunk source."""
+GONE_S = 60.0
+"""A worker that was silent for this long is not counted among those of its numerics class."""
 MAX_UPSTREAMS = 8
 MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
@@ -64,6 +69,8 @@ class WorkerState:
     """Monotonic seconds of its last request of any kind, or of our start."""
     proven: bool = False
     """Whether work of it was accepted; see Reputation.proven."""
+    numerics: NumericsClass | None = None
+    """How it says that it computes; None where it did not say."""
     left: bool = False
     """Whether it said goodbye and asked for nothing since; its waiting request gets no lease."""
     failure: str = ""
@@ -103,8 +110,9 @@ class WorkerRegistry:
         audits: AuditQueue,
         model: CutModel | None = None,
         clock: Callable[[], float] = time.monotonic,
+        calibration: SelfCalibration | None = None,
     ) -> None:
-        """`model` is None if it cannot be cut into stages."""
+        """`model` is None if it cannot be cut into stages, `calibration` if the manifest fixes the bounds."""
         self.services = services
         self._sealed_manifest = sealed_manifest
         self.book = book
@@ -129,6 +137,7 @@ class WorkerRegistry:
         """Why nodes were not admitted, the newest last."""
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
+        self.bounds = BoundsBook(services, calibration, self.reputation)
         for one in services.ledger.admitted():
             self.workers[one.node] = WorkerState(next(self._ranks), one.ticket, heard=clock())
             if one.record:
@@ -234,6 +243,17 @@ class WorkerRegistry:
             for ticket, record in self.book.newcomers.tickets.items()
             if record.failing
         ]
+
+    def classes(self, *, strangers: bool = False) -> Counter[NumericsClass]:
+        """Count the workers that are here by the numerics class that they claim; all, or no references."""
+        return Counter(
+            worker.numerics
+            for node, worker in self.workers.items()
+            if worker.numerics is not None
+            and not worker.left
+            and self.clock() - worker.heard < GONE_S
+            and not (strangers and (self.bounds.is_reference(node) or self.refusal(node)))
+        )
 
     def _failing(self, ticket: bytes, lost: int) -> str:
         name = ticket.hex()[:12]

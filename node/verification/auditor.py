@@ -19,7 +19,7 @@ import msgspec
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, sample_seed
-from ...protocol.manifests import AdapterContract, RunManifest
+from ...protocol.manifests import AdapterContract, ProofContract, RunManifest
 from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..environments.environment import Branch
@@ -316,6 +316,10 @@ class AuditCall:
     """Every version that is claimed, and every one in `others`."""
     others: Mapping[int, Sequence[int]]
     """Claimed version -> versions that might have been used instead."""
+    contract: ProofContract
+    """With the bounds that will judge."""
+    by_trainer: bool = False
+    """Whether no validator may measure it: bounds are made of it."""
 
 
 @dataclass(frozen=True)

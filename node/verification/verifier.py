@@ -20,6 +20,7 @@ from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, check_assignment
 from ...protocol.manifests import RunManifest
+from ...protocol.numerics import ClassBounds
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
     MAX_BLAMED,
@@ -59,6 +60,7 @@ from .auditor import (
 from .checks import CheckedRollout, Rejected, check_submission
 from .duplicates import CopyDetector
 from .judge import Judgement, StageAttribution, blame, judge, name_stages
+from .self_calibration import AuditConditions
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,8 @@ class AuditResults:
     blames: list[StageAttribution] = field(default_factory=list[StageAttribution])
     """One per evidence, if a pipeline made the submission."""
     validator: bytes = b""
+    versions: list[int] = field(default_factory=list[int])
+    """One per evidence: the newest policy version that drew any of it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Verified:
     audited: AuditResults = field(default_factory=AuditResults)
     plan: PipelinePlan | None = None
     """Of the pipeline that made it, if it says so."""
+    placing: bool = False
+    """See AuditConditions."""
 
     def reasons(self) -> Counter[Reason]:
         """Count rejected rollouts by reason."""
@@ -132,6 +138,7 @@ class _Work:
     lease: Lease
     arrival: ReceivedSubmission
     plan: PipelinePlan | None
+    conditions: AuditConditions
     rejections: list[Rejection]
     audited: AuditResults = field(default_factory=AuditResults)
 
@@ -181,14 +188,15 @@ class Verifier:
         *,
         version: int,
         rate: float,
+        conditions: AuditConditions | None = None,
         before: Verdict | None = None,
     ) -> Verified:
         """Verify one submission against policy `version`, the newest one published.
 
         A share `rate` of the rollouts that pass the cheap checks is audited, and all of them once one is
-        guilty. Several submissions may be verified at a time; their cheap checks are made in the order of the
-        calls. `before` is the verdict that a trainer gave before it was killed: it stands, and nothing is
-        audited.
+        guilty. `conditions` hold the bounds that judge; without them the manifest's do. Several submissions
+        may be verified at a time; their cheap checks are made in the order of the calls. `before` is the
+        verdict that a trainer gave before it was killed: it stands, and nothing is audited.
 
         Raises:
             RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
@@ -202,7 +210,8 @@ class Verifier:
                 submission, run=self._run_id, trainer=self._run.trainer, node=arrival.node
             )
             checked = check_submission(submission, lease, self._run, version, plan)
-            work = _Work(lease, arrival, plan, checked.rejections)
+            conditions = conditions or AuditConditions(self._run.proofs)
+            work = _Work(lease, arrival, plan, conditions, checked.rejections)
             rollouts = checked.rollouts
             if before is None:
                 rollouts = [one for one in rollouts if self._check_held(one, work)]
@@ -220,12 +229,22 @@ class Verifier:
             _reject_as_before(passed, before, work)
         else:
             await self._audit(passed, work, rate)
+            if conditions.unlearned:
+                for one in work.without_rejected(passed):
+                    work.reject(one.rollout, Reason.UNCALIBRATED, conditions.unlearned)
         passed = work.without_rejected(passed)
         verdict = make_verdict(
-            arrival, lease, len(passed), work.rejections, work.audited, rate, plan
+            arrival,
+            lease,
+            len(passed),
+            work.rejections,
+            work.audited,
+            rate,
+            plan,
+            conditions.bounds,
         )
         groups = self._groups(lease, arrival.node, passed)
-        return Verified(verdict, work.rejections, groups, work.audited, plan)
+        return Verified(verdict, work.rejections, groups, work.audited, plan, conditions.placing)
 
     # -- cheap checks ------------------------------------------------------------------------------
 
@@ -375,6 +394,8 @@ class Verifier:
             chosen=chosen,
             states={version: held[version] for version in sorted(wanted)},
             others=others,
+            contract=work.conditions.contract,
+            by_trainer=work.conditions.by_trainer,
         )
 
     def _judge(
@@ -389,12 +410,14 @@ class Verifier:
             )
             return
         found = evidence(rollout, numbers)
-        judgement = judge(found, self._run.proofs)
+        contract = work.conditions.contract
+        judgement = judge(found, contract)
         work.audited.evidence.append(found)
         work.audited.judgements.append(judgement)
+        work.audited.versions.append(max(_claims(rollout)))
         detail = judgement.detail
         if work.plan is not None:
-            attribution = blame(found, judgement, boundary_distances(numbers), self._run.proofs)
+            attribution = blame(found, judgement, boundary_distances(numbers), contract)
             work.audited.blames.append(attribution)
             stages = name_stages(attribution, [stage.node for stage in work.plan.stages])
             detail = f"{stages}: {detail}" if stages else detail
@@ -460,8 +483,12 @@ def make_verdict(
     audited: AuditResults,
     rate: float,
     plan: PipelinePlan | None = None,
+    bounds: ClassBounds | None = None,
 ) -> Verdict:
-    """Make a verdict that fits a message, however much was rejected and measured."""
+    """Make a verdict that fits a message, however much was rejected and measured.
+
+    `bounds` are those that judged, where the run measures them.
+    """
     return Verdict(
         submission=arrival.digest,
         lease_id=lease.lease_id,
@@ -474,6 +501,7 @@ def make_verdict(
         evidence=tuple(audited.evidence[:MAX_EVIDENCE]),
         validator=audited.validator,
         pipeline=msgspec.UNSET if plan is None else _stages_verdict(plan, audited.blames),
+        bounds=msgspec.UNSET if bounds is None else bounds,
     )
 
 

@@ -20,13 +20,16 @@ from ...protocol.messages import (
     MAX_HELD,
     MAX_LEASES,
     Accepted,
+    GetBounds,
     GetVerdicts,
     Goodbye,
     LeaseReply,
     LeaseRequest,
+    MeasuredBounds,
     Verdicts,
     WorkerStats,
 )
+from ...protocol.numerics import ClassBounds, NumericsClass
 from ...protocol.reputation import Reputation
 from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
@@ -41,6 +44,8 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
+from .numerics import numerics_of
+from .pipelined_engine import PipelinedEngine
 from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
 from .upload import UploadQueue
 from .weight_sync import WeightSync
@@ -67,6 +72,8 @@ class VerdictLog:
         self._record = Reputation()
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
+        self.bounds: ClassBounds | None = None
+        """The bounds of noise that judge this node, in a run that measures them; None until they are known."""
 
     @property
     def trust(self) -> float | None:
@@ -98,8 +105,37 @@ class VerdictLog:
         except StorageError as error:
             logger.warning("a verdict is not kept for `explain`: %s", error)
             news = True
+        if isinstance(verdict.bounds, ClassBounds):
+            self.bounds = verdict.bounds
         if news:
             self._count(verdict)
+
+    async def fetch_bounds(self, numerics: NumericsClass | None) -> None:
+        """Ask the trainer for the bounds of our class, to show them before the first verdict; it may fail."""
+        if numerics is None:
+            return
+        services = self._services
+        try:
+            reply = await services.links.request(
+                services.trainer,
+                ALPN_CONTROL,
+                GetBounds(),
+                MeasuredBounds,
+                deadline=VERDICT_TIMEOUT_S,
+            )
+            for sealed in reply.bounds:
+                bounds = unseal(
+                    sealed,
+                    Purpose.BOUNDS,
+                    ClassBounds,
+                    now=int(time.time()),
+                    run=services.run_id,
+                    signer=services.trainer,
+                ).body
+                if bounds.numerics == numerics and self.bounds is None:
+                    self.bounds = bounds
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.info("no bounds from %s: %s", short(services.trainer), error)
 
     async def fetch(self) -> None:
         """Ask the trainer for verdicts that we missed; after a failure the rest is asked for next time."""
@@ -194,7 +230,9 @@ class InferenceRole:
         self._run = run
         self._weights = weights
         self._engine = engine
-        self._engine_type = config.type
+        self._config = config
+        self._numerics: NumericsClass | None = None
+        """How this node computes; said where the run measures bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
         concurrency = Concurrency(
@@ -257,9 +295,13 @@ class InferenceRole:
     async def run(self) -> None:
         """Work until the run ends. Raises EngineError when the engine cannot be restarted."""
         self._uploads.open()
+        if self._run.proofs.bounds == "measured":
+            pipeline = isinstance(self._engine, PipelinedEngine)
+            self._numerics = await asyncio.to_thread(numerics_of, self._config, pipeline=pipeline)
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self.verdicts.fetch()),
+                tasks.create_task(self.verdicts.fetch_bounds(self._numerics)),
                 tasks.create_task(self._weights.run()),
                 tasks.create_task(self._admission.run()),
                 tasks.create_task(self._uploads.run()),
@@ -289,7 +331,7 @@ class InferenceRole:
         except EngineError as error:  # it failed for good, and this node is about to end
             stats = EngineStats(fault=str(error))
         return EngineRow(
-            type=self._engine_type,
+            type=self._config.type,
             inflight=self._admission.inflight,
             cap=self._admission.cap,
             running=stats.running,
@@ -375,7 +417,7 @@ class InferenceRole:
         reply = await self._services.links.request(
             self._run.trainer,
             ALPN_CONTROL,
-            LeaseRequest(wanted, stats, self._holding()),
+            LeaseRequest(wanted, stats, self._holding(), self._numerics),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
@@ -435,7 +477,9 @@ class InferenceRole:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
 
     def _submission(self, sealed: bytes, played: LeaseResult) -> Submission:
-        return Submission(sealed, played.groups, self._engine_type, played.plan, played.crossed)
+        return Submission(
+            sealed, played.groups, self._config.type, played.plan, played.crossed, self._numerics
+        )
 
     async def _generate(self, lease: Lease) -> LeaseResult | None:
         """Generate the groups of a lease; None if its policy version does not arrive."""

@@ -329,7 +329,7 @@ ROOM = 64
 
 
 def new_world(trained: Trained, small: Trained, engine: EngineConfig, *, max_tokens: int) -> World:
-    """The run before its first step, with production's bounds for engine.dtype."""
+    """The run before its first step, with the bounds built in for engine.dtype."""
     stops = (stop_token(trained.directory),)
     environment = CorpusEnvironment(trained.corpus, max_tokens=max_tokens, stops=stops)
     return World(
@@ -351,6 +351,7 @@ def manifest(model_dir: Path, engine: EngineConfig, max_tokens: int) -> RunManif
             "sampling": {"max_tokens": max_tokens},
             "rollouts": {"group_size": GROUP_SIZE},
             "training": {"seq_len": max_tokens + ROOM},
+            "verification": {"bounds": "built-in"},
         }
     )
     return trial_run(

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.protocol_cases import LEASE, PLAN, STRANGER, SUBMITTED, TRAINER, WORKER
+from support.protocol_cases import BOUNDS, LEASE, PLAN, STRANGER, SUBMITTED, TRAINER, WORKER
 from support.verdict_cases import (
     CHALLENGE,
     CLEAN,
@@ -70,6 +70,28 @@ def test_the_evidence_stands_beside_the_bounds_of_the_run(cli: Cli, node: Path) 
     bounds = [line for line in lines if line[1:2] == ["above"]]
     assert [line[0] for line in bounds] == ["suspect", "reject"]
     assert bounds[1][2:] == ["0.1", "12", "1", "0.05", "1.5", "0.06"]
+
+
+def test_bounds_that_the_run_measured_stand_in_the_place_of_the_manifests(
+    cli: Cli, tmp_path: Path
+) -> None:
+    narrow = msgspec.structs.replace(BOUNDS.suspect, fingerprint=0.005)
+    bounds = msgspec.structs.replace(BOUNDS, suspect=narrow)
+    fill(ledger(tmp_path), signed(msgspec.structs.replace(VERDICT, bounds=bounds))).close()
+    out = " ".join(cli("explain", "-d", str(tmp_path / "node")).out.split())
+    assert "bounds are those of vllm 0.25.1 on H100, tp 2, bfloat16 in this run: number 3" in out
+    assert "policies 2 to 9 (640 honest rollouts, 40960 tokens; at most 0.47% of honest" in out
+    assert "0.01?" in out, "a rollout that the manifest's bounds do not suspect"
+    found = json.loads(cli("explain", "-d", str(tmp_path / "node"), "--json").out)
+    assert found["numerics"] == "vllm 0.25.1 on H100, tp 2, bfloat16"
+    assert (found["honest_rollouts"], found["rejected_at_most"]) == (640, 0.0047)
+
+
+def test_provisional_bounds_say_that_nothing_was_measured(cli: Cli, tmp_path: Path) -> None:
+    bounds = msgspec.structs.replace(BOUNDS, number=0, rollouts=0, tokens=0)
+    fill(ledger(tmp_path), signed(msgspec.structs.replace(VERDICT, bounds=bounds))).close()
+    out = " ".join(cli("explain", "-d", str(tmp_path / "node")).out.split())
+    assert "provisional, as its noise is not measured" in out
 
 
 def test_what_was_audited_is_computed_again_from_the_challenge(cli: Cli, node: Path) -> None:
@@ -205,7 +227,7 @@ def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
     """The others refuse a message, or a whole submission."""
     others = set(Reason) - set(MEANINGS)
     assert {Reason.WRONG_MODEL, Reason.DUPLICATE, Reason.STALE, Reason.TOO_LARGE} <= set(MEANINGS)
-    assert len(MEANINGS) == 20, others
+    assert len(MEANINGS) == 21, others
     for reason in Reason:
         means = meaning(reason)
         assert all((means.check, means.proves, means.proves_not, means.look_at)), reason

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from primerl.cli.live import LiveView, PlainView, open_view, plain_line, print_summary, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
-from primerl.node.ops.control import EngineRow, NodeState, Status
+from primerl.node.ops.control import BoundsRow, EngineRow, NodeState, Status
 
 from .test_status import PEER, STATUS
 
@@ -101,6 +101,15 @@ def test_what_a_run_waits_for_is_said_on_the_screen_and_in_the_line() -> None:
         assert said in shown
         assert f"warning {warning}" in shown
     assert f"waiting: {said}" in plain_line(states)
+
+
+def test_the_bounds_of_noise_have_one_line_of_the_screen() -> None:
+    states = nodes()
+    row = BoundsRow("hf 2.13.0 on cpu, tp 1, bfloat16", 0, 0, 0, 0, 0, 1.0, 24, 1)
+    states["trainer"].status = msgspec.structs.replace(STATUS, bounds=[row])
+    [line] = [line for line in drawn(states).splitlines() if "bounds" in line]
+    assert "provisional, 24 rollouts of references are in" in line
+    assert "bounds" not in drawn(nodes())
 
 
 JOINED = msgspec.structs.replace(

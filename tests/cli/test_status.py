@@ -10,8 +10,16 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from primerl.cli.tables import group, peers_table, status_lines
-from primerl.node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status, register
+from primerl.cli.tables import bounds, bounds_in_one, group, peers_table, status_lines
+from primerl.node.ops.control import (
+    BoundsRow,
+    EngineRow,
+    GroupRow,
+    PeerRow,
+    StageRow,
+    Status,
+    register,
+)
 from primerl.node.ops.errors import NodeError
 
 from .conftest import Ask, Cli, Serve
@@ -161,6 +169,25 @@ def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
     assert lines_of(role="inference", stage=stage)["stage"] == (
         "0 of 2, layers 0-13, whole, 3 of 4 micro-batches under way, 20 ms to the next, 44 ms round, "
         "stalled 25%, broke 1 times, 1.0 kB out, 0 B in"
+    )
+
+
+MEASURED = BoundsRow("vllm 0.25.1 on H100, tp 1, bfloat16", 3, 640, 40960, 0, 12, 0.0047, 640, 2)
+UNMEASURED = BoundsRow("hf 2.13.0 on cpu, tp 1, bfloat16", 0, 0, 0, 0, 0, 1.0, 24, 1)
+
+
+def test_the_bounds_of_each_class_say_of_what_they_are_made() -> None:
+    assert lines_of(bounds=[MEASURED])["bounds"] == (
+        "vllm 0.25.1 on H100, tp 1, bfloat16: 640 rollouts of versions 0 to 12, at most 0.47% of honest "
+        "ones rejected; 2 workers"
+    )
+    assert lines_of(bounds=[UNMEASURED])["bounds"] == (
+        "hf 2.13.0 on cpu, tp 1, bfloat16: provisional, 24 rollouts of references are in; 1 worker"
+    )
+    assert bounds_in_one([MEASURED]) == bounds(MEASURED)
+    assert bounds_in_one([MEASURED, MEASURED]) == "2 of 2 numerics classes measured"
+    assert bounds_in_one([MEASURED, UNMEASURED]) == (
+        f"1 of 2 numerics classes measured, provisional: {UNMEASURED.numerics}"
     )
 
 

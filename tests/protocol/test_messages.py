@@ -23,6 +23,7 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, RunManifest, Ticket
 from primerl.protocol.messages import Message
+from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
 from primerl.protocol.rollouts import Receipt, Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.trust import EquivocationProof
@@ -128,6 +129,13 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
         m.WorkerStats(0, chunk_bytes={"x" * 256: 1}),
         m.WorkerStats(0, chunk_bytes={"x" * 257: 1}),
     ),
+    (m.LeaseRequest, "numerics", NumericsClass("~" * 64), NumericsClass("~" * 65)),
+    (m.LeaseRequest, "numerics", NumericsClass("a b"), NumericsClass("a\nb")),
+    (m.LeaseRequest, "numerics", NumericsClass(""), NumericsClass("\u00b5")),
+    (m.LeaseRequest, "numerics", NumericsClass(tp=1024), NumericsClass(tp=1025)),
+    (m.LeaseRequest, "numerics", NumericsClass(tp=2), NumericsClass(tp=0)),
+    (m.MeasuredBounds, "bounds", (b"",) * MAX_CLASSES, (b"",) * (MAX_CLASSES + 1)),
+    (m.MeasuredBounds, "bounds", (bytes(MAX_GOSSIP),), (bytes(MAX_GOSSIP + 1),)),
     (m.LeaseReply, "leases", (b"",) * 64, (b"",) * 65),
     (m.LeaseReply, "leases", (bytes(KIB64),), (bytes(KIB64 + 1),)),
     (m.LeaseReply, "verdicts", (b"",) * 64, (b"",) * 65),

@@ -1,4 +1,5 @@
 import math
+import random
 from collections import Counter
 
 import msgspec
@@ -8,9 +9,11 @@ from support.protocol_cases import NOW, PROOFS
 
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.errors import Reason
+from primerl.protocol.numerics import NumericsClass
 from primerl.protocol.reputation import (
     AUDIT_FAULTS,
     BAN_AT_ONCE,
+    CANARIES,
     CHEATER,
     CLIP_COST,
     CLIP_NATS,
@@ -25,6 +28,7 @@ from primerl.protocol.reputation import (
     Audited,
     BanTest,
     Outcome,
+    Placement,
     Reputation,
     ReputationSnapshot,
     ban_test,
@@ -384,3 +388,43 @@ def test_a_reputation_restored_from_bytes_goes_on_as_before() -> None:
 def test_a_stored_reason_of_newer_software_is_left_out() -> None:
     stored = msgspec.structs.replace(after(malformed=2).snapshot(), rejected={"newer": 3})
     assert Reputation.restore(stored).rejected == {}
+
+
+# -- numerics classes --------------------------------------------------------------------------------
+
+ONE, TWO = NumericsClass("vllm", "0.25.1", "H100"), NumericsClass("hf", "2.13.0", "cpu")
+
+
+def test_a_worker_is_placed_by_its_first_rollouts_and_later_ones_change_nothing() -> None:
+    placement = Placement().claim(ONE).add([False] * 12).add([True, False, False, True, True])
+    assert (placement.canaries, placement.odd) == (CANARIES, 2)
+    assert placement.placed
+    assert placement.add([True] * 99) == placement
+
+
+def test_of_ten_thousand_honest_workers_none_is_misplaced() -> None:
+    chance = random.Random(0)
+    for _ in range(10_000):
+        drawn = [chance.random() < HONEST["suspect"] for _ in range(CANARIES)]
+        assert not Placement().claim(ONE).add(drawn).is_odd
+
+
+def test_a_refused_claim_stays_refused_and_another_one_starts_anew() -> None:
+    peer = Reputation()
+    peer.placement = Placement().claim(ONE).add([True] * CANARIES).refuse("not of it")
+    assert peer.refused == "wrong numerics class: not of it"
+    assert not peer.banned
+    peer.placement = peer.placement.claim(TWO)
+    assert peer.refused == ""
+    assert peer.placement.canaries == 0
+    peer.placement = peer.placement.claim(ONE)
+    assert "as it was found before" in peer.refused
+    again = Reputation.restore(peer.snapshot())
+    assert again == peer
+
+
+def test_a_reputation_from_before_there_were_classes_is_read() -> None:
+    stored = msgspec.to_builtins(Reputation(good=3.0).snapshot())
+    del stored["placement"]
+    snapshot = msgspec.convert(stored, ReputationSnapshot)
+    assert Reputation.restore(snapshot).placement == Placement()

@@ -10,10 +10,13 @@ import msgspec
 import pytest
 from support.protocol_cases import (
     ADAPTED,
+    CLASSED_SUBMISSION,
+    CLASSED_VERDICT,
     ENVELOPES,
     LEASE,
     LOCATED,
     MANIFEST,
+    MEASURED,
     MESSAGES,
     NOW,
     POLICY_MANIFEST,
@@ -108,6 +111,10 @@ def test_the_documents_of_then_are_read_now() -> None:
     assert decode(bytes.fromhex(GOLDEN["adapted_run_manifest"]), RunManifest) == ADAPTED
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
     assert decode(bytes.fromhex(GOLDEN["located_policy_manifest"]), PolicyManifest) == LOCATED
+    assert decode(bytes.fromhex(GOLDEN["measured_run_manifest"]), RunManifest) == MEASURED
+    classed = {"submission": CLASSED_SUBMISSION, "verdict": CLASSED_VERDICT}
+    for name, document in classed.items():
+        assert decode(bytes.fromhex(GOLDEN[f"classed_{name}"]), type(document)) == document
     split = {"submission": SPLIT_SUBMISSION, "verdict": SPLIT_VERDICT, "report": SPLIT_REPORT}
     for name, document in split.items():
         assert decode(bytes.fromhex(GOLDEN[f"split_{name}"]), type(document)) == document

@@ -13,6 +13,7 @@ from support.bare_services import bare_services
 from support.swarm import Running, Swarm, until
 from support.witness import Fakes, WitnessEngine, never_right
 
+from primerl.crypto.keys import SecretKey
 from primerl.node.app.running_node import peer_rows
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.errors import EngineError, NetworkError
@@ -85,6 +86,64 @@ async def test_a_run_whose_workers_are_all_refused_says_so_and_so_do_they(
         worker = swarm.add_worker("w", engine=LyingEngine(swarm.fakes, "w"))
         await says(swarm.trainer, "every worker is refused work (banned: ", "primerl-node explain")
         await says(worker, "resting", "refused work (", "primerl-node explain")
+
+
+class NoisyEngine(WitnessEngine):
+    """Its logprobs are a little further off than those of its numerics class, and not far off."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, logprobs=[one - 0.004 for one in completion.logprobs])
+
+
+async def test_where_some_workers_left_and_the_others_are_of_another_class_it_says_what_to_do(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    own = SecretKey.from_seed(b"own".rjust(32, b"\x00")).node_id.hex()
+    bf16 = {"dtype": "bfloat16"}
+    async with Swarm(
+        tmp_path,
+        model_dir,
+        max_steps=4000,
+        engine=bf16,
+        verification={"references": [own]},
+        rollouts={**PATIENT, "max_peer_share": 1.0},
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("own", engine_section=bf16)
+        await until_measured(swarm)
+        noisy = swarm.add_worker(
+            "noisy", engine=NoisyEngine(swarm.fakes, "noisy"), engine_section=bf16
+        )
+        await says(noisy, "refused work (wrong numerics class: it claims hf ")
+        await swarm.stop_worker("own")
+        await says(
+            swarm.trainer,
+            "1 of 2 workers are gone and the others are refused work",
+            "(not of the numerics class that they claim): run the engine, release and GPU of a reference",
+        )
+
+
+async def test_where_nothing_is_learned_from_as_no_noise_is_measured_it_says_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    bf16 = {"dtype": "bfloat16"}
+    named = {"references": ["ab" * 32]}
+    async with Swarm(
+        tmp_path, model_dir, engine=bf16, verification=named, rollouts=PATIENT
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w", engine_section=bf16)
+        await says(swarm.trainer, "(uncalibrated ", "`primerl-node status` says what is missing")
+
+
+async def until_measured(swarm: Swarm) -> None:
+    """Wait until a class of workers has bounds."""
+    async with asyncio.timeout(60.0):
+        while True:
+            if any(row["number"] for row in (await told(swarm.trainer))["bounds"]):
+                return
+            await asyncio.sleep(0.02)
 
 
 async def test_a_trainer_without_workers_and_a_worker_without_a_trainer_say_so(

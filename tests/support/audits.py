@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support.protocol_cases import LEASE, RUN, STRANGER, TRAINER, WORKER
+from support.protocol_cases import LEASE, PROOFS, RUN, STRANGER, TRAINER, WORKER
 from support.swarm import CONFIG, Running, Swarm, merged, until
 from support.witness import Fakes, WitnessAuditor
 
@@ -77,6 +77,7 @@ def call(*places: AuditTarget, sealed: bytes = b"bundle" * 100) -> AuditCall:
         chosen=places or (chosen(0, 0), chosen(1, 1)),
         states={2: {}, 3: {}},
         others={3: [2]},
+        contract=PROOFS,
     )
 
 

@@ -40,6 +40,7 @@ from primerl.protocol.manifests import (
     encode,
     run_id,
 )
+from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
 from primerl.protocol.rollouts import (
     Blamed,
@@ -238,6 +239,21 @@ VERDICT = Verdict(
     evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
     validator=STRANGER.node_id,
 )
+NUMERICS = NumericsClass("vllm", "0.25.1", "H100", 2, "bfloat16")
+BOUNDS = ClassBounds(
+    numerics=NUMERICS,
+    number=3,
+    reject=PROOFS.reject,
+    suspect=PROOFS.suspect,
+    other_scale=0.25,
+    rollouts=640,
+    tokens=40960,
+    term=1,
+    first_version=2,
+    last_version=9,
+    rejected_at_most=0.0047,
+    suspected_at_most=0.02,
+)
 REPORT = AuditReport(
     job=7,
     submission=SUBMITTED,
@@ -296,6 +312,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.HOLDING: (WORKER, HOLDING, bytes(32)),
     Purpose.AUDIT: (STRANGER, REPORT, TRAINER.node_id),
     Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
+    Purpose.BOUNDS: (TRAINER, BOUNDS, bytes(32)),
 }
 """Purpose -> who signs what to whom."""
 
@@ -315,6 +332,10 @@ SPLIT_VERDICT = structs.replace(
         (Blamed(0, 0, (0.25,), (1,)),),
     ),
 )
+MEASURED = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, bounds="measured"))
+"""A run that measures its bounds of noise, what a worker of it sends, and the verdict on it."""
+CLASSED_SUBMISSION = structs.replace(SUBMISSION, numerics=NUMERICS)
+CLASSED_VERDICT = structs.replace(VERDICT, bounds=BOUNDS)
 SPLIT_REPORT = structs.replace(REPORT, crossed=(CrossedRow(0, 0, (0.25,)),))
 
 
@@ -345,6 +366,8 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Submitted(sealed(Purpose.RECEIPT)),
     m.GetVerdicts(12),
     m.Verdicts((sealed(Purpose.VERDICT),), 13),
+    m.GetBounds(),
+    m.MeasuredBounds((sealed(Purpose.BOUNDS),)),
     m.AuditRequest(1, (2, 3), STATS),
     m.AuditWait(50),
     m.AuditJob(

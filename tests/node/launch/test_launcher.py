@@ -1,6 +1,7 @@
 """The launcher with small programs in the place of nodes: what is real here is the processes."""
 
 import asyncio
+import json
 import os
 import sys
 import textwrap
@@ -11,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from primerl.node.app.daemon import load_key
 from primerl.node.config.loader import load
 from primerl.node.config.run import (
+    EngineConfig,
     LaunchConfig,
     ModelConfig,
     ModelCreateConfig,
     ResumeConfig,
     RunConfig,
     TrainingConfig,
+    VerificationConfig,
 )
 from primerl.node.launch.launcher import (
     LauncherTimeouts,
@@ -121,6 +125,43 @@ async def test_a_run_ends_with_its_trainer_and_its_workers_leave(
     assert {log.name for log in (directory / "logs").iterdir()} == {
         *("trainer.log", "worker_1.log", "worker_2.log"),
     }
+
+
+class Called(Programs):
+    """Notes what the trainer is called with."""
+
+    def __init__(self) -> None:
+        super().__init__(TICKET + "open(run + '/done', 'w')\n")
+        self.args: list[str] = []
+
+    def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
+        self.args = list(args)
+        return super().trainer(config, args)
+
+    def references(self) -> list[str]:
+        """The workers that it vouches for."""
+        return json.loads(self.args[self.args.index("--verification.references") + 1])
+
+
+async def test_a_run_that_measures_its_noise_is_told_of_the_workers_before_they_start(
+    config: RunConfig, view: Notes
+) -> None:
+    friend = "ab" * 32
+    engine = EngineConfig(dtype="bfloat16")
+    verification = VerificationConfig(references=[friend])
+    measuring = config.model_copy(update={"engine": engine, "verification": verification})
+    first, again = Called(), Called()
+    await launch(measuring, [], view=view, commands=first, pace=QUICK)
+    own = [load_key(config.run_dir / f"worker_{at}").node_id.hex() for at in (1, 2)]
+    assert first.references() == [friend, *own]
+    await launch(measuring, [], view=view, commands=again, pace=QUICK)
+    assert again.references() == first.references(), "a worker keeps its key"
+
+
+async def test_a_run_with_fixed_bounds_is_told_of_none(config: RunConfig, view: Notes) -> None:
+    called = Called()
+    await launch(config, [], view=view, commands=called, pace=QUICK)
+    assert called.args == []
 
 
 async def test_workers_start_only_when_there_is_a_ticket(config: RunConfig, view: Notes) -> None:

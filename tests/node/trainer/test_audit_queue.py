@@ -1,10 +1,12 @@
 """The trainer's queue of audits for validators: whose reports count, and the fate of the others."""
 
 import asyncio
+import dataclasses
 import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from support.audits import (
     CLEAN,
@@ -28,10 +30,10 @@ from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
 from support.swarm import until
 
 from primerl.crypto.hashing import digest
-from primerl.node.ops.errors import UsageError
+from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_validators
-from primerl.node.verification.auditor import Measured, Unreadable
+from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_nodes
+from primerl.node.verification.auditor import AuditCall, Measured, Unreadable
 from primerl.protocol.audits import MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
@@ -45,7 +47,7 @@ def remote(own: Own, audits: AuditQueue, **settings: Any) -> RemoteAuditors:
     """Audits by validators; nothing is measured again unless the test says so."""
     base: dict[str, Any] = {"overlap": 0.0, "first_jobs": 0, **settings}
     chance = random.Random(1)
-    return RemoteAuditors(own, audits, PROOFS, epoch=lambda: 0, chance=chance, **base)
+    return RemoteAuditors(own, audits, epoch=lambda: 0, chance=chance, **base)
 
 
 async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
@@ -306,7 +308,48 @@ async def test_a_trainer_whose_own_auditor_died_still_has_its_validators() -> No
 
 def test_validators_are_named_by_their_ids() -> None:
     node = VALIDATOR.node_id
-    assert read_validators([node.hex(), node.hex().upper()]) == [node, node]
+    assert read_nodes("verification.validators", [node.hex(), node.hex().upper()]) == [node, node]
     for wrong in ("", "xyz", node.hex()[:-2], "0x" + node.hex()):
         with pytest.raises(UsageError, match="64 hex digits"):
-            read_validators([wrong])
+            read_nodes("verification.validators", [wrong])
+
+
+def measured(by_trainer: bool = False) -> AuditCall:
+    """The audit of a run that measures its bounds."""
+    contract = msgspec.structs.replace(PROOFS, bounds="measured")
+    return dataclasses.replace(call(), contract=contract, by_trainer=by_trainer)
+
+
+async def test_a_reference_is_measured_by_the_trainer_alone_so_no_validator_moves_a_bound() -> None:
+    own, audits = Own(CLEAN, ODD), audit_queue()
+    asked = await present(audits)
+    found = await remote(own, audits).audit(measured(by_trainer=True))
+    assert found.measured == [[CLEAN], [ODD]]
+    assert found.validator == b""
+    assert isinstance((await asked)[0], AuditWait)
+
+
+async def test_what_a_validator_finds_odd_the_trainer_measures_itself() -> None:
+    """Bounds are of the trainer's own audits: on another device honest work may look odd. Nobody is blamed."""
+    own, audits = Own(CLEAN, CLEAN), audit_queue()
+    for theirs, asked in (((CLEAN, CLEAN), 0), ((CLEAN, ODD), 1), ((GUILTY, CLEAN), 2)):
+        waiting = await present(audits)
+        answer = asyncio.create_task(remote(own, audits).audit(measured()))
+        job, _ = await waiting
+        assert isinstance(job, AuditJob)
+        await audits.take_in(VALIDATOR.node_id, sealed(report(job, *theirs)))
+        assert (await answer).measured == [[CLEAN], [CLEAN]]
+        assert len(own.calls) == asked
+    record = audits.records()[VALIDATOR.node_id]
+    assert (record.compared, record.disqualified) == (0, "")
+
+
+async def test_nobody_is_condemned_by_a_validator_while_the_trainer_cannot_audit() -> None:
+    own, audits = Own(dead=True), audit_queue()
+    waiting = await present(audits)
+    answer = asyncio.create_task(remote(own, audits).audit(measured()))
+    job, _ = await waiting
+    assert isinstance(job, AuditJob)
+    await audits.take_in(VALIDATOR.node_id, sealed(report(job, CLEAN, ODD)))
+    with pytest.raises(EngineError):
+        await answer

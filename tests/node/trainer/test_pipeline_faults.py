@@ -211,3 +211,13 @@ def test_what_is_remembered_of_accusers_is_stored() -> None:
     del fields["accusers"]
     again = msgspec.convert(fields, type(liar.snapshot()))
     assert Reputation.restore(again).accusers == ()
+
+
+@pytest.mark.parametrize(("outcome", "told"), [("suspect", 0), ("rejected", 8), ("clean", 8)])
+def test_the_first_rollouts_of_a_numerics_class_ban_nobody_for_what_is_only_suspect(
+    outcome: Outcome, told: int
+) -> None:
+    """It may be of another class than it claims: then it is refused that one, and may state its own."""
+    audited = submission(plan(*NODES[:3]), outcome, 0).audited
+    assert len(observed(audited, placing=True)) == told
+    assert len(observed(audited)) == 8

@@ -1,7 +1,7 @@
 """Submissions are verified several at a time, and judged as if it had been one after the other."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,10 +13,12 @@ from support.swarm import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import StorageError
-from primerl.node.storage.ledger import QueuedSubmission
+from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
+from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
+from primerl.node.verification.self_calibration import AuditConditions
 from primerl.node.verification.verifier import (
     AuditResults,
     ReceivedSubmission,
@@ -49,7 +51,12 @@ class Auditor:
         self.broken: set[int] = set()
 
     async def verify(
-        self, *_: object, version: int, rate: float, before: Verdict | None
+        self,
+        *_: object,
+        version: int,
+        rate: float,
+        conditions: AuditConditions | None,
+        before: Verdict | None,
     ) -> Verified:
         arrival = next(one for one in _ if isinstance(one, ReceivedSubmission))
         self.begun.append(arrival.number)
@@ -94,8 +101,10 @@ class World:
             verdict_on=self.verdicts.get,
             judged_up_to=lambda: max(self.verdicts, default=0),
         )
+        services = bare_services(ledger=ledger)
         registry = SimpleNamespace(
-            services=bare_services(ledger=ledger),
+            services=services,
+            bounds=BoundsBook(services, None, self.reputation),
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
@@ -114,8 +123,16 @@ class World:
         return [one for one in self.left if one.arrival > arrival]
 
     def add_verdict(
-        self, node: bytes, sealed: bytes, arrival: int, reputations: dict[bytes, bytes]
+        self,
+        node: bytes,
+        sealed: bytes,
+        arrival: int,
+        reputations: dict[bytes, bytes],
+        honest: Sequence[HonestRollout],
+        bounds: dict[bytes, bytes],
     ) -> None:
+        assert not honest
+        assert not bounds
         assert arrival == self.progress.verified_up_to
         assert node in reputations
         self.verdicts[arrival] = sealed

@@ -262,7 +262,9 @@ def test_what_is_suspect_comes_before_what_is_rejected() -> None:
 
 
 def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
-    contract = proof_contract(config("projection", "bfloat16"), "")
+    asked = {"verification": {"bounds": "built-in"}, "engine": {"dtype": "bfloat16"}}
+    contract = proof_contract(RunConfig.model_validate(asked), "")
+    assert contract.bounds == "fixed"
     assert (contract.honest_rollouts, contract.source) == (0, "built in for bfloat16")
     assert contract.other_scale == 0.0, "unmeasured noise bans nobody"
 

@@ -1,0 +1,215 @@
+"""The bounds that judge each worker of a run that measures them: chosen, kept in the ledger, signed.
+
+Invariant: what a verdict added to a class's evidence is written together with that verdict, or not at all.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ...crypto.hashing import short
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.manifests import encode
+from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
+from ...protocol.reputation import Placement, Reputation
+from ...protocol.rollouts import Evidence, Submission
+from ..ops.control import BoundsRow
+from ..p2p.services import NodeServices
+from ..storage.ledger import HonestRollout
+from ..verification.auditor import plan_of
+from ..verification.self_calibration import (
+    UNKNOWN,
+    AuditConditions,
+    Reference,
+    SelfCalibration,
+)
+from ..verification.verifier import Verified
+
+logger = logging.getLogger(__name__)
+
+BOUNDS_TTL_S = 10 * 365 * 86400
+
+
+@dataclass(frozen=True)
+class MeasuredRows:
+    """What a verdict adds to the ledger about a class of workers."""
+
+    honest: Sequence[HonestRollout] = ()
+    bounds: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    """Sealed, by encoded class."""
+
+
+class BoundsBook:
+    """Which bounds judge a worker, and what its rollouts tell of its class."""
+
+    def __init__(
+        self,
+        services: NodeServices,
+        calibration: SelfCalibration | None,
+        reputation: Callable[[bytes], Reputation],
+    ) -> None:
+        """`calibration` is None in a run whose manifest fixes the bounds."""
+        self._services = services
+        self._calibration = calibration
+        self._reputation = reputation
+        if calibration is not None:
+            calibration.restore(*self._kept())
+            for warning in calibration.warnings(Counter()):
+                logger.warning("%s", warning)
+
+    def _kept(self) -> tuple[dict[NumericsClass, list[Reference]], list[ClassBounds]]:
+        """Read the references and the bounds that the ledger holds."""
+        ledger, rows = self._services.ledger, dict[NumericsClass, list[Reference]]()
+        for one in ledger.honest():
+            numerics = msgspec.msgpack.decode(one.numerics, type=NumericsClass)
+            seen = msgspec.msgpack.decode(one.evidence, type=Evidence)
+            rows.setdefault(numerics, []).append(Reference(one.node, one.version, seen))
+        made: list[ClassBounds] = []
+        for sealed in ledger.bounds():
+            try:
+                made.append(self._open(sealed))
+            except RemoteProtocolError as error:
+                logger.error("bounds in the ledger are not this run's: %s", error)
+        return rows, made
+
+    def _open(self, sealed: bytes) -> ClassBounds:
+        services = self._services
+        return unseal(
+            sealed,
+            Purpose.BOUNDS,
+            ClassBounds,
+            now=0,
+            run=services.run_id,
+            signer=services.trainer,
+        ).body
+
+    # -- submissions -------------------------------------------------------------------------------
+
+    def conditions(self, node: bytes, submission: Submission) -> AuditConditions | None:
+        """Choose the bounds for a submission of `node`; None: those of the manifest."""
+        if self._calibration is None:
+            return None
+        own = submission.numerics or UNKNOWN
+        placement = self._reputation(node).placement.claim(own)
+        makers = self._makers(node, submission)
+        return self._calibration.conditions(makers, own, placed=placement.placed)
+
+    def _makers(self, node: bytes, submission: Submission) -> list[bytes]:
+        """List the nodes that made a submission, its signer first."""
+        services = self._services
+        try:
+            plan = plan_of(submission, run=services.run_id, trainer=services.trainer, node=node)
+        except RemoteProtocolError:
+            return [node, b""]  # the verifier refuses it; until then nobody vouches for it
+        return [node, *(stage.node for stage in plan.stages[1:])] if plan else [node]
+
+    def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
+        """Take in what the audits of a submission tell of a class; returns what is to be kept."""
+        bounds = verified.verdict.bounds
+        if self._calibration is None or not isinstance(bounds, ClassBounds):
+            return MeasuredRows()
+        reputation, audited = self._reputation(node), verified.audited
+        stages = verified.plan.stages if verified.plan else ()
+        makers = [node, *(stage.node for stage in stages[1:])]
+        if self._calibration.vouched(makers):
+            for maker in makers:
+                if self._reputation(maker).banned:
+                    logger.error(
+                        "reference worker %s is banned: its rollouts count in no bounds any more",
+                        short(maker),
+                    )
+                    self._drop(maker)
+                    return MeasuredRows()
+            clean = [
+                (version, seen)
+                for version, seen, judgement in zip(
+                    audited.versions, audited.evidence, audited.judgements, strict=True
+                )
+                if judgement.reason is None
+            ]
+            return self._add(makers, bounds.numerics, clean)
+        placement = reputation.placement.claim(bounds.numerics)
+        if not bounds.provisional:
+            placement = placement.add(one.suspect for one in audited.judgements)
+            if placement.is_odd and not placement.refused:
+                why = self._calibration.misplaced(bounds.numerics, audited.evidence)
+                logger.warning("%s is given no work: %s", short(node), why)
+                placement = placement.refuse(why)
+        reputation.placement = placement
+        return MeasuredRows()
+
+    def _add(
+        self,
+        makers: Sequence[bytes],
+        numerics: NumericsClass,
+        clean: Sequence[tuple[int, Evidence]],
+    ) -> MeasuredRows:
+        assert self._calibration is not None
+        taken, made = self._calibration.add(makers, numerics, clean)
+        name = encode(numerics)
+        if made is not None:
+            logger.info(
+                "bounds of %s, number %d: of %d rollouts, reject at most %.2g of honest ones",
+                numerics,
+                made.number,
+                made.rollouts,
+                made.rejected_at_most,
+            )
+        return MeasuredRows(
+            [HonestRollout(name, one.node, one.version, encode(one.evidence)) for one in taken],
+            self._seal_all([made] if made else ()),
+        )
+
+    def _drop(self, node: bytes) -> None:
+        assert self._calibration is not None
+        made = self._calibration.drop(node)
+        self._services.ledger.drop_honest(self._seal_all(made), node=node)
+
+    def _seal_all(self, made: Iterable[ClassBounds]) -> dict[bytes, bytes]:
+        expires = int(time.time()) + BOUNDS_TTL_S
+        return {
+            encode(one.numerics): self._services.seal(
+                Purpose.BOUNDS, one, sequence=one.number, expires=expires
+            )
+            for one in made
+        }
+
+    # -- the chain, workers and operators ----------------------------------------------------------
+
+    def go_back(self, term: int, version: int) -> None:
+        """Go on from that version: what later ones drew, which the trainer lost, counts no more."""
+        if self._calibration is not None:
+            made = self._calibration.go_back(term, version)
+            self._services.ledger.drop_honest(self._seal_all(made), above=version)
+
+    def claim(self, node: bytes, numerics: NumericsClass | None) -> None:
+        """Take in how a worker that asks for work says that it computes: a new class starts anew.
+
+        Of a reference it is believed, also where it was refused before its operator named it.
+        """
+        if self._calibration is None or numerics is None:
+            return
+        reputation = self._reputation(node)
+        known = Placement() if self.is_reference(node) else reputation.placement
+        reputation.placement = known.claim(numerics)
+
+    def sealed(self) -> tuple[bytes, ...]:
+        """The signed bounds of all classes, for anybody who asks."""
+        return tuple(self._services.ledger.bounds()[:MAX_CLASSES])
+
+    def rows(self, claims: Counter[NumericsClass]) -> list[BoundsRow]:
+        """List the classes of a run that measures its bounds; `claims` counts workers by class."""
+        return self._calibration.rows(claims) if self._calibration else []
+
+    def is_reference(self, node: bytes) -> bool:
+        """Whether noise is measured by this worker's rollouts."""
+        return self._calibration is not None and self._calibration.vouched((node,))
+
+    def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
+        """Say what is missing for bounds; `strangers` counts workers that are no references, by class."""
+        return self._calibration.warnings(strangers) if self._calibration else []

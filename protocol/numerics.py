@@ -1,0 +1,74 @@
+"""How a worker computes, and the bounds of noise that a run measured for those that compute alike.
+
+Honest logits differ with kernels, device, batch and parallelism, so bounds of noise hold for one class of
+workers. A class is a claim: it decides which measured bounds judge a worker, and these judge all that it sends.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from .manifests import ProofContract, Thresholds, Version
+
+Label = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,64}\Z")]
+"""Printable ASCII: it is shown to operators."""
+MAX_CLASSES = 16
+"""Classes of one run that have bounds: each takes a worker that the operator named."""
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class NumericsClass(
+    msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Workers whose honest noise is alike. Without any field: unknown."""
+
+    engine: Label = ""
+    """`hf` or `vllm`; `vllm pipeline` where several nodes hold the model."""
+    release: Label = ""
+    """Of the library whose kernels compute: vLLM's, else torch's."""
+    device: Label = ""
+    """Family of the device: `H100`, `RTX 4090`, `cpu`."""
+    tp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    """Devices that share each layer: partial sums are rounded."""
+    dtype: Label = ""
+
+    def __str__(self) -> str:
+        if self == NumericsClass():
+            return "unknown class"
+        return f"{self.engine} {self.release} on {self.device}, tp {self.tp}, {self.dtype}"
+
+
+class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds that judge the workers of a class, signed by the trainer as a fact of its run."""
+
+    numerics: NumericsClass
+    number: Version
+    """0 while they are provisional; rises each time that the class's bounds are made anew."""
+    reject: Thresholds
+    suspect: Thresholds
+    other_scale: Share
+    """As in the manifest's ProofContract."""
+    rollouts: Version
+    """Of reference workers, behind the bounds; 0 while they are provisional."""
+    tokens: Version
+    term: Version = 0
+    """Epoch of the chain in which they were made."""
+    first_version: Version = 0
+    """Policy versions that drew those rollouts, from the first ..."""
+    last_version: Version = 0
+    """... to the last."""
+    rejected_at_most: Share = 1.0
+    """95 % upper bound of the share of honest rollouts that `reject` costs, each half of them judged by bounds
+    made of the other; 1 where nothing was measured."""
+    suspected_at_most: Share = 1.0
+
+    @property
+    def provisional(self) -> bool:
+        """Whether nothing was measured: then only what no noise explains is rejected."""
+        return self.rollouts == 0
+
+    def applied(self, contract: ProofContract) -> ProofContract:
+        """The run's contract with these bounds."""
+        return msgspec.structs.replace(
+            contract, reject=self.reject, suspect=self.suspect, other_scale=self.other_scale
+        )

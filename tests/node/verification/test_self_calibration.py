@@ -1,0 +1,345 @@
+"""A run measures its own noise: which rollouts make bounds, when they are renewed, and whom they judge."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from support.noise_cases import H100, RTX, TOKENS, honest_4b
+from support.protocol_cases import PROOFS
+
+from primerl.node.config.run import RunConfig
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import PROVISIONAL, proof_contract
+from primerl.node.verification.judge import judge
+from primerl.node.verification.self_calibration import (
+    ADVICE,
+    ENOUGH,
+    KEPT,
+    RENEW,
+    UNKNOWN,
+    Reference,
+    SelfCalibration,
+    bounds_row,
+    provisional,
+)
+from primerl.protocol.errors import Reason
+from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
+from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
+from primerl.protocol.rollouts import Evidence
+
+OWN, SECOND, STRANGER = b"o" * 32, b"s" * 32, b"x" * 32
+CONTRACT = replace(PROOFS, bounds="measured", reject=PROVISIONAL, suspect=PROVISIONAL)
+
+
+def at(version: int, found: Sequence[Evidence]) -> list[tuple[int, Evidence]]:
+    return [(version, one) for one in found]
+
+
+def noise(count: int, seed: int = 0, scale: float = 1.0) -> list[Evidence]:
+    return honest_4b(np.random.default_rng(seed), count, scale)
+
+
+def calibrated(*nodes: bytes, count: int = ENOUGH, version: int = 0) -> SelfCalibration:
+    """A run in which the first of `nodes` has made the bounds of H100."""
+    made = SelfCalibration(CONTRACT, nodes or (OWN,))
+    made.add([(nodes or (OWN,))[0]], H100, at(version, noise(count)))
+    return made
+
+
+# -- before there are bounds -------------------------------------------------------------------------
+
+
+def test_honest_noise_of_a_4b_model_is_nowhere_near_provisional_bounds() -> None:
+    found = noise(20_000)
+    bounds = provisional(H100)
+    for name in ("fingerprint", "sampling", "sampling_max", "logprob", "logprob_max"):
+        largest = max(getattr(one, name) for one in found)
+        assert largest < getattr(bounds.reject, name) / 4, name
+    judged = [judge(one, bounds.applied(CONTRACT)) for one in found]
+    assert not any(one.suspect or one.reason for one in judged), "nothing is suspected"
+
+
+def test_nor_is_what_a_mixture_of_experts_with_random_routers_measured() -> None:
+    worst = Evidence(0, 0, 96, 0.127, 0.02, 1.2, 0.08, 0.61, 40.0)
+    assert judge(worst, provisional(H100).applied(CONTRACT)).reason is None
+
+
+@pytest.mark.parametrize(
+    ("forged", "reason"),
+    [
+        ({"fingerprint": 1.3}, Reason.WRONG_MODEL),
+        ({"sampling_max": 4.0}, Reason.BAD_SAMPLING),
+        ({"sampling": 0.4}, Reason.BAD_SAMPLING),
+        ({"logprob_max": 9.0}, Reason.BAD_LOGPROBS),
+        ({"fingerprint": float("nan")}, Reason.WRONG_MODEL),
+    ],
+)
+def test_what_no_noise_explains_is_rejected_from_the_first_rollout_on(
+    forged: dict[str, float], reason: Reason
+) -> None:
+    values = dict.fromkeys(MEASURES, 0.0) | forged
+    found = Evidence(0, 0, TOKENS, **values)
+    assert judge(found, provisional(H100).applied(CONTRACT)).reason is reason
+
+
+def test_without_references_work_is_learned_from_after_it_was_audited_whole() -> None:
+    calibration = SelfCalibration(CONTRACT)
+    found = calibration.conditions([STRANGER], H100, placed=False)
+    assert found.bounds is not None
+    assert found.bounds.provisional
+    assert (found.all_audited, found.unlearned, found.by_trainer) == (True, "", False)
+    assert found.contract.other_scale == 0.0, "unmeasured noise bans nobody"
+    (warning,) = calibration.warnings(Counter({H100: 2}))
+    assert "provisional" in warning
+    assert ADVICE in warning
+
+
+def test_with_references_a_stranger_of_an_unmeasured_class_works_for_nothing() -> None:
+    calibration = calibrated(OWN)
+    found = calibration.conditions([STRANGER], RTX, placed=True)
+    assert found.all_audited
+    assert "RTX 4090" in found.unlearned
+    assert not calibration.conditions([STRANGER], H100, placed=True).unlearned
+    unknown = calibration.conditions([STRANGER], UNKNOWN, placed=True)
+    assert "unknown class" in unknown.unlearned
+    (warning,) = calibration.warnings(Counter({RTX: 1, H100: 3}))
+    assert "nothing is learned from 1 worker of vllm 0.25.1 on RTX 4090" in warning
+    assert "no reference is of that class" in warning
+
+
+def test_a_reference_is_judged_by_provisional_bounds_and_measured_by_the_trainer() -> None:
+    found = calibrated(OWN).conditions([OWN], H100, placed=False)
+    assert found.bounds is not None
+    assert found.bounds.provisional
+    assert (found.by_trainer, found.unlearned) == (True, "")
+    assert not found.all_audited, "its class has bounds: a share of it is enough to renew them"
+    assert SelfCalibration(CONTRACT, [OWN]).conditions([OWN], H100, placed=False).all_audited
+
+
+# -- bounds ------------------------------------------------------------------------------------------
+
+
+def test_bounds_come_with_enough_rollouts_and_say_of_what_they_are_made() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN])
+    taken, made = calibration.add([OWN], H100, at(3, noise(ENOUGH - 1)))
+    assert (len(taken), made) == (ENOUGH - 1, None)
+    assert calibration.rows({})[0].gathered == ENOUGH - 1
+    _, made = calibration.add([OWN], H100, at(5, noise(1, 7)))
+    assert made is not None
+    assert (made.number, made.rollouts, made.tokens) == (1, ENOUGH, ENOUGH * TOKENS)
+    assert (made.first_version, made.last_version) == (3, 5)
+    assert 0 < made.rejected_at_most < 0.06
+    assert made == calibration.bounds_of(H100)
+    assert max(one.fingerprint for one in noise(ENOUGH)) < made.suspect.fingerprint
+    assert made.suspect.fingerprint < made.reject.fingerprint < 0.2
+    row = bounds_row(made, gathered=ENOUGH, workers=2)
+    assert row.numerics == "vllm 0.25.1 on H100, tp 1, bfloat16"
+
+
+def test_bounds_are_renewed_as_the_noise_grows_and_what_was_judged_stays_judged() -> None:
+    calibration = calibrated(OWN)
+    before = calibration.bounds_of(H100)
+    assert before is not None
+    loud = noise(4 * RENEW, 1, scale=1.6)
+    made = [
+        calibration.add([OWN], H100, at(40, loud[start : start + 16]))[1]
+        for start in range(0, len(loud), 16)
+    ]
+    renewed = [one for one in made if one is not None]
+    assert [one.number for one in renewed] == [2, 3, 4, 5]
+    assert renewed[-1].suspect.fingerprint > before.suspect.fingerprint
+    assert renewed[-1].last_version == 40
+    after = calibration.conditions([STRANGER], H100, placed=True)
+    assert after.bounds == renewed[-1]
+    assert before.number == 1, "a fact that was signed does not change"
+
+
+def test_only_the_newest_rollouts_count_so_bounds_follow_the_noise_down_too() -> None:
+    calibration = calibrated(OWN, count=KEPT)
+    wide = calibration.bounds_of(H100)
+    for start in range(KEPT // RENEW):
+        calibration.add([OWN], H100, at(9, noise(RENEW, 100 + start, scale=0.5)))
+    narrow = calibration.bounds_of(H100)
+    assert wide is not None
+    assert narrow is not None
+    assert narrow.rollouts == KEPT
+    assert narrow.first_version == 9
+    assert narrow.reject.fingerprint < 0.7 * wide.reject.fingerprint
+
+
+def test_measured_bounds_are_never_wider_than_provisional_ones() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN])
+    _, made = calibration.add([OWN], H100, at(0, noise(ENOUGH, scale=9.0)))
+    assert made is not None
+    for name in MEASURES:
+        assert getattr(made.reject, name) <= getattr(PROVISIONAL, name)
+        assert getattr(made.suspect, name) <= getattr(PROVISIONAL, name)
+
+
+def test_a_class_holds_for_no_other_one() -> None:
+    calibration = calibrated(OWN)
+    for other in (RTX, replace(H100, tp=2), replace(H100, release="0.26.0"), UNKNOWN):
+        found = calibration.conditions([STRANGER], other, placed=True)
+        assert found.unlearned, other
+
+
+# -- poisoning ---------------------------------------------------------------------------------------
+
+
+def test_a_stranger_never_moves_a_bound() -> None:
+    calibration = calibrated(OWN)
+    before = calibration.bounds_of(H100)
+    for number in range(64):
+        added = calibration.add([STRANGER], H100, at(1, noise(RENEW, number, scale=5.0)))
+        assert added == ([], None)
+        assert calibration.add([STRANGER], RTX, at(1, noise(RENEW, number))) == ([], None)
+    assert calibration.bounds_of(H100) == before
+    assert calibration.bounds_of(RTX) is None
+    assert len(calibration.rows({})) == 1, "claims of strangers take no memory"
+
+
+def test_nor_does_a_pipeline_that_a_stranger_is_a_stage_of() -> None:
+    calibration = calibrated(OWN, SECOND)
+    assert calibration.add([OWN, STRANGER], H100, at(1, noise(RENEW))) == ([], None)
+    assert calibration.conditions([OWN, STRANGER], RTX, placed=False).unlearned
+    taken, _ = calibration.add([OWN, SECOND], H100, at(1, noise(RENEW)))
+    assert len(taken) == RENEW
+
+
+def test_a_reference_that_does_not_say_how_it_computes_makes_no_bounds() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN])
+    assert calibration.add([OWN], UNKNOWN, at(0, noise(ENOUGH))) == ([], None)
+
+
+def test_the_number_of_classes_is_bounded() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN])
+    for number in range(3 * MAX_CLASSES):
+        claimed = NumericsClass("hf", f"2.{number}", "cpu", 1, "bfloat16")
+        calibration.add([OWN], claimed, at(0, noise(1)))
+    assert len(calibration.rows({})) == MAX_CLASSES
+    claims = {NumericsClass("hf", f"3.{number}"): 1 for number in range(4096)}
+    assert len(calibration.rows(claims)) == 2 * MAX_CLASSES
+
+
+def test_a_banned_reference_stops_counting_and_takes_its_rollouts_with_it() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN, SECOND])
+    calibration.add([OWN], H100, at(0, noise(ENOUGH, scale=4.0)))
+    calibration.add([SECOND], H100, at(0, noise(2 * ENOUGH, 1)))
+    wide = calibration.bounds_of(H100)
+    (made,) = calibration.drop(OWN)
+    assert wide is not None
+    assert (made.rollouts, made.number) == (2 * ENOUGH, wide.number + 1)
+    assert made.reject.fingerprint < wide.reject.fingerprint / 2
+    assert calibration.add([OWN], H100, at(0, noise(RENEW))) == ([], None)
+
+
+def test_a_class_whose_references_are_all_banned_is_provisional_again() -> None:
+    calibration = calibrated(OWN)
+    (made,) = calibration.drop(OWN)
+    assert (made.provisional, made.number) == (True, 2)
+    found = calibration.conditions([STRANGER], H100, placed=True)
+    assert found.unlearned, "a run that lost its references is not one that never had some"
+    (warning,) = calibration.warnings(Counter({H100: 1}))
+    assert "all workers of verification.references are banned" in warning
+
+
+# -- restarts and rollbacks --------------------------------------------------------------------------
+
+
+def test_a_restart_loses_nothing() -> None:
+    before = calibrated(OWN, SECOND, count=2 * ENOUGH)
+    before.add([SECOND], H100, at(7, noise(RENEW - 1, 5)))
+    rows = [Reference(OWN, 0, one) for one in noise(2 * ENOUGH)]
+    rows += [Reference(SECOND, 7, one) for one in noise(RENEW - 1, 5)]
+    made = before.bounds_of(H100)
+    assert made is not None
+    after = SelfCalibration(CONTRACT, [OWN, SECOND])
+    after.restore({H100: rows}, [made])
+    assert after.rows({}) == before.rows({})
+    conditions = after.conditions([STRANGER], H100, placed=True)
+    assert conditions == before.conditions([STRANGER], H100, placed=True)
+    _, renewed = after.add([OWN], H100, at(8, noise(RENEW, 6)))
+    assert renewed is not None
+    assert (renewed.number, renewed.rollouts) == (made.number + 1, 3 * ENOUGH + RENEW - 1)
+
+
+def test_rollouts_of_versions_that_the_trainer_lost_make_no_bounds() -> None:
+    calibration = calibrated(OWN, count=ENOUGH, version=4)
+    calibration.add([OWN], H100, at(11, noise(RENEW, 1, scale=3.0)))
+    wide = calibration.bounds_of(H100)
+    (made,) = calibration.go_back(1, 6)
+    assert wide is not None
+    assert (made.term, made.number, made.last_version) == (1, wide.number + 1, 4)
+    assert made.reject.fingerprint < wide.reject.fingerprint
+    assert calibration.go_back(2, 6) == [], "nothing was lost this time"
+    (gone,) = calibration.go_back(3, 2)
+    assert gone.provisional
+
+
+# -- claims ------------------------------------------------------------------------------------------
+
+
+def test_a_worker_of_another_class_is_told_which_one_it_looks_like() -> None:
+    calibration = calibrated(OWN)
+    calibration.add([OWN], RTX, at(0, noise(ENOUGH, 2, scale=2.0)))
+    seen = noise(16, 3, scale=2.0)
+    why = calibration.misplaced(H100, seen)
+    assert "claims vllm 0.25.1 on H100" in why
+    assert "look like vllm 0.25.1 on RTX 4090" in why
+    odd = calibration.misplaced(H100, noise(16, 3, scale=5.0))
+    assert "look like no class that was measured" in odd
+
+
+def replayed(seed: int, rollouts: int = 100_000) -> tuple[int, int, list[Reputation]]:
+    """Honest workers and a reference under a policy whose noise grows by half: rejected, audits, workers."""
+    chance = np.random.default_rng(seed)
+    calibration = SelfCalibration(CONTRACT, [OWN])
+    bar = ban_test(replace(CONTRACT, false_bans=1e-3), 1e6).bar
+    workers = [Reputation() for _ in range(8)]
+    rejected = judged = step = 0
+    while judged < rollouts:
+        batch = honest_4b(chance, 100, 1.0 + 0.5 * judged / rollouts)
+        calibration.add([OWN], H100, at(step, batch[:12]))
+        bounds = calibration.bounds_of(H100)
+        step += 1
+        if bounds is None:
+            continue
+        contract, test = bounds.applied(CONTRACT), BanTest(bar, bounds.other_scale)
+        for number, seen in enumerate(batch[12:]):
+            found, peer = judge(seen, contract), workers[number % len(workers)]
+            outcome = outcome_of(found.reason, found.suspect)
+            assert outcome is not None
+            peer.observe([Audited(outcome, seen.other_policy)], test)
+            peer.placement = peer.placement.claim(H100).add([found.suspect])
+            rejected += found.reason is not None
+            judged += 1
+    return rejected, judged, workers
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_100000_honest_rollouts_none_is_rejected_and_nobody_is_banned_while_bounds_are_renewed(
+    seed: int,
+) -> None:
+    rejected, judged, workers = replayed(seed)
+    assert judged >= 100_000
+    assert rejected == 0
+    assert not any(one.banned or one.placement.is_odd for one in workers)
+    assert all(one.placement.placed for one in workers)
+    assert max(one.suspicion for one in workers) < 0.5, "and none is suspect for long"
+
+
+# -- the setting -------------------------------------------------------------------------------------
+
+
+def contract(**verification: object) -> str:
+    asked = {"verification": verification, "engine": {"dtype": "bfloat16"}}
+    return proof_contract(RunConfig.model_validate(asked), "").bounds
+
+
+def test_a_run_in_bfloat16_measures_its_bounds_unless_it_is_told_others() -> None:
+    assert contract() == "measured"
+    assert contract(bounds="built-in") == "fixed"
+    found = proof_contract(RunConfig(), "")
+    assert (found.dtype, found.bounds, found.source) == ("float32", "fixed", "built in for float32")
