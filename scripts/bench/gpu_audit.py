@@ -238,9 +238,10 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
             continue
         first = name.startswith("a step")
         other = bench.states[BEFORE] if first else altered(own, change, DEVICE)
-        await bench.engine.update(OTHER, other, changes(own, other))
+        apart = changes(own, other)  # the same positions there and back
+        await bench.engine.update(OTHER, other, apart)
         bad = claiming(await play(bench.engine, wanted), OWN)
-        await bench.engine.update(OWN, own, changes(own, other))
+        await bench.engine.update(OWN, own, apart)
         found[name] = await bench.audit(bad, beside=first)
     if bench.left_s > 30:
         tied = await near_ties(
