@@ -95,7 +95,7 @@ async def _measure(
     config: "RunConfig", wanted: "CalibrationRequest", weights: Path | None
 ) -> "CalibrationReport":
     from ..node.app import rundir
-    from ..node.app.factories import Factories
+    from ..node.app.factories import Factories, auditing
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
@@ -118,7 +118,7 @@ async def _measure(
                 model_dir,
                 state,
                 tasks,
-                factories.auditor(config.engine, config.verification.audit_timeout_s),
+                factories.auditor(auditing(config), config.verification.audit_timeout_s),
                 wanted,
                 say=lambda line: typer.echo(line, err=True),
                 make_engine=factories.engine,

@@ -122,6 +122,11 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
     source: Name
     """Where the thresholds come from."""
+    numerics: Literal["calibrated", "exact"] = "calibrated"
+    """`exact`: workers and auditors run the same kernels, batch-invariant ones, so honest noise is that of the
+    measures themselves; see docs/proofs.md."""
+    engine_class: Name = ""
+    """Of exact numerics: release, device and settings that every engine of the run has."""
     bounds: Literal["fixed", "measured"] = "fixed"
     """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""

@@ -17,6 +17,7 @@ from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..inference.build import build_engine
 from ..inference.engine import Engine
+from ..inference.vllm_arguments import is_installed as vllm_is_installed
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
@@ -109,11 +110,30 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
     return build_engine(config.model_copy(update={"type": "hf"}))
 
 
+def auditing(config: RunConfig) -> EngineConfig:
+    """The config of an engine of the type that audits; hf where nothing was asked for and vLLM is not here."""
+    chosen, asked = config.auditor, config.verification
+    if chosen == "vllm" and asked.auditor == "auto" and asked.numerics != "exact":
+        if not vllm_is_installed():
+            logger.warning(
+                "vLLM is not installed here, so the embedded engine audits what workers make with vLLM: its "
+                "rounding differs more"
+            )
+            chosen = "hf"
+    return config.engine.model_copy(update={"type": chosen})
+
+
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
-    """What audits rollouts, not started; an audit takes at most `timeout_s`."""
+    """What audits rollouts with `config.type`, not started; an audit takes at most `timeout_s`."""
     from ..verification.hf_auditor import HfAuditor
 
-    return HfAuditor(config, timeout_s=timeout_s)
+    embedded = HfAuditor(config, timeout_s=timeout_s)
+    if config.type == "hf":
+        return embedded
+    from ..verification.routed_auditor import RoutedAuditor
+    from ..verification.vllm_auditor import VllmAuditor
+
+    return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
 
 
 class MakeLedger(Protocol):

@@ -30,6 +30,7 @@ from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..config.run import JoinConfig
 from ..inference.engine import Engine
+from ..inference.numerics import check_exact
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
     NetworkError,
@@ -264,6 +265,9 @@ class PeerNode(Node):
             raise UsageError(
                 f"this run is computed in {wanted}, engine.dtype is {own}: set --engine.dtype {wanted}"
             )
+        check_exact(self._config.engine, run)
+        if run.proofs.numerics == "exact" and self._config.pp.wanted:
+            raise UsageError("this run's numerics are exact, which a pipeline cannot be: remove pp")
 
     def _make_weights(
         self,

@@ -43,7 +43,7 @@ from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
-from .factories import Factories
+from .factories import Factories, auditing
 from .running_node import Node, peer_rows, show_network, shown_silence
 from .services import open_services, open_store
 from .startup import Restarts, Startup, until_done
@@ -117,7 +117,7 @@ class Verification:
         """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
         settings = config.verification
         self._documents = documents
-        self._auditor = factories.auditor(config.engine, settings.audit_timeout_s)
+        self._auditor = factories.auditor(auditing(config), settings.audit_timeout_s)
         self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,

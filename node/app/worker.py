@@ -15,6 +15,7 @@ from ..environments.allowed import check_allowed, options_of
 from ..environments.environment import Environment, EnvironmentFailed
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
+from ..inference.numerics import exact_engine
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
@@ -74,7 +75,7 @@ class WorkerNode(PeerNode):
                 longest,
                 run.limits.max_model_len,
             )
-        config = config.model_copy(update={"max_model_len": longest})
+        config = exact_engine(config.model_copy(update={"max_model_len": longest}), run)
         if await self._is_split(joined, config):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
@@ -134,7 +135,8 @@ class WorkerNode(PeerNode):
                 return True
             raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
         fixed = config.pp.mode == "off"
-        if fixed or run.adapters is not None or engine.dp * engine.pp > 1:
+        exact = run.proofs.numerics == "exact"  # stages round what they send, or cut it elsewhere
+        if fixed or exact or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:
             shape = read_shape(read_json(joined.model_dir / "config.json"))

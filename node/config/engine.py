@@ -91,6 +91,9 @@ class EngineConfig(BaseConfig):
     sleep_after_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds without work after which vLLM gives its GPU memory away until there is work again (its sleep
     mode), for a GPU that a trainer uses too; 0 never does."""
+    batch_invariant: bool = False
+    """vLLM computes each token by the same operations whatever is beside it (its batch-invariant kernels,
+    slower on a GPU); a run whose numerics are exact switches it on."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
     """Passed to vLLM's engine arguments; those that would break proofs or versions are refused."""

@@ -296,6 +296,13 @@ class VerificationConfig(BaseConfig):
         "projection"
     )
     """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
+    auditor: Literal["auto", "hf", "vllm"] = "auto"
+    """Engine that audits: `auto` is that of engine.type. The workers' own engine has the least honest noise,
+    and `vllm` audits whatever it serves. It cannot measure states at the boundaries of a pipeline between
+    nodes: rollouts that come out of one are audited by `hf` beside it."""
+    numerics: Literal["calibrated", "exact"] = "calibrated"
+    """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on GPUs of one
+    family, and a rollout by any other weights or temperature is rejected; slower, see docs/proofs.md."""
     calibration: Path | None = None
     """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
     bounds: Literal["auto", "built-in"] = "auto"
@@ -494,6 +501,12 @@ class RunConfig(NodeConfig, OwnRunConfig):
         asked = self.evaluation
         return bool(asked.prompts or asked.interval) or self.warmup is not None
 
+    @property
+    def auditor(self) -> Literal["hf", "vllm"]:
+        """The engine that audits."""
+        chosen = self.verification.auditor
+        return self.engine.type if chosen == "auto" else chosen
+
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
         if self.resume is not None and self.resume.dir is not None:
@@ -502,6 +515,16 @@ class RunConfig(NodeConfig, OwnRunConfig):
                 raise ValueError("resume.dir is of another run: go back in this one by resume.step")
         if self.sampling.max_tokens >= self.training.seq_len:
             raise ValueError("sampling.max_tokens must be below training.seq_len")
+        if self.verification.numerics == "exact":
+            if self.engine.type != "vllm" or self.verification.auditor == "hf":
+                raise ValueError(
+                    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and "
+                    "verification.auditor to auto or vllm"
+                )
+            if self.verification.calibration is not None:
+                raise ValueError(
+                    "verification.numerics exact has bounds of its own: leave verification.calibration out"
+                )
         if self.rollouts.groups_per_lease > self.rollouts.groups_per_batch:
             raise ValueError("rollouts.groups_per_lease must not exceed rollouts.groups_per_batch")
         return self

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, runtime_checkable
@@ -37,6 +37,8 @@ from .host_messages import (
     EngineLoad,
     EnginePing,
     EnginePong,
+    EnginePrefill,
+    EnginePrefilled,
     EngineRejoin,
     EngineRequest,
     EngineSetUp,
@@ -44,6 +46,7 @@ from .host_messages import (
     EngineWrite,
     read_engine_request,
 )
+from .prefill import PrefillRequest
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,15 @@ class RejoiningCore(Protocol):
 
     async def rejoin(self, epoch: int) -> None:
         """Begin a chain. Raises EngineError."""
+        ...
+
+
+@runtime_checkable
+class PrefillingCore(Protocol):
+    """A core that measures texts which others have sampled."""
+
+    async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
+        """Measure each, under the policy that is loaded. Raises EngineError, EngineLost."""
         ...
 
 
@@ -212,7 +224,7 @@ class EngineHost:
         except Exception as error:  # the engine's libraries raise anything
             logger.exception("a request failed by an error in the program")
             # after a change of the weights that broke off, the weights are not known any more
-            harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw)
+            harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw | EnginePrefill)
             detail = f"an error in the engine's process ({named_line(error)}): report it"
             self._outbox.put(
                 ProcessMessage(number, EngineFailed(detail, FAULT if harmless else LOST))
@@ -228,6 +240,8 @@ class EngineHost:
             match request:
                 case EngineDraw():
                     return EngineDrawn(await core.generate(request.request))
+                case EnginePrefill() if isinstance(core, PrefillingCore):
+                    return EnginePrefilled(await core.prefill(request.requests))
                 case EngineCheck():
                     return await core.check(request.path)
                 case EngineStage():

@@ -8,6 +8,7 @@ import msgspec
 
 from ..process.frames import ProcessMessage
 from .engine import Completion, GenerateRequest, WeightsFault, Written
+from .prefill import PrefillRequest
 
 USAGE, LOST, FAULT = "usage", "lost", "fault"
 """Kinds of EngineFailed: the config is wrong; the engine is of no use any more; only this request failed."""
@@ -70,6 +71,12 @@ class EngineDraw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
     request: GenerateRequest
 
 
+class EnginePrefill(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
+    """Read texts and measure their claims, under one policy; answered by EnginePrefilled."""
+
+    requests: list[PrefillRequest]
+
+
 class EngineDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Cancel the request with this message's number; answered by nothing."""
 
@@ -92,6 +99,12 @@ class EngineDrawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
     """The completion of an EngineDraw."""
 
     completion: Completion
+
+
+class EnginePrefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
+    """What was measured of each text of an EnginePrefill (prefill.read_rows())."""
+
+    rows: list[bytes]
 
 
 class EnginePong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -135,9 +148,17 @@ EngineRequest = (
     | EngineDrop
     | EnginePing
     | EngineRejoin
+    | EnginePrefill
 )
 EngineAnswer = (
-    EngineDone | WeightsFault | Written | EngineDrawn | EnginePong | EngineFailed | EngineBusy
+    EngineDone
+    | WeightsFault
+    | Written
+    | EngineDrawn
+    | EnginePrefilled
+    | EnginePong
+    | EngineFailed
+    | EngineBusy
 )
 _REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
     ProcessMessage[EngineRequest]

@@ -36,6 +36,8 @@ from .host_messages import (
     EngineLoad,
     EnginePing,
     EnginePong,
+    EnginePrefill,
+    EnginePrefilled,
     EngineRejoin,
     EngineRequest,
     EngineSetUp,
@@ -43,6 +45,7 @@ from .host_messages import (
     EngineWrite,
     read_engine_answer,
 )
+from .prefill import PrefillRequest
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +187,14 @@ class EngineChild(ChildProcess):
         """See Replica. There is no deadline, but a child that draws no token for long is lost."""
         return (await self._ask(EngineDraw(request), EngineDrawn, None)).completion
 
+    async def prefill(self, requests: Sequence[PrefillRequest], timeout_s: float) -> list[bytes]:
+        """Measure texts under the policy that it holds: the rows of each (see prefill.read_rows()).
+
+        Raises EngineError; EngineLost, also after `timeout_s`; ValueError for more than fits a message.
+        """
+        asked = EnginePrefill(list(requests))
+        return (await self._ask(asked, EnginePrefilled, timeout_s)).rows
+
     async def rejoin(self, epoch: int) -> None:
         """Begin a chain, as stage 0 of a pipeline. Raises EngineError, EngineLost."""
         await self._ask(EngineRejoin(epoch), EngineDone, self._timeouts.load_s)
@@ -204,7 +215,7 @@ class EngineChild(ChildProcess):
         try:
             answer = (await self._answer(ProcessMessage(number, request), timeout_s)).body
         except asyncio.CancelledError:
-            if isinstance(request, EngineDraw) and not self._closing:
+            if isinstance(request, EngineDraw | EnginePrefill) and not self._closing:
                 self._send(ProcessMessage(number, EngineDrop()))
             raise
         if isinstance(answer, EngineFailed):

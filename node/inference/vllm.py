@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.engine import EngineConfig
-from ..ops.errors import EngineError, EngineLost, UsageError, named_line
+from ..ops.errors import EngineError, EngineLost, UsageError, first_cause, named_line
 from .engine import (
     Completion,
     EngineStats,
@@ -45,6 +45,7 @@ from .engine import (
 )
 from .fingerprint import ProofFailed
 from .host_messages import ApiOptions
+from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
@@ -274,6 +275,7 @@ class VllmCore:
         self._version = -1
         self._api: ApiOptions | None = None
         self._server: ApiServer | None = None
+        self._reads = False
 
     def prepare_api(self, options: ApiOptions) -> None:
         """Start with what vLLM's own server needs; before start()."""
@@ -368,6 +370,38 @@ class VllmCore:
             boundaries=drawn.boundaries,
         )
 
+    async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
+        """Read checked texts and measure their claims: the rows of each (see prefill.read_rows())."""
+        self._require_alive()
+        if not self._reads:
+            self._reads = True
+            async with self._paused():
+                faults = await self._rpc("primerl_read")
+            if fault := next(filter(None, faults), ""):
+                raise self._lost(fault)
+        keys = [next(self._serial) for _ in requests]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for key, one in zip(keys, requests, strict=True):
+                    tasks.create_task(self._read(key, one))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        finally:  # also when cancelled: the worker forgets them
+            answers = asyncio.ensure_future(self._rpc("primerl_rows", keys))
+            await asyncio.shield(answers)
+        found = {key: rows for answer in answers.result() for key, rows in answer}
+        if missing := set(keys) - found.keys():
+            raise self._lost(f"did not measure {len(missing)} texts that it has read")
+        return [found[key] for key in keys]
+
+    async def _read(self, key: int, request: PrefillRequest) -> None:
+        """Have vLLM read one text. The token that it draws behind it is of no use."""
+        ids = request.token_ids
+        asked = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
+        await self._drawn(
+            asked, key, {PREFILL: [key, request.temperature, request.claims]}, request.salt
+        )
+
     def stats(self) -> EngineStats:
         """How busy it is."""
         return self._meter.stats()
@@ -447,13 +481,25 @@ class VllmCore:
 
     # -- talking to vLLM ---------------------------------------------------------------------------
 
-    async def _drawn(self, request: GenerateRequest, key: int) -> Any:
-        """vLLM's output for a request: its tokens, and why they ended."""
+    async def _drawn(
+        self,
+        request: GenerateRequest,
+        key: int,
+        extra: Mapping[str, Any] | None = None,
+        salt: str = "",
+    ) -> Any:
+        """vLLM's output for a request: its tokens, and why they ended.
+
+        `extra` arguments are for the worker; with a `salt` it shares no keys and values.
+        """
         vllm = _library()
+        arguments = sampling_arguments(request, key)
+        arguments["extra_args"] |= extra or {}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if salt:
+            prompt["cache_salt"] = salt
         stream = self._llm.generate(
-            {"prompt_token_ids": list(request.prompt)},
-            vllm.SamplingParams(**sampling_arguments(request, key), output_kind=vllm.final_only),
-            f"{key}",
+            prompt, vllm.SamplingParams(**arguments, output_kind=vllm.final_only), f"{key}"
         )
         final: Any = None
         self._meter.begin(len(request.prompt))
@@ -595,7 +641,7 @@ def prepare_library(
         raise UsageError(
             "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
         )
-    set_environment(cpu=cpu)
+    set_environment(cpu=cpu, invariant=config.batch_invariant)
     vllm = _library()
     if cpu:
         check_cpu(shape)

@@ -398,6 +398,10 @@ SERVED = "primerl_served"
 GREEDY_BELOW = 1e-5
 """A temperature below it takes the likeliest token, as in vLLM."""
 
+INVARIANT = "VLLM_BATCH_INVARIANT"
+"""Environment variable: vLLM computes each row by the same operations whatever is beside it. GPUs only: on a
+CPU it always does."""
+
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 NO_DOMAIN = "media.invalid"
@@ -470,8 +474,10 @@ def check_device(device: str, *, cpu: bool) -> None:
         )
 
 
-def set_environment(*, cpu: bool) -> None:
-    """Set the variables of ENVIRONMENT that are not set yet."""
+def set_environment(*, cpu: bool, invariant: bool = False) -> None:
+    """Set the variables of ENVIRONMENT that are not set yet; `invariant`: also INVARIANT, whatever it was."""
+    if not cpu and invariant:
+        os.environ[INVARIANT] = "1"
     for variable in ENVIRONMENT:
         if variable.where in ("both", "cpu" if cpu else "gpu"):
             os.environ.setdefault(variable.name, variable.value)

@@ -10,6 +10,7 @@ Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
 import inspect
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +24,13 @@ from torch import Tensor
 from .device import upload_array
 from .fingerprint import NUMBERS, signs
 from .sampler import Narrowed, draw
-from .vllm_arguments import GREEDY_BELOW, SAMPLING, SERVED
+from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
 
 Ints = NDArray[np.int64]
 
 _USE = "use vLLM 0.25 to 0.33"
+_PROJECTED_AT_ONCE = 2**26
+"""Numbers of hidden states that are projected at a time, in fp32 (256 MiB)."""
 
 
 class SampledStep(NamedTuple):
@@ -131,6 +134,29 @@ class PendingCopy:
     file: Callable[[], None]
 
 
+class HiddenProjection:
+    """Projects hidden states as fingerprints do, on their device: worker and auditor by the same operations."""
+
+    def __init__(self, device: torch.device, width: int, dtype: torch.dtype) -> None:
+        """`width` and `dtype` of a hidden state."""
+        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32. vLLM's
+        # batch-invariant kernels have no such product, so then it takes two.
+        self._at_once = (
+            device.type == "cuda" and dtype == torch.bfloat16 and os.environ.get(INVARIANT) != "1"
+        )
+        kind = dtype if self._at_once else torch.float32
+        self._signs = _padded_signs(width).to(device, kind)
+        self.scale = np.float32(1 / np.sqrt(width))
+        """Factor that the numbers still lack."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[n, 1 + NUMBERS] fp32 of states [n, width]; the first column is free."""
+        if self._at_once:
+            return torch.mm(hidden, self._signs, out_dtype=torch.float32)
+        parts = hidden.split(max(1, _PROJECTED_AT_ONCE // hidden.shape[1]))
+        return torch.cat([part.float() @ self._signs for part in parts])
+
+
 class Recorder:
     """Keeps a row of numbers for every token that is drawn: [logprob, projected hidden state].
 
@@ -152,12 +178,8 @@ class Recorder:
         """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one."""
         self._device, self._requests, self._length = device, requests, length
         self._slots = RequestSlots(requests)
-        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
-        self._exact = device.type == "cuda" and dtype == torch.bfloat16
-        projects, kind = bool(fingerprint), dtype if self._exact else torch.float32
-        self._signs = _padded_signs(width).to(device, kind) if projects else None
-        self._scale = np.float32(1 / np.sqrt(width))
-        self._columns = 1 if self._signs is None else 1 + NUMBERS
+        self._projection = HiddenProjection(device, width, dtype) if fingerprint else None
+        self._columns = 1 if self._projection is None else 1 + NUMBERS
         # np.empty: pages that are never written take no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
         self._buffers: list[Tensor] = []
@@ -278,12 +300,9 @@ class Recorder:
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
         """[n, columns]: the logprob, then what the fingerprint keeps of each token."""
-        if self._signs is None:
+        if self._projection is None:
             return logprobs[:, None]
-        if self._exact:
-            columns = torch.mm(hidden, self._signs, out_dtype=torch.float32)
-        else:
-            columns = hidden.float() @ self._signs
+        columns = self._projection(hidden)
         columns[:, 0] = logprobs
         return columns
 
@@ -358,7 +377,8 @@ class Recorder:
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
         rows = self._rows[slot, :count].copy()
-        rows[:, 1:] *= self._scale
+        if self._projection is not None:
+            rows[:, 1:] *= self._projection.scale
         return [key, rows.tobytes(), spans]
 
 
@@ -405,7 +425,7 @@ class Hooks:
     @property
     def second(self) -> bool:
         """Whether this is the V2 runner, whose logits keep the model's type; V1's are float32."""
-        return _second(self._runner)
+        return is_second(self._runner)
 
     def install(self) -> None:
         """Replace the three methods. Raises RuntimeError for a runner that is not known."""
@@ -449,7 +469,7 @@ class Hooks:
     def _drawn(self, logits: Tensor, *arguments: Any, **named: Any) -> Any:
         if not self._inside:  # one of vLLM's dummy runs
             return self._sample(logits, *arguments, **named)
-        second = _second(self._runner)
+        second = is_second(self._runner)
         if not self._serves:
             # the latter is what logprobs are read from, which no request of the node asks for
             return self._recording.draw(logits), logits if second else None
@@ -469,7 +489,7 @@ class Hooks:
 
 def read_step(runner: Any, state: Any) -> SampledStep:
     """The batch that a runner has computed and not sampled yet."""
-    if _second(runner):
+    if is_second(runner):
         batch = state.input_batch
         count = batch.num_reqs
         positions = batch.num_computed_tokens_np[:count].astype(np.int64)
@@ -510,14 +530,14 @@ def _scaled(logits: Tensor, metadata: Any) -> Tensor:
     return scaled
 
 
-def _second(runner: Any) -> bool:
+def is_second(runner: Any) -> bool:
     """Whether this is the V2 runner."""
     return hasattr(runner, "req_states")
 
 
 def _unknown(runner: Any) -> str:
     """What this runner lacks; "" if nothing."""
-    wanted = _WANTED if _second(runner) else _WANTED + _WANTED_V1
+    wanted = _WANTED if is_second(runner) else _WANTED + _WANTED_V1
     for name in wanted:
         if not hasattr(runner, name):
             return f"has no {name}"

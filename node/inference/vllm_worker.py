@@ -22,7 +22,8 @@ from safetensors import safe_open
 from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, read_spans
 from .placement import ParameterPlacement, PendingWrite, Shapes, difference, trace
-from .vllm_sampling import Hooks, RankPlace, Recorder
+from .vllm_prefill import PromptReader
+from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkerExtension:
     vllm_config: Any
     rank: int
     _primerl_recorder: Recorder | None
+    _primerl_reader: PromptReader | None
     _primerl_placement: ParameterPlacement
     """Of the weights that were loaded last; until then, of those that were checked last."""
     _primerl_loaded: bool
@@ -119,6 +121,33 @@ class WorkerExtension:
         """See Recorder.versions(); nothing on the ranks that keep nothing."""
         recorder = self._primerl_recorder
         return recorder.versions(keys) if recorder is not None and recorder.collecting else []
+
+    def primerl_read(self) -> str:
+        """Measure prompts that ask for it from now on; after primerl_record(), and no step may run.
+
+        Returns what speaks against it; "" if nothing.
+        """
+        model = self.vllm_config.model_config
+        place = RankPlace.of(self.rank, self.vllm_config.parallel_config)
+        self._primerl_reader = None
+        if not place.last:
+            return ""
+        runner = self.model_runner
+        projection = HiddenProjection(runner.device, model.get_hidden_size(), model.dtype)
+        reader = PromptReader(runner, projection, model.get_vocab_size())
+        reader.collecting = place.collecting
+        try:
+            reader.install()
+        except RuntimeError as error:
+            return one_line(error)
+        self._primerl_reader = reader
+        return ""
+
+    def primerl_rows(self, keys: list[int]) -> list[list[Any]]:
+        """See PromptReader.collect(); the recorder forgets these requests, too."""
+        if self._primerl_recorder is not None:
+            self._primerl_recorder.collect([], keys)
+        return [] if self._primerl_reader is None else self._primerl_reader.collect(keys)
 
     def primerl_check(self, path: str) -> list[Any]:
         """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""

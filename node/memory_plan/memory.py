@@ -51,7 +51,7 @@ UPDATE_BYTES = 20  # per changed element: position and value, before and after l
 # The learner and what runs beside it.
 LOGITS_BUFFERS = 3  # logits of a chunk, their gradient, and one of the chunk before
 ALLOCATOR_SLACK = 0.05
-AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (verification/replay.py)
+AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (verification/replay.py, vllm_auditor.py)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
 
@@ -545,21 +545,37 @@ def plan_trainer(
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     evaluates = config.evaluates
-    versions = config.rollouts.max_off_policy_steps + 3
-    kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
-    width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
-    audit = AUDIT_TOKENS * width * element + 3 * AUDIT_LOGITS
     beside = MemoryBreakdown.of(
         [
             MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
             MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), "", True),
-            MemoryItem("the auditor's networks", kept * network, f"{kept} at a time"),
-            MemoryItem("an audit's forward pass", audit, f"{AUDIT_TOKENS} tokens", True),
+            *_auditor(config, shape),
             MemoryItem("the auditor's CUDA context", CONTEXT * gpu, "", True),
         ]
     )
     ranks = fsdp_ranks(config.training)
     return plan_learner(config.training, shape, gpu=gpu, ranks=ranks), beside
+
+
+def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
+    """Predict the auditor of a trainer: hf keeps small networks, vLLM one set of weights and a short cache."""
+    element = ELEMENT[config.engine.dtype]
+    network = shape.parameters * element
+    width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
+    step = AUDIT_TOKENS * width * element + 3 * AUDIT_LOGITS
+    computing = MemoryItem("an audit's forward pass", step, f"{AUDIT_TOKENS} tokens", True)
+    if config.auditor == "vllm":
+        tokens = AUDIT_TOKENS + config.training.seq_len
+        cache = tokens * 2 * shape.layers * shape.kv_width * element
+        return [
+            MemoryItem("the auditor's weights", network, "one version"),
+            MemoryItem("the auditor's keys and values", cache, f"{tokens} tokens"),
+            computing,
+        ]
+    versions = config.rollouts.max_off_policy_steps + 3
+    kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
+    networks = MemoryItem("the auditor's networks", kept * network, f"{kept} at a time")
+    return [networks, computing]
 
 
 def fsdp_ranks(training: TrainingConfig) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from ..config.engine import EngineConfig
 from ..config.run import NodeConfig, RunConfig
+from ..inference.numerics import VLLM_ON_BOTH_SIDES, engine_class
 from ..inference.vllm_arguments import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
@@ -73,6 +74,7 @@ def examine(
         check_python(sys.version_info[:3]),
         check_torch(torch_build(), gpus=len(found), wanted=True),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
+        *check_exact_numerics(config),
         check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
         *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
         check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
@@ -140,6 +142,21 @@ def check_vllm(release: str, *, wanted: bool) -> MachineCheck:
     except EngineError as error:
         return MachineCheck("vLLM", "problem" if wanted else "warning", release, str(error))
     return MachineCheck("vLLM", "ok", release)
+
+
+def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iterator[MachineCheck]:
+    """Say what the engines of a run with exact numerics must be; nothing for another run.
+
+    `release` of vLLM: that which is installed here, unless it is given.
+    """
+    if not isinstance(config, RunConfig) or config.verification.numerics != "exact":
+        return
+    found = installed_release() if release is None else release
+    if not found:
+        yield MachineCheck("exact numerics", "problem", "no vLLM", VLLM_ON_BOTH_SIDES)
+        return
+    own = engine_class(config.engine, found)
+    yield MachineCheck("exact numerics", "ok", f"every worker and validator has to be {own}")
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:

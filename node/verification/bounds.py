@@ -19,6 +19,7 @@ from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..config.run import RunConfig
+from ..inference.numerics import engine_class
 from ..ops.errors import UsageError
 from .auditor import MEASURES
 from .judge import judge
@@ -44,6 +45,13 @@ experts whose router flips, 0.13 and 0.61 for a logprob. A random or foreign pro
 another seed score several nats below the best; of a neighbouring version (the sixth) nothing can be told."""
 BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
 """In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""
+EXACT = (
+    Thresholds(1e-3, 1e-6, 2e-5, 1e-5, 1e-4, 12.0),
+    Thresholds(5e-4, 5e-7, 1e-5, 5e-6, 5e-5, 4.6),
+)
+"""(reject, suspect) of exact numerics, for any dtype: states are equal to the last bit, and what is left is
+fp32 rounding of the measures. Seen of honest rollouts: 0 in all but logprobs, which are off by 4.5e-8 on
+average and by 1e-6 at most; see docs/proofs.md."""
 
 BEYOND = 1e-5
 """Share of honest rollouts that a rejecting bound may cost, for each measure."""
@@ -98,11 +106,14 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
     verification, dtype = config.verification, config.engine.dtype
     reject, suspect = BUILT_IN[dtype]
     other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
-    source = f"built in for {dtype}"
+    source, own_class = f"built in for {dtype}", ""
     measured = measures_bounds(config)
     if measured:
         reject = suspect = PROVISIONAL
         source = "provisional, until the run has measured its own"
+    if verification.numerics == "exact":
+        (reject, suspect), other_scale = EXACT, 1.0
+        source, own_class = "built in for exact numerics", engine_class(config.engine)
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
         wanted = (model, verification.fingerprint, dtype)
@@ -125,6 +136,8 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         honest_rollouts=rollouts,
         honest_tokens=tokens,
         source=source,
+        numerics=verification.numerics,
+        engine_class=own_class,
         bounds="measured" if measured else "fixed",
     )
 
@@ -133,10 +146,11 @@ def measures_bounds(config: RunConfig) -> bool:
     """Whether a run measures its bounds of noise itself: in bfloat16, where noise grows with the model.
 
     In float32 it does not: the 8 bytes of a fingerprint round more there than any kernel does, and the built-in
-    bounds are far above both.
+    bounds are far above both. Nor with exact numerics, which have no noise to measure.
     """
     verification = config.verification
     fixed = verification.calibration is not None or verification.bounds == "built-in"
+    fixed = fixed or verification.numerics == "exact"
     return not fixed and config.engine.dtype == "bfloat16"
 
 

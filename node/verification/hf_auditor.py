@@ -8,15 +8,15 @@ import itertools
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig
 from ..inference.handover import shared_file
+from ..inference.numerics import VLLM_ON_BOTH_SIDES
 from ..models.model_files import vocab_size
-from ..ops.errors import EngineError, NodeError
+from ..ops.errors import EngineError
 from ..process.child_process import ChildProcess
 from ..process.frames import ProcessMessage
 from ..process.spawn import PARENT_VARIABLE
@@ -41,26 +41,13 @@ from .auditor import (
     check_versions,
     wanted_versions,
 )
+from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
 START_TIMEOUT_S = 120.0
 """For loading torch, and a device's first use."""
-MOST_DEADLY = 4
-"""After this many items of a portion that each end the process alone, the rest is not tried."""
-
-LARGEST_PORTION = 2**17
-"""Tokens times versions to prefill in one go; one longer item is still a portion."""
-FIRST_PORTION = 2**13
-"""The same for the first portion, before the device's speed is known."""
-SMALLEST_PORTION = 2**10
-PORTION_TIME_SHARE = 4
-"""A portion should take this fraction (1/4) of the time that it has."""
-
-
-class AuditFailed(NodeError):
-    """The process ended, hung, or says that it cannot measure these items."""
 
 
 class AuditChild(ChildProcess):
@@ -136,44 +123,6 @@ class HeldStates:
         return number, SameState(state)
 
 
-class Pace:
-    """Sizes portions so that the device prefills each in a quarter of the time that it has."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self.limit = FIRST_PORTION
-
-    def done(self, cost: int, took_s: float) -> None:
-        """Learn from a finished portion; a small one says little of larger ones."""
-        share_s = self._timeout_s / PORTION_TIME_SHARE
-        if cost >= FIRST_PORTION // 2 or took_s > share_s:
-            fair = int(cost / max(took_s, 1e-3) * share_s)
-            self.limit = min(LARGEST_PORTION, max(SMALLEST_PORTION, fair))
-
-    def failed(self) -> None:
-        """Learn from a portion that may have been too large."""
-        self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
-
-
-def portion_size(
-    items: Sequence[AuditItem],
-    others: Mapping[int, Sequence[int]],
-    limit: int = LARGEST_PORTION,
-) -> int:
-    """Count the items to take next: about `limit` tokens times versions, but one at least."""
-    room = limit
-    for number, item in enumerate(items):
-        room -= _cost(item, others)
-        if room < 0:
-            return max(1, number)
-    return len(items)
-
-
-def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
-    """Tokens times versions to prefill."""
-    return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
-
-
 class HfAuditor:
     """An Auditor over the networks of the embedded engine, in a child process that starts when needed."""
 
@@ -194,7 +143,7 @@ class HfAuditor:
         self._most_states = 0
         self._running: tuple[AuditChild, HeldStates] | None = None
         self._busy = asyncio.Lock()
-        self._pace = Pace(timeout_s)
+        self._portions = Portions(self._attempt, timeout_s)
         self._closed = False
 
     @property
@@ -206,6 +155,10 @@ class HfAuditor:
         """See Auditor. The process starts with the first audit."""
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
+        if run.proofs.numerics == "exact":
+            raise EngineError(
+                VLLM_ON_BOTH_SIDES
+            )  # its decoding and its prefill differ in their last bits
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
         # every version that may be claimed, and the one before
@@ -220,12 +173,7 @@ class HfAuditor:
         """See Auditor. One audit runs at a time, the others wait."""
         check_versions(items, states, others)
         async with self._busy:
-            found: list[Measured | Unreadable] = []
-            while len(found) < len(items):
-                rest = items[len(found) :]
-                portion = rest[: portion_size(rest, others, self._pace.limit)]
-                found += await self._measure(portion, states, others)
-            return found
+            return await self._portions.measure(items, states, others)
 
     async def close(self) -> None:
         """See Auditor. An audit that runs ends with an EngineError."""
@@ -236,40 +184,6 @@ class HfAuditor:
             await self._drop()
 
     # -- one portion -------------------------------------------------------------------------------
-
-    async def _measure(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
-        """Measure a portion at once or, where that fails, item by item."""
-        began = time.monotonic()
-        try:
-            answers = await self._attempt(items, states, others)
-            self._pace.done(sum(_cost(one, others) for one in items), time.monotonic() - began)
-            return answers
-        except AuditFailed as error:
-            self._pace.failed()
-            logger.warning("%s; its %d branches are tried one by one", error, len(items))
-        found: list[Measured | Unreadable] = []
-        faults: list[str] = []
-        answered = False
-        for item in items:
-            if len(faults) == MOST_DEADLY:
-                found.append(Unreadable("too many beside it ended the audit", proof=False))
-                continue
-            try:
-                found += await self._attempt([item], states, others)
-                answered = True
-            except AuditFailed as error:
-                faults.append(str(error))
-                found.append(Unreadable(faults[-1], proof=False))
-        if len(items) > 1 and not answered:
-            raise EngineError(
-                f"no audit succeeds ({faults[0]}): check engine.device and free memory"
-            )
-        return found
 
     async def _attempt(
         self,

@@ -9,8 +9,6 @@ Invariants:
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import inf, isfinite, log, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +20,9 @@ from torch import Tensor
 from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
-from ..inference.fingerprint import (
-    COLUMNS,
-    TOKEN_BYTES,
-    BadProof,
-    Compared,
-    Hidden,
-    Projection,
-    signs,
-    split,
-    token_distances,
-)
+from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel, build_network
-from ..inference.sampler import draw, gumbel_at
+from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError
@@ -51,9 +39,9 @@ from .auditor import (
     other_versions,
     wanted_versions,
 )
+from .measures import check_item, compare_replies, distances, split_proof, summarize
 
 Integers = NDArray[np.int64]
-Numbers = NDArray[np.float64]
 
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
 """Tokens of a forward pass: as many as a cache holds, or keep a GPU busy."""
@@ -67,14 +55,6 @@ KEEP_BYTES = 2**30
 """Networks are kept for the next audit while their states are smaller than this together; one always is."""
 BOUNDARY_NUMBERS = 2**24
 """Numbers of boundary states that are compared at a time: some copies of them are made, in fp32."""
-FEWEST = 64
-"""Tokens over which a mean is taken at least, so that one near tie in a short branch is no fault."""
-CLIP = 1.0
-"""Nats; most that one token adds to the mean margin."""
-FLOOR = 2.0**-20
-"""Mean squared relative difference that is below the resolution of a proof (a quarter of a bf16's last bit)."""
-
-_PROJECTION = Projection()
 
 
 @dataclass
@@ -263,25 +243,15 @@ class Replay:
     def _draw(
         self, network: LanguageModel, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
     ) -> Tensor:
-        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led.
-
-        A margin is by how much the best score beats that of the claimed token; both are infinite or
-        NaN where some logit is no number.
-        """
+        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led."""
         divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
-        scores, sums, own = torch.empty(3, len(claimed), device=claimed.device)
+        found = torch.empty(2, len(claimed), device=claimed.device)
         step = self._rows(network, hidden)
         for start in range(0, len(claimed), step):
             rows = slice(start, start + step)
             logits = network.logits(hidden[rows])
-            best = draw(logits, divisor[rows], seeds[rows], places[rows])
-            scores[rows], sums[rows] = best.scores, best.logsumexp
-            own[rows] = logits.gather(1, claimed[rows, None])[:, 0]
-        # the very operations of draw(): the token that it draws has a margin of exactly 0
-        scaled = own * divisor.reciprocal()
-        margins = scores - (gumbel_at(seeds, places, claimed) + scaled)
-        logprobs = scaled - sums
-        return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
+            found[:, rows] = weigh(logits, divisor[rows], seeds[rows], places[rows], claimed[rows])
+        return found
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
         """Rows of logits at a time, which are of the type of `hidden`."""
@@ -337,7 +307,7 @@ class Replay:
     def _summarize(self, branch: _Branch, tokens: _Tokens) -> Measured:
         versions = tokens.versions[branch.at]
         compared = compare_replies(
-            _split_proof(branch.item),
+            split_proof(branch.item),
             _own_states(branch.found, versions).float().numpy(),
             [branch.found[version].float().numpy() for version in branch.others],
         )
@@ -396,66 +366,6 @@ def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
     return batches
 
 
-# -- checks of an item -----------------------------------------------------------------------------
-
-
-def check_item(item: AuditItem, vocabulary: int, layers: int) -> Unreadable | None:
-    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can."""
-    detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
-    if detail:
-        return Unreadable(detail, proof=False)
-    try:
-        for proof, tokens in _split_proof(item):
-            _PROJECTION.check(proof, tokens)
-    except BadProof as error:
-        return Unreadable(str(error), proof=True)
-    return None
-
-
-def _split_proof(item: AuditItem) -> list[tuple[bytes, int]]:
-    """Split a proof into (bytes, tokens) of each reply. Raises BadProof if the sizes do not add up."""
-    return split(item.proof, [reply.end - reply.start for reply in item.replies], _PROJECTION)
-
-
-def _fault(item: AuditItem, vocabulary: int) -> str:
-    tokens = item.token_ids
-    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        return f"tokens outside 0..{vocabulary - 1}"
-    if not item.replies or not _in_order(item):
-        return "its replies are empty, overlap or lie outside the branch"
-    if any(not 0 <= reply.seed < 2**63 for reply in item.replies):
-        return "a seed outside 0..2**63-1"
-    sampled = sum(reply.end - reply.start for reply in item.replies)
-    if not sampled == len(item.logprobs) == len(item.versions):
-        return (
-            f"{len(item.logprobs)} logprobs for {sampled} tokens of {len(item.versions)} versions"
-        )
-    if sorted(item.versions) != list(item.versions):
-        return "its policy versions go back"
-    return ""
-
-
-def _boundary_fault(item: AuditItem, layers: int) -> str:
-    if not item.boundaries:
-        return ""
-    heights = [0, *(one.layers for one in item.boundaries), layers]
-    if any(low >= high for low, high in pairwise(heights)):
-        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
-    if any(len(one.proof) != TOKEN_BYTES * len(item.versions) for one in item.boundaries):
-        return "boundaries of another number of tokens"
-    return ""
-
-
-def _in_order(item: AuditItem) -> bool:
-    """Whether replies follow each other, each after a token that led to it."""
-    end = 1
-    for reply in item.replies:
-        if not end <= reply.start < reply.end:
-            return False
-        end = reply.end
-    return end <= len(item.token_ids)
-
-
 # -- boundaries of a pipeline ----------------------------------------------------------------------
 
 
@@ -504,92 +414,3 @@ class BoundaryChecker:
         if not self._found:
             return torch.empty(len(self._places), 0, COLUMNS)
         return torch.stack([torch.cat(parts) for parts in self._found.values()], 1)
-
-
-def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
-    """Measure, at each boundary, how far the claimed states are from `own` [S, boundaries, 8].
-
-    Root mean square over tokens, FEWEST at least; infinitely far where the own states are not finite.
-    """
-    if not np.isfinite(own).all():
-        return (inf,) * len(item.boundaries)
-    apart = (token_distances(one.proof, own[:, at]) for at, one in enumerate(item.boundaries))
-    return tuple(sqrt(float((one**2).sum()) / max(len(one), FEWEST)) for one in apart)
-
-
-# -- from the numbers of each token to those of a branch -------------------------------------------
-
-
-def summarize(
-    margins: Numbers, apart: Numbers, compared: Sequence[tuple[int, Compared]]
-) -> Measured:
-    """Sum up one branch of S sampled tokens.
-
-    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of its proof.
-    """
-    margins, apart = _infinite(margins), _infinite(np.abs(apart))
-    tokens = len(margins)
-    return Measured(
-        tokens=tokens,
-        fingerprint=_distance(compared),
-        sampling=float(np.minimum(margins, CLIP).sum()) / max(tokens, FEWEST),
-        sampling_max=float(margins.max()),
-        logprob=float(apart.sum()) / max(tokens, FEWEST),
-        logprob_max=float(apart.max()),
-        other_policy=_other_policy([one for _, one in compared]),
-    )
-
-
-def compare_replies(
-    proofs: Sequence[tuple[bytes, int]], projected: Hidden, others: Sequence[Hidden]
-) -> list[tuple[int, Compared]]:
-    """Compare the proof of each reply (bytes, tokens) with projected states: (tokens, comparison) of each.
-
-    `projected` states and each of `others` are [S, 7]. Empty if the own states are not finite; other policies
-    with states that are not finite are left out. The proofs must have been checked.
-    """
-    if not np.isfinite(projected).all():
-        return []
-    finite = [one for one in others if np.isfinite(one).all()]
-    found: list[tuple[int, Compared]] = []
-    start = 0
-    for proof, tokens in proofs:
-        rows = slice(start, start := start + tokens)
-        rest = [one[rows] for one in finite]
-        found.append((tokens, _PROJECTION.compare_projected(proof, projected[rows], rest)))
-    return found
-
-
-def _infinite(values: Numbers) -> Numbers:
-    """Replace what is not finite by infinity."""
-    return np.where(np.isfinite(values), values, inf)
-
-
-def _distance(compared: Sequence[tuple[int, Compared]]) -> float:
-    """Take the root mean square over tokens, FEWEST at least.
-
-    Over fewer tokens it scatters, and the honest extremes of short replies would set the bound that other
-    weights have to exceed.
-    """
-    if not compared:
-        return inf
-    squares = sum(tokens * one.distance**2 for tokens, one in compared)
-    distance = sqrt(squares / max(sum(tokens for tokens, _ in compared), FEWEST))
-    return distance if isfinite(distance) else inf
-
-
-def _other_policy(compared: Sequence[Compared]) -> float:
-    """Compute by how many nats the likeliest other policy explains the proof better than the claimed one.
-
-    The generalised likelihood ratio of two normal models whose variance is estimated from the same
-    `samples` residuals: (samples / 2) ln(own / other), summed over replies.
-    """
-    if not compared or not compared[0].others:
-        return 0.0
-    totals = [0.0] * len(compared[0].others)
-    for one in compared:
-        floor = one.samples * FLOOR
-        for place, other in enumerate(one.others):
-            if one.samples:
-                totals[place] += one.samples / 2 * log((one.own + floor) / (other + floor))
-    return max(totals) if all(map(isfinite, totals)) else inf

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from .state import Changed, State, Tensor
+from .state import Changed, PendingChanges, State, Tensor
 
 WHOLE = 3
 """Newest states that are held whole: audits claim these, and the version before the claimed one."""
@@ -29,6 +29,8 @@ class StateHistory(Mapping[int, State]):
         """Whole states, and patches from the next newer version that is held: replaced in one step."""
         self._changed: dict[int, Changed | None] = {}
         """Of whole states: where they differ from the one before."""
+        self._patched: WeakValueDictionary[int, PatchedState] = WeakValueDictionary()
+        """Older states that somebody holds: asked for again they are the same objects."""
 
     def add(self, version: int, state: State, changed: Changed | None = None) -> None:
         """Hold a state; `changed` says where it may differ from the one added before, None: anywhere.
@@ -42,6 +44,7 @@ class StateHistory(Mapping[int, State]):
             changed = None
         if not whole:
             patches = {}
+            self._patched.clear()
         whole[version] = state
         self._changed[version] = changed
         while len(whole) > self._most_whole:
@@ -58,8 +61,12 @@ class StateHistory(Mapping[int, State]):
             return whole[version]
         if version not in patches:
             raise KeyError(version)
+        if (known := self._patched.get(version)) is not None:
+            return known
         newer_first = [one for one in sorted(patches, reverse=True) if one >= version]
-        return PatchedState(whole[min(whole)], [patches[one] for one in newer_first])
+        found = PatchedState(whole[min(whole)], [patches[one] for one in newer_first])
+        self._patched[version] = found
+        return found
 
     def __iter__(self) -> Iterator[int]:
         whole, patches = self._held
@@ -74,7 +81,7 @@ class PatchedState(Mapping[str, Tensor]):
 
     def __init__(self, base: State, patches: Sequence[Patch]) -> None:
         """Apply `patches` to `base` in order."""
-        self._base = base
+        self.base = base
         self._patches = patches
         self._made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
@@ -85,7 +92,7 @@ class PatchedState(Mapping[str, Tensor]):
         return made
 
     def _make(self, name: str) -> Tensor:
-        tensor, copied = self._base[name], False
+        tensor, copied = self.base[name], False
         for patch in self._patches:
             found = patch.get(name)
             if isinstance(found, Tensor):
@@ -99,10 +106,36 @@ class PatchedState(Mapping[str, Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
+        return iter(self.base)
 
     def __len__(self) -> int:
-        return len(self._base)
+        return len(self.base)
+
+    def changed(self) -> Changed:
+        """Say where it may differ from `base`."""
+        found = PendingChanges()
+        found.none()
+        for patch in self._patches:
+            found.add(
+                {
+                    name: None if isinstance(one, Tensor) else one[0].astype(np.int64)
+                    for name, one in patch.items()
+                }
+            )
+        return found.changed or {}
+
+
+def known_changes(old: State, new: State) -> Changed | None:
+    """Say where two states of one history may differ; None if its differences do not tell."""
+    patched = [one for one in (old, new) if isinstance(one, PatchedState)]
+    first, second = (one.base if isinstance(one, PatchedState) else one for one in (old, new))
+    if first is not second:
+        return None
+    found = PendingChanges()
+    found.none()
+    for one in patched:
+        found.add(one.changed())
+    return found.changed
 
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -18,7 +19,9 @@ from support.auditor_cases import (
     measured,
     with_token,
 )
+from support.engine_cases import SHAPE, make_qwen3
 
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
 
@@ -29,7 +32,19 @@ NUMERICS = {
     "bfloat16": dict(fingerprint=0.03, sampling=0.01, sampling_max=0.5, logprob=0.05),
 }
 """Honest branches are below these, far below what any cheat here does."""
-KINDS = [("core", "float32"), ("child", "bfloat16")]
+VLLM = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed"),
+]
+KINDS = [
+    ("core", "float32"),
+    ("child", "bfloat16"),
+    pytest.param(("vllm", "float32"), marks=VLLM),
+    pytest.param(("vllm", "bfloat16"), marks=VLLM),
+]
+WIDE = SHAPE.model_copy(update={"head_dim": 32})
+"""vLLM without a GPU computes no smaller attention heads."""
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(kind))
@@ -39,7 +54,9 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return await make_case(tmp_path_factory.mktemp("auditor"), *kind[1:])
+    shape = WIDE if kind[0] == "vllm" else SHAPE
+    make = partial(make_qwen3, shape=shape)
+    return await make_case(tmp_path_factory.mktemp("auditor"), kind[1], make)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

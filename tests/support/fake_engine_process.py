@@ -8,8 +8,11 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference import host
@@ -23,6 +26,13 @@ from primerl.node.inference.engine import (
 from primerl.node.inference.handover import POSITIONS, VALUES, WHOLE, read_spans
 from primerl.node.inference.host import Sleeper
 from primerl.node.inference.host_messages import ApiOptions
+from primerl.node.inference.prefill import (
+    COLUMNS,
+    LOGPROB,
+    PROJECTED,
+    PrefillRequest,
+    read_claims,
+)
 from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
@@ -32,6 +42,9 @@ WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS, ERRS = range
 """Tokens. WEIGHTS: the answer is what was loaded; PID: which process answers; LOST: vLLM itself died below
 it; BLOCKS: the whole process hangs; STUCK: vLLM does; WAITS: until given up; FAULTY: only this request
 fails; LOOKS: how many requests wait, and how often it slept; ERRS: the program has an error."""
+CACHED, LOADED = 11, 12
+"""First tokens of a text to measure. CACHED: its first place is not computed, until it is asked for with a
+salt; then its logprobs say how often that was so. LOADED: they say how often a whole state was loaded."""
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BAD = 99
 """A state whose numbers begin with it does not fit."""
@@ -54,6 +67,8 @@ class Fake:
         self._asleep = False
         self._drawn = 0
         self._stuck_s = 0.0
+        self._loads = 0
+        self._salted = 0
 
     def prepare_api(self, options: ApiOptions) -> None:
         """See ServingCore."""
@@ -92,6 +107,7 @@ class Fake:
     async def load(self, version: int, path: str) -> Written:
         """See DEADLY."""
         self._state, self._version = read_checkpoint(Path(path)), version
+        self._loads += 1
         if self._state["w"].data[0] == DEADLY:
             os._exit(5)
         if self._state["w"].data[0] == ERRONEOUS:
@@ -140,6 +156,24 @@ class Fake:
             case _:
                 pass
         return self._found([int(one) for one in self._state["w"].data])
+
+    async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
+        """By the first token of each; the states are the first number that was loaded."""
+        return [await self._measured(one) for one in requests]
+
+    async def _measured(self, request: PrefillRequest) -> bytes:
+        kind = request.token_ids[0]
+        if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
+            await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
+        rows = np.zeros((read_claims(request.claims).shape[1], COLUMNS), np.float32)
+        rows[:, PROJECTED:] = float(self._state["w"].data[0])
+        self._salted += bool(request.salt)
+        if kind == CACHED:
+            rows[:, LOGPROB] = -self._salted if request.salt else 0.0
+            rows[0] = rows[0] if request.salt else np.nan
+        elif kind == LOADED:
+            rows[:, LOGPROB] = -self._loads
+        return rows.tobytes()
 
     def stats(self) -> EngineStats:
         """What it drew, and some of everything else."""

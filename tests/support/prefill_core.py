@@ -11,7 +11,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.ops.errors import EngineError, one_line
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.hf_auditor import portion_size
+from primerl.node.verification.portions import portion_size
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 

@@ -39,7 +39,7 @@ from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
 from primerl.node.pipeline.stage_loop import LoopStats, serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.replay import distances
+from primerl.node.verification.measures import distances
 from primerl.node.weights.state import Changed, State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding, PipelineShape, Stage

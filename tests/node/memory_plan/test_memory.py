@@ -428,10 +428,21 @@ def test_a_trainer_also_evaluates_and_audits() -> None:
     quiet = named(plan_trainer(run(evaluation={"prompts": 0}), SMALL, gpu=True)[1])
     evaluation = {"evaluation's network", "evaluation's CUDA context"}
     assert items.keys() - quiet.keys() == evaluation
-    assert "the auditor's networks" in quiet
+    hf = run(verification={"auditor": "hf"})
     for shape, networks in ((LARGE, 1), (TINY, 11)):  # max_off_policy_steps + 3 small ones
-        audited = named(plan_trainer(run(), shape, gpu=True)[1])["the auditor's networks"]
+        audited = named(plan_trainer(hf, shape, gpu=True)[1])["the auditor's networks"]
         assert audited == networks * 2 * shape.parameters
+
+
+def test_an_auditor_that_is_vllm_has_one_version_and_a_short_cache() -> None:
+    for shape in (LARGE, TINY):
+        items = named(plan_trainer(run(), shape, gpu=True)[1])
+        assert "the auditor's networks" not in items
+        assert items["the auditor's weights"] == 2 * shape.parameters
+        tokens = 2**14 + run().training.seq_len
+        assert items["the auditor's keys and values"] == (
+            tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+        )
 
 
 def test_what_a_trainer_leaves_goes_to_the_worker() -> None:

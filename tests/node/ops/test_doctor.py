@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.config.run import NodeConfig, RunConfig
+from primerl.node.config.run import NodeConfig, RunConfig, VerificationConfig
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops import doctor
@@ -88,6 +88,18 @@ def test_the_torch_that_is_here_is_read_without_importing_it() -> None:
 )
 def test_vllm_has_to_be_one_that_is_known(release: str, wanted: bool, state: str) -> None:
     assert doctor.check_vllm(release, wanted=wanted).state == state
+
+
+def test_a_run_with_exact_numerics_says_what_every_engine_has_to_be() -> None:
+    calibrated = RunConfig.model_validate({"engine": {"type": "vllm", "device": "cpu"}})
+    assert list(doctor.check_exact_numerics(calibrated, "0.32.0")) == []
+    exact = calibrated.model_copy(update={"verification": VerificationConfig(numerics="exact")})
+    [found] = doctor.check_exact_numerics(exact, "0.32.0")
+    assert found.state == "ok"
+    assert "vLLM 0.32.0, " in found.found
+    [found] = doctor.check_exact_numerics(exact, "")
+    assert found.state == "problem"
+    assert "set engine.type to vllm" in found.advice
 
 
 def test_a_gpu_that_others_use_is_said_with_the_share_that_is_left() -> None:

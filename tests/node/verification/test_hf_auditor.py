@@ -16,12 +16,12 @@ from support.engine_cases import FP32
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
-from primerl.node.verification.hf_auditor import (
+from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.portions import (
     FIRST_PORTION,
     LARGEST_PORTION,
     MOST_DEADLY,
     SMALLEST_PORTION,
-    HfAuditor,
     Pace,
     portion_size,
 )

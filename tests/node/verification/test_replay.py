@@ -36,14 +36,14 @@ from primerl.node.verification.auditor import (
     audit_terms,
 )
 from primerl.node.verification.bounds import BUILT_IN
-from primerl.node.verification.replay import (
+from primerl.node.verification.measures import (
     FLOOR,
-    Replay,
     check_item,
     compare_replies,
     distances,
     summarize,
 )
+from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State, Tensor
 
 

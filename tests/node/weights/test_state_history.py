@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl.node.weights.state import Changed, State, Tensor, digests
-from primerl.node.weights.state_history import StateHistory
+from primerl.node.weights.state_history import StateHistory, known_changes
 
 
 def first_state(size: int = 1000) -> dict[str, Tensor]:
@@ -51,6 +51,39 @@ def test_an_old_version_takes_little_memory_and_shares_what_never_changed() -> N
     tensor = old["a"]
     assert old["a"] is tensor  # while it is held
     assert tensor.data.tolist() == state["a"].data.tolist()
+
+
+def test_an_old_version_is_one_object_while_somebody_holds_it() -> None:
+    history, state = StateHistory(8, whole=1), first_state()
+    for version in range(4):
+        history.add(version, state)
+        state, _ = next_state(state, version)
+    old = history[1]
+    assert history[1] is old
+    history.add(4, state)
+    assert history[1] is old
+    assert digests(history[1]) == digests(dict(old))
+
+
+@pytest.mark.parametrize("pair", [(0, 3), (3, 0), (1, 2), (2, 2), (0, 2)])
+def test_what_differs_between_versions_is_known_from_how_they_are_held(
+    pair: tuple[int, int],
+) -> None:
+    history, state = StateHistory(8, whole=1), first_state()
+    for version in range(4):
+        history.add(version, state)
+        state, _ = next_state(state, version)
+    old, new = (history[version] for version in pair)
+    changed = known_changes(old, new)
+    assert changed is not None
+    data = old["a"].data.copy()
+    for name, positions in changed.items():
+        assert name == "a"
+        assert positions is not None
+        assert positions.dtype == np.int64
+        data[positions] = new["a"].data[positions]
+    assert data.tolist() == new["a"].data.tolist()
+    assert known_changes(old, first_state()) is None
 
 
 @pytest.mark.parametrize(("again", "held"), [(4, [1, 2, 3, 4]), (3, [3]), (2, [2])])

@@ -1,0 +1,158 @@
+"""What decides the bits that an engine computes, in words: two engines of one class have equal bits.
+
+A run whose numerics are exact has its class in the manifest, and every node compares it with its own before it
+takes part. The words are shown to operators, and nothing but their equality counts. Other runs bound the
+noise of each numerics class, which is coarser.
+"""
+
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...protocol.manifests import RunManifest
+from ...protocol.numerics import MAX_LABEL, NumericsClass
+from ..config.engine import EngineConfig
+from ..ops.errors import UsageError
+from ..ops.gpus import visible_memory
+from .vllm_arguments import installed_release, visible_gpus
+
+NOT_KERNELS = (
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "max_num_batched_tokens",
+    "max_num_partial_prefills",
+    "long_prefill_token_threshold",
+    "kv_offloading_size",
+    "kv_offloading_backend",
+    "kv_transfer_config",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "async_scheduling",
+    "cudagraph_mode",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+)
+"""What `engine.vllm` says of memory, of steps and of graphs: batch-invariant kernels do not depend on it."""
+BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
+CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
+"""Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""
+VLLM_ON_BOTH_SIDES = (
+    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
+    "auto or vllm"
+)
+
+
+def engine_class(
+    config: EngineConfig, release: str | None = None, device: Callable[[], str] | None = None
+) -> str:
+    """Name the class of an engine of `config` on this machine, which asks nvidia-smi.
+
+    `release` and `device` are those of this machine unless they are given.
+    """
+    gpus = visible_gpus(config)
+    tp = config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
+    named = device() if device else (gpu_family() if gpus else cpu_family())
+    words = [f"vLLM {installed_release() if release is None else release}", named]
+    words += [f"tp {tp}", *([f"pp {config.pp}"] if config.pp > 1 else [])]
+    if kernels := kernel_options(config.vllm):
+        words.append(json.dumps(kernels, sort_keys=True))
+    return ", ".join(words)
+
+
+def kernel_options(vllm: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `engine.vllm` may choose kernels, also within compilation_config."""
+    found = {name: value for name, value in vllm.items() if name not in NOT_KERNELS}
+    compilation = found.pop("compilation_config", None)
+    if isinstance(compilation, dict):
+        compilation = {
+            str(name): value
+            for name, value in compilation.items()  # pyright: ignore[reportUnknownVariableType]
+            if name not in NOT_KERNELS
+        }
+    return {**found, "compilation_config": compilation} if compilation else found
+
+
+def gpu_family() -> str:
+    """Name the first GPU as far as the word with its number: "NVIDIA H100" of "NVIDIA H100 80GB HBM3"."""
+    names = [one.name for one in visible_memory()]
+    return family_of(names[0]) if names else "GPU"
+
+
+def family_of(name: str) -> str:
+    """Cut the name of a GPU behind the first word that has a digit."""
+    words = name.replace("-", " ").split()
+    last = next((at for at, word in enumerate(words) if re.search(r"\d", word)), len(words))
+    return " ".join(words[: last + 1])
+
+
+def cpu_family() -> str:
+    """Name this machine's processor by the widest instructions that it has."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return f"{platform.machine()} CPU {widest(text)}".rstrip()
+
+
+def widest(cpuinfo: str) -> str:
+    """Find the first of CPU_LEVELS that the text of /proc/cpuinfo has; empty if none."""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.M)
+    flags = line[1].split() if line else []
+    return next((name for name in CPU_LEVELS if name in flags), "")
+
+
+def numerics_of(
+    config: EngineConfig,
+    *,
+    pipeline: bool = False,
+    release: Callable[[], str] | None = None,
+    device: Callable[[], str] = gpu_family,
+    gpus: Callable[[EngineConfig], int] = visible_gpus,
+) -> NumericsClass:
+    """State how an engine of `config` computes, for bounds of noise.
+
+    `pipeline`: it is stage 0 of several nodes. Coarser than engine_class(): noise is measured, so engines that
+    differ a little may share a class.
+    """
+    count, hosted = gpus(config), config.type == "vllm"
+    tp = config.tp if hosted else 1
+    if tp == "auto":
+        tp = max(1, count // (config.pp * config.dp))
+    if release is None:
+        release = installed_release if hosted else lambda: version("torch")
+    return NumericsClass(
+        engine=f"{config.type} pipeline" if pipeline else config.type,
+        release=_label(release()),
+        device=_label(BRANDS.sub("", device())) if count else "cpu",
+        tp=tp,
+        dtype=config.dtype,
+    )
+
+
+def _label(text: str) -> str:
+    """Cut a text to what a NumericsClass may hold: printable ASCII."""
+    return "".join(letter for letter in text if " " <= letter <= "~")[:MAX_LABEL]
+
+
+def check_exact(config: EngineConfig, run: RunManifest) -> None:
+    """Raise UsageError if `config` on this machine cannot take part in `run`, whose numerics may be exact."""
+    if run.proofs.numerics != "exact":
+        return
+    wanted = run.proofs.engine_class
+    if config.type != "vllm":
+        raise UsageError(f"this run's numerics are exact: set engine.type to vllm, of {wanted}")
+    if (own := engine_class(config)) != wanted:
+        raise UsageError(
+            f"this run's numerics are exact for {wanted}, and this machine is {own}: take part from such a "
+            "machine, with these settings of engine"
+        )
+
+
+def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:
+    """`config` with the kernels that `run` asks for."""
+    if run.proofs.numerics != "exact":
+        return config
+    return config.model_copy(update={"batch_invariant": True})

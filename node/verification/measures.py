@@ -1,0 +1,183 @@
+"""What an auditor measures on a branch, from the numbers of each token; and the checks that come first.
+
+Every Auditor sums up with these functions, so that its measures mean the same. numpy only: no torch.
+A number that is not finite counts as infinitely far off.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf, isfinite, log, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..inference.fingerprint import (
+    TOKEN_BYTES,
+    BadProof,
+    Compared,
+    Hidden,
+    Projection,
+    split,
+    token_distances,
+)
+from .auditor import AuditItem, Measured, Unreadable
+
+Numbers = NDArray[np.float64]
+
+FEWEST = 64
+"""Tokens over which a mean is taken at least, so that one near tie in a short branch is no fault."""
+CLIP = 1.0
+"""Nats; most that one token adds to the mean margin."""
+FLOOR = 2.0**-20
+"""Mean squared relative difference that is below the resolution of a proof (a quarter of a bf16's last bit)."""
+
+_PROJECTION = Projection()
+
+
+# -- checks of an item -----------------------------------------------------------------------------
+
+
+def check_item(item: AuditItem, vocabulary: int, layers: int) -> Unreadable | None:
+    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can."""
+    detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
+    if detail:
+        return Unreadable(detail, proof=False)
+    try:
+        for proof, tokens in split_proof(item):
+            _PROJECTION.check(proof, tokens)
+    except BadProof as error:
+        return Unreadable(str(error), proof=True)
+    return None
+
+
+def split_proof(item: AuditItem) -> list[tuple[bytes, int]]:
+    """Split a proof into (bytes, tokens) of each reply. Raises BadProof if the sizes do not add up."""
+    return split(item.proof, [reply.end - reply.start for reply in item.replies], _PROJECTION)
+
+
+def _fault(item: AuditItem, vocabulary: int) -> str:
+    tokens = item.token_ids
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        return f"tokens outside 0..{vocabulary - 1}"
+    if not item.replies or not _in_order(item):
+        return "its replies are empty, overlap or lie outside the branch"
+    if any(not 0 <= reply.seed < 2**63 for reply in item.replies):
+        return "a seed outside 0..2**63-1"
+    sampled = sum(reply.end - reply.start for reply in item.replies)
+    if not sampled == len(item.logprobs) == len(item.versions):
+        return (
+            f"{len(item.logprobs)} logprobs for {sampled} tokens of {len(item.versions)} versions"
+        )
+    if sorted(item.versions) != list(item.versions):
+        return "its policy versions go back"
+    return ""
+
+
+def _boundary_fault(item: AuditItem, layers: int) -> str:
+    if not item.boundaries:
+        return ""
+    heights = [0, *(one.layers for one in item.boundaries), layers]
+    if any(low >= high for low, high in pairwise(heights)):
+        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
+    if any(len(one.proof) != TOKEN_BYTES * len(item.versions) for one in item.boundaries):
+        return "boundaries of another number of tokens"
+    return ""
+
+
+def _in_order(item: AuditItem) -> bool:
+    """Whether replies follow each other, each after a token that led to it."""
+    end = 1
+    for reply in item.replies:
+        if not end <= reply.start < reply.end:
+            return False
+        end = reply.end
+    return end <= len(item.token_ids)
+
+
+# -- from the numbers of each token to those of a branch -------------------------------------------
+
+
+def summarize(
+    margins: Numbers, apart: Numbers, compared: Sequence[tuple[int, Compared]]
+) -> Measured:
+    """Sum up one branch of S sampled tokens.
+
+    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of its proof.
+    """
+    margins, apart = _infinite(margins), _infinite(np.abs(apart))
+    tokens = len(margins)
+    return Measured(
+        tokens=tokens,
+        fingerprint=_distance(compared),
+        sampling=float(np.minimum(margins, CLIP).sum()) / max(tokens, FEWEST),
+        sampling_max=float(margins.max()),
+        logprob=float(apart.sum()) / max(tokens, FEWEST),
+        logprob_max=float(apart.max()),
+        other_policy=_other_policy([one for _, one in compared]),
+    )
+
+
+def compare_replies(
+    proofs: Sequence[tuple[bytes, int]], projected: Hidden, others: Sequence[Hidden]
+) -> list[tuple[int, Compared]]:
+    """Compare the proof of each reply (bytes, tokens) with projected states: (tokens, comparison) of each.
+
+    `projected` states and each of `others` are [S, 7]. Empty if the own states are not finite; other policies
+    with states that are not finite are left out. The proofs must have been checked.
+    """
+    if not np.isfinite(projected).all():
+        return []
+    finite = [one for one in others if np.isfinite(one).all()]
+    found: list[tuple[int, Compared]] = []
+    start = 0
+    for proof, tokens in proofs:
+        rows = slice(start, start := start + tokens)
+        rest = [one[rows] for one in finite]
+        found.append((tokens, _PROJECTION.compare_projected(proof, projected[rows], rest)))
+    return found
+
+
+def _infinite(values: Numbers) -> Numbers:
+    """Replace what is not finite by infinity."""
+    return np.where(np.isfinite(values), values, inf)
+
+
+def _distance(compared: Sequence[tuple[int, Compared]]) -> float:
+    """Take the root mean square over tokens, FEWEST at least.
+
+    Over fewer tokens it scatters, and the honest extremes of short replies would set the bound that other
+    weights have to exceed.
+    """
+    if not compared:
+        return inf
+    squares = sum(tokens * one.distance**2 for tokens, one in compared)
+    distance = sqrt(squares / max(sum(tokens for tokens, _ in compared), FEWEST))
+    return distance if isfinite(distance) else inf
+
+
+def _other_policy(compared: Sequence[Compared]) -> float:
+    """Compute by how many nats the likeliest other policy explains the proof better than the claimed one.
+
+    The generalised likelihood ratio of two normal models whose variance is estimated from the same
+    `samples` residuals: (samples / 2) ln(own / other), summed over replies.
+    """
+    if not compared or not compared[0].others:
+        return 0.0
+    totals = [0.0] * len(compared[0].others)
+    for one in compared:
+        floor = one.samples * FLOOR
+        for place, other in enumerate(one.others):
+            if one.samples:
+                totals[place] += one.samples / 2 * log((one.own + floor) / (other + floor))
+    return max(totals) if all(map(isfinite, totals)) else inf
+
+
+def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
+    """Measure, at each boundary, how far the claimed states are from `own` [S, boundaries, 8].
+
+    Root mean square over tokens, FEWEST at least; infinitely far where the own states are not finite.
+    """
+    if not np.isfinite(own).all():
+        return (inf,) * len(item.boundaries)
+    apart = (token_distances(one.proof, own[:, at]) for at, one in enumerate(item.boundaries))
+    return tuple(sqrt(float((one**2).sum()) / max(len(one), FEWEST)) for one in apart)

@@ -1,0 +1,134 @@
+"""Audits in portions, so that what ends the process behind an auditor costs one item and not its neighbours.
+
+HfAuditor and VllmAuditor differ in the process that they ask; this is what they share: how much is asked at
+once, what follows a failure, and when none of it is worth another try.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from ..ops.errors import EngineError, NodeError
+from ..weights.state import State
+from .auditor import AuditItem, Measured, Unreadable, wanted_versions
+
+logger = logging.getLogger(__name__)
+
+MOST_DEADLY = 4
+"""After this many items of a portion that each end the process alone, the rest is not tried."""
+LARGEST_PORTION = 2**17
+"""Tokens times versions to prefill in one go; one longer item is still a portion."""
+FIRST_PORTION = 2**13
+"""The same for the first portion, before the device's speed is known."""
+SMALLEST_PORTION = 2**10
+PORTION_TIME_SHARE = 4
+"""A portion should take this fraction (1/4) of the time that it has."""
+
+Attempt = Callable[
+    [Sequence[AuditItem], Mapping[int, State], Mapping[int, Sequence[int]]],
+    Awaitable[list[Measured | Unreadable]],
+]
+"""Measures items at once. Raises AuditFailed, and EngineError where no item can ever be measured."""
+
+
+class AuditFailed(NodeError):
+    """The process that audits ended, hung, or says that it cannot measure these items."""
+
+
+class Pace:
+    """Sizes portions so that the device prefills each in a quarter of the time that it has."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.limit = FIRST_PORTION
+
+    def done(self, cost: int, took_s: float) -> None:
+        """Learn from a finished portion; a small one says little of larger ones."""
+        share_s = self._timeout_s / PORTION_TIME_SHARE
+        if cost >= FIRST_PORTION // 2 or took_s > share_s:
+            fair = int(cost / max(took_s, 1e-3) * share_s)
+            self.limit = min(LARGEST_PORTION, max(SMALLEST_PORTION, fair))
+
+    def failed(self) -> None:
+        """Learn from a portion that may have been too large."""
+        self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
+
+
+def portion_size(
+    items: Sequence[AuditItem],
+    others: Mapping[int, Sequence[int]],
+    limit: int = LARGEST_PORTION,
+) -> int:
+    """Count the items to take next: about `limit` tokens times versions, but one at least."""
+    room = limit
+    for number, item in enumerate(items):
+        room -= _cost(item, others)
+        if room < 0:
+            return max(1, number)
+    return len(items)
+
+
+def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
+    """Tokens times versions to prefill."""
+    return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
+
+
+class Portions:
+    """Measures items portion by portion with `attempt`, and one by one where a portion fails.
+
+    One audit at a time. After AuditFailed the next attempt() must be able to work: it replaces a process that
+    is lost.
+    """
+
+    def __init__(self, attempt: Attempt, timeout_s: float) -> None:
+        """`timeout_s` is the time that one attempt has."""
+        self._attempt = attempt
+        self._pace = Pace(timeout_s)
+
+    async def measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor.audit(). Raises EngineError when no item can be measured."""
+        found: list[Measured | Unreadable] = []
+        while len(found) < len(items):
+            rest = items[len(found) :]
+            portion = rest[: portion_size(rest, others, self._pace.limit)]
+            found += await self._portion(portion, states, others)
+        return found
+
+    async def _portion(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """Measure a portion at once or, where that fails, item by item."""
+        began = time.monotonic()
+        try:
+            answers = await self._attempt(items, states, others)
+            self._pace.done(sum(_cost(one, others) for one in items), time.monotonic() - began)
+            return answers
+        except AuditFailed as error:
+            self._pace.failed()
+            logger.warning("%s; its %d branches are tried one by one", error, len(items))
+        found: list[Measured | Unreadable] = []
+        faults: list[str] = []
+        answered = False
+        for item in items:
+            if len(faults) == MOST_DEADLY:
+                found.append(Unreadable("too many beside it ended the audit", proof=False))
+                continue
+            try:
+                found += await self._attempt([item], states, others)
+                answered = True
+            except AuditFailed as error:
+                faults.append(str(error))
+                found.append(Unreadable(faults[-1], proof=False))
+        if len(items) > 1 and not answered:
+            raise EngineError(
+                f"no audit succeeds ({faults[0]}): check engine.device and free memory"
+            )
+        return found

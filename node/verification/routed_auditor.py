@@ -1,0 +1,51 @@
+"""An Auditor over two: vLLM's for whole engines, hf's for what came out of a pipeline over several nodes."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+
+from ...protocol.manifests import RunManifest
+from ..weights.state import State
+from .auditor import AuditItem, Auditor, Measured, Unreadable
+
+
+class RoutedAuditor:
+    """Sends items with boundaries between stages to an auditor that can measure them.
+
+    Processes start when they are needed, so a run without pipelines has one. In a run of exact numerics there
+    are no pipelines: `whole` gets all items.
+    """
+
+    def __init__(self, whole: Auditor, staged: Auditor) -> None:
+        self._whole = whole
+        self._staged = staged
+        self._routes = False
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        await self._whole.start(model_dir, run)
+        if run.proofs.numerics != "exact":
+            await self._staged.start(model_dir, run)
+            self._routes = True
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        staged = [self._routes and bool(item.boundaries) for item in items]
+        whole = [not one for one in staged]
+        parts = [(self._whole, list(compress(items, whole)))]
+        parts.append((self._staged, list(compress(items, staged))))
+        found = [
+            iter(await auditor.audit(part, states, others) if part else [])
+            for auditor, part in parts
+        ]
+        return [next(found[one]) for one in staged]
+
+    async def close(self) -> None:
+        """See Auditor."""
+        await asyncio.gather(self._whole.close(), self._staged.close())

@@ -1,0 +1,545 @@
+"""An Auditor that reads with vLLM: the worker's engine, so that most of the rounding is the same on both sides.
+
+vLLM holds one set of weights at a time. An audit goes through the versions that its items need, that which is
+held first, and between two of them hands over what differs (inference/handover.py). Claimed text is read as a
+prompt whose last token is left out, so nothing is computed in vain; rollouts of a group share their prompt in
+vLLM's prefix cache. The process with vLLM starts with the first audit, and is replaced when it hangs or dies.
+
+States at the boundaries of a pipeline cannot be measured: vLLM shows what leaves its last layer only.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocol.manifests import AdapterContract, RunManifest
+from ..config.run import EngineConfig
+from ..inference.handover import HostedPolicy
+from ..inference.host_messages import EngineSetUp
+from ..inference.hosted import environments_of
+from ..inference.numerics import check_exact, exact_engine, kernel_options
+from ..inference.prefill import (
+    LOGPROB,
+    MARGIN,
+    PROJECTED,
+    Claims,
+    PrefillRequest,
+    make_claims,
+    not_computed,
+    read_claims,
+    read_rows,
+)
+from ..inference.replica import PROGRAM, EngineChild, EngineTimeouts
+from ..inference.vllm_arguments import (
+    check_installed,
+    head_size,
+    is_installed,
+    kv_heads,
+    read_shape,
+    resolve_parallel,
+    visible_gpus,
+)
+from ..models.model_files import layer_count, read_base, vocab_size
+from ..ops.errors import EngineError, EngineLost
+from ..weights.adapters import MergedAdapters, changes, merge
+from ..weights.state import Changed, State
+from ..weights.state_history import known_changes
+from .auditor import (
+    AuditItem,
+    Measured,
+    SameState,
+    Unreadable,
+    check_versions,
+    other_versions,
+    wanted_versions,
+)
+from .measures import Numbers, check_item, compare_replies, split_proof, summarize
+from .portions import AuditFailed, Portions
+
+logger = logging.getLogger(__name__)
+
+NEEDS_VLLM = (
+    "verification.auditor is vllm, and vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip "
+    "install vllm on a CUDA machine, or set it to hf"
+)
+NO_BOUNDARIES = (
+    "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
+)
+STEP_TOKENS = {"cpu": 2**12, "cuda": 2**14}
+"""Tokens of a forward pass: as many as keep a GPU busy."""
+SEQUENCES = 256
+"""Texts at once."""
+LEAST_SHARE = 0.01
+"""Of a GPU's memory: vLLM wants this much to be free, and then takes what kv_cache_memory_bytes says."""
+MAX_THREADS = 8
+"""Of comparing and merging states; more wait for memory."""
+MOST_DIFFERENCES = 4
+"""Pairs of versions whose differing positions are kept, for an audit goes back and forth between few."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+Rows = NDArray[np.float32]
+
+
+def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any]) -> EngineConfig:
+    """Make the config of an engine that audits `run`, from that of one that generates on this machine.
+
+    `shape` is the model's config.json. Its kernels are those of a worker: dtype, tp and what `engine.vllm` says
+    of them. Its memory is its own: keys and values of one step and of the longest text, no CUDA graphs.
+    Raises UsageError for an engine that these GPUs cannot have.
+    """
+    gpus = visible_gpus(config)
+    parts: dict[str, Any] = {"tp": config.tp, "pp": config.pp}
+    exact = run.proofs.numerics == "exact"
+    if not exact and isinstance(config.tp, int) and 0 < gpus < config.tp * config.pp:
+        parts = {"tp": 1, "pp": 1}  # the workers have more GPUs than this machine
+    config = config.model_copy(
+        update={
+            **parts,
+            "type": "vllm",
+            "dp": 1,
+            "dtype": run.proofs.dtype,
+            "max_batch": SEQUENCES,
+            "max_model_len": run.limits.max_model_len,
+            "sleep_after_s": config.sleep_after_s if gpus else 0.0,
+        }
+    )
+    config = exact_engine(resolve_parallel(config, dict(shape), gpus), run)
+    step = STEP_TOKENS["cuda" if gpus else "cpu"]
+    vllm = kernel_options(config.vllm)
+    tokens = step + run.limits.max_model_len
+    vllm |= {
+        "max_num_batched_tokens": step,
+        "kv_cache_memory_bytes": tokens * _token_bytes(config, shape),
+        "enable_prefix_caching": True,
+    }
+    if gpus:
+        vllm["gpu_memory_utilization"] = LEAST_SHARE
+        vllm["compilation_config"] = {
+            **(vllm.get("compilation_config") or {}),
+            "cudagraph_mode": "NONE",
+        }
+    return config.model_copy(update={"vllm": vllm})
+
+
+def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
+    """Bytes of one token's keys and values on one rank."""
+    layers = -(-int(shape["num_hidden_layers"]) // config.pp)
+    heads = -(-kv_heads(shape) // int(config.tp))
+    return 2 * layers * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The policy that an engine has."""
+
+    version: int
+    state: State
+    same: SameState
+    whole: State
+    """The weights that it computes with; all tensors are kept."""
+    merged: MergedAdapters | None = None
+    """Where `same` is of adapters."""
+
+
+@dataclass
+class _Difference:
+    """Where two policies differ."""
+
+    policies: tuple[SameState, SameState]
+    changed: Changed
+
+    def is_of(self, first: State, second: State) -> bool:
+        one, other = self.policies
+        return (one.matches(first) and other.matches(second)) or (
+            one.matches(second) and other.matches(first)
+        )
+
+
+class AuditingEngine:
+    """One process with vLLM, and the policy that it holds."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        program: Sequence[str],
+        timeouts: EngineTimeouts,
+        adapters: AdapterContract | None = None,
+        base: State | None = None,
+    ) -> None:
+        """`adapters` of a run whose states are merged into `base`."""
+        environment = environments_of(config, os.environ)[0]
+        self._config = config
+        self.child = EngineChild("vllm auditor", "vLLM", environment, program, timeouts)
+        self._policy = HostedPolicy()
+        self._adapters, self._base = adapters, base
+        self._held: _Held | None = None
+        self.is_unsure = False
+        """Whether its weights are not known: while they change, and after that broke off."""
+        self._differences: OrderedDict[frozenset[int], _Difference] = OrderedDict()
+
+    def holds(self, version: int, state: State) -> bool:
+        """Whether it computes with this policy now."""
+        held = self._held
+        return held is not None and held.version == version and held.same.matches(state)
+
+    async def start(self, model_dir: Path) -> None:
+        """Start vLLM, without weights. Raises EngineError, UsageError."""
+        config = self._config.model_dump_json().encode()
+        await self.child.start(EngineSetUp(config, str(model_dir), fingerprint=""))
+
+    async def hold(self, version: int, state: State) -> None:
+        """Compute with this policy from now on: what differs from the one before is written in place.
+
+        Raises EngineError for a state that does not fit, EngineLost.
+        """
+        if self.holds(version, state):
+            return
+        before = self._held
+        found, changed = await asyncio.to_thread(self._prepare, before, version, state)
+        self._held, self.is_unsure = None, True
+        try:
+            if changed is None:
+                await self._policy.load([self.child], version, found.whole)
+            else:
+                await self._policy.update([self.child], version, found.whole, changed)
+        except EngineLost:
+            raise
+        except EngineError:
+            self._held, self.is_unsure = before, False  # it does not fit: nothing was written
+            raise
+        self._held, self.is_unsure = found, False
+
+    async def read(self, requests: Sequence[PrefillRequest], timeout_s: float) -> list[Rows]:
+        """Measure texts under the policy that it holds. Raises as EngineChild.prefill()."""
+        return [read_rows(one) for one in await self.child.prefill(requests, timeout_s)]
+
+    def _prepare(
+        self, before: _Held | None, version: int, state: State
+    ) -> tuple[_Held, Changed | None]:
+        """The policy to hold, and where it differs from that before; None: everywhere."""
+        merged, whole = None, dict(state)
+        if self._adapters is not None:
+            assert self._base is not None  # it was read before the engine was made
+            kept = before.merged if before else None
+            whole = merge(self._base, state, self._adapters, before=kept, threads=_threads())
+            merged = MergedAdapters(state, whole)
+        found = _Held(version, state, SameState(state), whole, merged)
+        if before is None or _layout(before.whole) != _layout(whole):
+            return found, None
+        return found, self._difference(before, found)
+
+    def _difference(self, before: _Held, found: _Held) -> Changed:
+        """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
+        if found.merged is not None:
+            return _differences(before.whole, found.whole)
+        pair = frozenset((before.version, found.version))
+        known = self._differences.get(pair)
+        if known is None or not known.is_of(before.whole, found.whole):
+            changed = known_changes(before.state, found.state)
+            if changed is None:
+                changed = _differences(before.whole, found.whole)
+            known = self._differences[pair] = _Difference((before.same, found.same), changed)
+        self._differences.move_to_end(pair)
+        if len(self._differences) > MOST_DIFFERENCES:
+            self._differences.popitem(last=False)
+        return known.changed
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)
+
+
+def _layout(state: State) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
+
+
+def _differences(old: State, new: State) -> Changed:
+    """changes() of two states of one layout, by several threads."""
+
+    def one(name: str) -> Changed:
+        return changes({name: old[name]}, {name: new[name]})
+
+    names = sorted(new, key=lambda name: -new[name].data.size)
+    with ThreadPoolExecutor(_threads()) as pool:
+        found = pool.map(one, names)
+        return {name: positions for each in found for name, positions in each.items()}
+
+
+# -- items -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Text:
+    """One item, and what was measured of its S sampled tokens."""
+
+    item: AuditItem
+    places: Claims
+    """[S]"""
+    seeds: Claims
+    versions: Claims
+    margins: Numbers
+    logprobs: Numbers
+    """Both infinite until they are measured."""
+    projected: dict[int, Rows] = field(default_factory=dict[int, Rows])
+    """version -> projected states [S, 7]."""
+
+    @classmethod
+    def of(cls, item: AuditItem) -> "_Text":
+        """Take apart an item that was checked."""
+        counts = [reply.end - reply.start for reply in item.replies]
+        places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
+        seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
+        infinite = np.full(len(places), np.inf)
+        return cls(
+            item, places, seeds, np.array(item.versions, np.int64), infinite, infinite.copy()
+        )
+
+    @property
+    def tokens(self) -> Claims:
+        """The claimed tokens [S]."""
+        return np.array(self.item.token_ids, np.int64)[self.places]
+
+    def claims(self, version: int, chosen: NDArray[np.bool_]) -> bytes:
+        """Encode the claims `chosen` [S], under `version`."""
+        columns = (self.places[chosen], self.seeds[chosen], self.tokens[chosen])
+        return make_claims(*columns, self.versions[chosen] == version)
+
+    def lead(self, place: int) -> list[int]:
+        """The tokens that lead to a place."""
+        return list(self.item.token_ids[:place])
+
+    def file(self, version: int, rows: Rows) -> None:
+        """Keep what was measured under `version`, all S rows."""
+        own = self.versions == version
+        self.margins[own] = rows[own, MARGIN]
+        self.logprobs[own] = rows[own, LOGPROB]
+        self.projected[version] = rows[:, PROJECTED:]
+
+    def measured(self, others: Sequence[int]) -> Measured:
+        """Sum up, beside the versions `others`."""
+        own = self.projected[int(self.versions[0])]
+        for version in set(self.versions.tolist()):
+            own = np.where((self.versions == version)[:, None], self.projected[version], own)
+        compared = compare_replies(
+            split_proof(self.item), own, [self.projected[version] for version in others]
+        )
+        return summarize(self.margins, self.logprobs - np.array(self.item.logprobs), compared)
+
+
+class VllmAuditor:
+    """An Auditor over one vLLM engine in a process of its own, which starts when needed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        timeout_s: float,
+        program: Sequence[str] = PROGRAM,
+        timeouts: EngineTimeouts | None = None,
+    ) -> None:
+        """`config` is that of an engine that generates here; `timeout_s` is for a portion under one version."""
+        self._config = config
+        self._timeout_s = timeout_s
+        self._program = program
+        self._timeouts = timeouts or EngineTimeouts(load_s=timeout_s)
+        self._run: RunManifest | None = None
+        self._model_dir = Path()
+        self._vocabulary = self._layers = 0
+        self._base: State | None = None
+        self._engine: AuditingEngine | None = None
+        self._busy = asyncio.Lock()
+        self._portions = Portions(self._attempt, timeout_s)
+        self._salts = itertools.count(1)
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process that audits; None while there is none."""
+        return self._engine.child.pid if self._engine else None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor. vLLM starts with the first audit, in 15 s or more."""
+        if self._run is not None:
+            raise EngineError("the auditor was started before: make another one")
+        if self._program is PROGRAM and not is_installed():
+            raise EngineError(NEEDS_VLLM)
+        check_installed()
+        check_exact(self._config, run)
+        self._vocabulary = await asyncio.to_thread(vocab_size, model_dir)
+        self._layers = await asyncio.to_thread(layer_count, model_dir)
+        shape = await asyncio.to_thread(read_shape, model_dir)
+        self._config = audit_engine(self._config, run, shape)
+        if run.adapters is not None:
+            self._base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
+        self._model_dir, self._run = model_dir, run
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor. One audit runs at a time, the others wait."""
+        self._require_started()
+        check_versions(items, states, others)
+        faults = await asyncio.to_thread(lambda: [self._fault(item) for item in items])
+        sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
+        async with self._busy:
+            found = iter(await self._portions.measure(sound, states, others))
+        return [fault or next(found) for fault in faults]
+
+    async def close(self) -> None:
+        """See Auditor. An audit that runs ends with an EngineError."""
+        self._closed = True
+        if self._engine is not None:
+            await self._engine.child.kill()
+        async with self._busy:
+            await self._drop()
+        self._base = None
+
+    def _require_started(self) -> RunManifest:
+        if self._run is None or self._closed:
+            raise EngineError("the auditor is not running: start() it, and do not close it before")
+        return self._run
+
+    def _fault(self, item: AuditItem) -> Unreadable | None:
+        """Explain why an item cannot be measured; None if it can."""
+        fault = check_item(item, self._vocabulary, self._layers)
+        if fault is not None:
+            return fault
+        longest = self._config.max_model_len
+        if len(item.token_ids) > longest:
+            detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"
+            return Unreadable(detail, proof=False)
+        return Unreadable(NO_BOUNDARIES, proof=False) if item.boundaries else None
+
+    # -- one portion -------------------------------------------------------------------------------
+
+    async def _attempt(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """Measure items at once; a process that is lost, or whose weights are not known, is ended."""
+        texts = [_Text.of(item) for item in items]
+        wanted = [wanted_versions(item, others) for item in items]
+        engine = await self._started()
+        versions = sorted(
+            {version for each in wanted for version in each},
+            key=lambda one: (not engine.holds(one, states[one]), one),
+        )
+        try:
+            for version in versions:
+                await engine.hold(version, states[version])
+                chosen = [text for text, each in zip(texts, wanted, strict=True) if version in each]
+                await self._read(engine, version, chosen)
+        except BaseException as error:  # also when cancelled
+            if engine.is_unsure or engine.child.lost.is_set():
+                await self._drop()
+            if self._closed:
+                raise EngineError("the auditor was closed while it audited") from None
+            if isinstance(error, EngineLost | _Refused):
+                raise AuditFailed(str(error)) from error
+            raise
+        rest = [other_versions(item, others) for item in items]
+        return await asyncio.to_thread(
+            lambda: [text.measured(other) for text, other in zip(texts, rest, strict=True)]
+        )
+
+    async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
+        """Measure texts under the version that the engine holds, and what it had cached once more."""
+        requests = [
+            self._request(text.lead(int(text.places[-1])), text.claims(version, text.places > 0))
+            for text in texts
+        ]
+        answers = [rows.copy() for rows in await self._ask(engine, requests)]
+        prefixes: dict[tuple[int, ...], list[int]] = {}
+        for number, (text, rows) in enumerate(zip(texts, answers, strict=True)):
+            missing = not_computed(rows)
+            if missing.any():
+                last = int(text.places[missing].max())
+                prefixes.setdefault(tuple(text.lead(last)), []).append(number)
+        if prefixes:
+            await self._read_again(engine, version, texts, answers, prefixes)
+        for text, rows in zip(texts, answers, strict=True):
+            text.file(version, rows)
+
+    async def _read_again(
+        self,
+        engine: AuditingEngine,
+        version: int,
+        texts: Sequence[_Text],
+        answers: Sequence[Rows],
+        prefixes: Mapping[tuple[int, ...], Sequence[int]],
+    ) -> None:
+        """Complete `answers`: each prefix is read once, for all the texts (by number) that begin with it."""
+        requests: list[PrefillRequest] = []
+        for prefix, numbers in prefixes.items():
+            parts = [texts[one].claims(version, not_computed(answers[one])) for one in numbers]
+            claims = np.concatenate([read_claims(part) for part in parts], axis=1).tobytes()
+            requests.append(self._request(list(prefix), claims, f"{next(self._salts)}"))
+        for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
+            start = 0
+            for number in numbers:
+                missing = not_computed(answers[number])
+                end = start + int(missing.sum())
+                answers[number][missing] = rows[start:end]
+                start = end
+
+    def _request(self, token_ids: list[int], claims: bytes, salt: str = "") -> PrefillRequest:
+        temperature = self._require_started().sampling.temperature
+        return PrefillRequest(token_ids, claims, temperature, salt)
+
+    async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
+        try:
+            found = await engine.read(requests, self._timeout_s)
+        except EngineLost:
+            raise
+        except (EngineError, ValueError) as error:
+            raise _Refused(f"vLLM does not read these items ({error})") from error
+        if len(found) != len(requests):
+            raise _Refused(f"vLLM does not answer {len(requests)} texts")
+        return found
+
+    # -- the process -------------------------------------------------------------------------------
+
+    async def _started(self) -> AuditingEngine:
+        """Return an engine that is started. Raises EngineError if there can be none."""
+        run = self._require_started()
+        if self._engine is not None and self._engine.child.lost.is_set():
+            fault = self._engine.child.fault
+            logger.warning("vLLM, which audits, has ended (%s): it is started again", fault)
+            await self._drop()
+        if self._engine is None:
+            made = partial(AuditingEngine, adapters=run.adapters, base=self._base)
+            engine = self._engine = made(self._config, self._program, self._timeouts)
+            try:
+                await engine.start(self._model_dir)
+            except BaseException:  # also when cancelled: half started, it is of no use
+                await self._drop()
+                raise
+        return self._engine
+
+    async def _drop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.child.kill()
+
+
+class _Refused(Exception):
+    """The engine is well, and does not read these items."""

@@ -1,0 +1,191 @@
+"""Exact numerics on vLLM for real: honest work is never rejected, and small cheats are in their first rollout.
+
+Needs vLLM, and about two minutes. Worker and auditor are two engines in processes of their own; a model of four
+layers whose distributions are not flat; 64 tokens a rollout, eight rollouts to a prompt.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from msgspec import structs
+from support.auditor_cases import make_run, measured
+from support.engine_cases import make_qwen3
+from support.exact_cases import (
+    altered,
+    claiming,
+    low_rank,
+    near_ties,
+    play,
+    requests,
+    shifted,
+    stepped,
+)
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.verification.auditor import MEASURES, AuditItem, evidence
+from primerl.node.verification.bounds import proof_contract
+from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.vllm_auditor import VllmAuditor
+from primerl.node.weights.adapters import changes
+from primerl.node.weights.state import State
+from primerl.protocol.errors import Reason
+from primerl.protocol.manifests import ProofContract, RunManifest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SHAPE = ModelCreateConfig(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+)
+HONEST, CROSSED, CHEATED = 192, 64, 32
+"""Rollouts."""
+OWN, NEXT, OTHER = 1, 2, 9
+PROMPT = 40
+
+
+@dataclass(frozen=True)
+class Court:
+    """A worker's engine, an auditor, and the bounds of an exact run."""
+
+    contract: ProofContract
+    run: RunManifest
+    model_dir: Path
+    states: Mapping[int, State]
+    engine: HostedEngine
+    auditor: VllmAuditor
+
+    @property
+    def wanted(self) -> list[GenerateRequest]:
+        return requests(HONEST, PROMPT, 64, SHAPE.vocab_size)
+
+    async def judged(self, items: Sequence[AuditItem], *, beside: bool = True) -> list[Judgement]:
+        """Audit and judge each as a rollout of its own."""
+        others = {OWN: [NEXT], NEXT: [OWN]} if beside else {}
+        found = measured(await self.auditor.audit(items, self.states, others))
+        for name in MEASURES:
+            values = [getattr(one, name) for one in found]
+            print(f"{name:14} {min(values):.3g} to {max(values):.3g}")
+        rollout = CheckedRollout(0, 0, [], 0.0)
+        return [judge(evidence(rollout, [one]), self.contract) for one in found]
+
+    async def cheated(self, state: State) -> list[Judgement]:
+        """Work by other weights, which claims to be of OWN."""
+        await self.engine.load(OTHER, state)
+        try:
+            items = claiming(await play(self.engine, self.wanted[:CHEATED]), OWN)
+        finally:
+            await self.engine.load(OWN, self.states[OWN])
+        return await self.judged(items)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def court(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
+    directory = tmp_path_factory.mktemp("model")
+    first = make_qwen3(directory, 0, SHAPE)
+    states = {OWN: first, NEXT: altered(first, stepped(1e-5))}
+    config = EngineConfig(type="vllm", dtype=dtype, device="cpu", max_batch=64, max_model_len=256)  # pyright: ignore[reportArgumentType]
+    told = RunConfig.model_validate(
+        {"engine": config.model_dump(), "verification": {"numerics": "exact"}}
+    )
+    contract = proof_contract(told, "")
+    run = make_run(dtype)
+    run = structs.replace(
+        run, proofs=contract, sampling=structs.replace(run.sampling, temperature=1.0)
+    )
+    engine, auditor = HostedEngine(config), VllmAuditor(config, timeout_s=240.0)
+    try:
+        await asyncio.gather(
+            engine.start(directory, fingerprint="projection"), auditor.start(directory, run)
+        )
+        await engine.load(OWN, first)
+        yield Court(contract, run, directory, states, engine, auditor)
+    finally:
+        await engine.close()
+        await auditor.close()
+
+
+async def test_honest_rollouts_are_equal_to_the_last_bit(court: Court) -> None:
+    items = await play(court.engine, court.wanted)
+    found = await court.judged(items)
+    assert [one for one in found if one.reason or one.suspect] == []
+    measures = measured(await court.auditor.audit(items, court.states, {}))
+    assert {(one.fingerprint, one.sampling_max) for one in measures} == {(0.0, 0.0)}
+    assert max(one.logprob_max for one in measures) < 2e-6
+
+
+async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: Court) -> None:
+    first, second = court.states[OWN], court.states[NEXT]
+    before = court.engine.stats().generated_tokens
+    under_way = asyncio.create_task(play(court.engine, court.wanted[:CROSSED]))
+    while not under_way.done() and court.engine.stats().generated_tokens < before + 200:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await court.engine.update(NEXT, second, changes(first, second))
+    items = await under_way
+    await court.engine.load(OWN, first)
+    assert sum(len(set(item.versions)) == 2 for item in items) >= CROSSED // 4
+    found = await court.judged(items)
+    assert [one for one in found if one.reason or one.suspect] == []
+
+
+async def test_a_temperature_3_percent_higher_is_rejected_at_once(court: Court) -> None:
+    hot = [replace(one, temperature=1.03) for one in court.wanted[:CHEATED]]
+    found = await court.judged(await play(court.engine, hot))
+    assert {one.reason for one in found} <= {Reason.BAD_SAMPLING, Reason.BAD_LOGPROBS}
+
+
+async def test_weights_one_step_of_a_small_rate_away_are_rejected_at_once(court: Court) -> None:
+    found = await court.cheated(altered(court.states[OWN], stepped(1e-6)))
+    assert {one.reason for one in found} == {Reason.WRONG_MODEL}
+
+
+async def test_weights_with_a_low_rank_change_of_a_percent_are_rejected_at_once(
+    court: Court,
+) -> None:
+    found = await court.cheated(altered(court.states[OWN], low_rank(0.01)))
+    assert {one.reason for one in found} == {Reason.WRONG_MODEL}
+
+
+async def test_work_of_the_next_version_is_not_that_of_this_one(court: Court) -> None:
+    found = await court.cheated(court.states[NEXT])
+    assert {one.reason for one in found} <= {Reason.WRONG_MODEL, Reason.WRONG_POLICY}
+
+
+async def test_logprobs_off_by_a_thousandth_are_rejected_at_once(court: Court) -> None:
+    items = await play(court.engine, court.wanted[:CHEATED])
+    found = await court.judged(shifted(items, 0.001))
+    assert {one.reason for one in found} == {Reason.BAD_LOGPROBS}
+
+
+async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -> None:
+    """One token a rollout, the nearest tie of 64: margins of 0.0002 to 0.05 nats; all else is true."""
+    items = await play(court.engine, court.wanted[:CHEATED])
+    tied = await near_ties(
+        court.auditor, items, court.model_dir, court.states[OWN], dtype=court.contract.dtype
+    )
+    found = await court.judged(tied, beside=False)
+    assert {one.reason for one in found} == {Reason.BAD_SAMPLING}

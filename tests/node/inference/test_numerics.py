@@ -1,0 +1,163 @@
+"""What two engines must have in common for equal bits, and who may take part in a run that wants them."""
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.protocol_cases import MANIFEST
+
+from primerl.node.config.engine import EngineConfig
+from primerl.node.config.run import RunConfig
+from primerl.node.inference.numerics import (
+    check_exact,
+    engine_class,
+    exact_engine,
+    family_of,
+    numerics_of,
+    widest,
+)
+from primerl.node.ops.errors import UsageError
+from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
+from primerl.protocol.manifests import ProofContract, encode
+from primerl.protocol.numerics import NumericsClass
+
+
+def config(**fields: Any) -> EngineConfig:
+    return EngineConfig(type="vllm", device="cpu", **fields)
+
+
+def named(**fields: Any) -> str:
+    return engine_class(config(**fields), "0.32.0", lambda: "NVIDIA H100")
+
+
+def test_a_class_names_release_device_and_cut() -> None:
+    assert named() == "vLLM 0.32.0, NVIDIA H100, tp 1"
+    assert named(tp=4, pp=2) == "vLLM 0.32.0, NVIDIA H100, tp 4, pp 2"
+    assert engine_class(config(), "0.33.0", lambda: "NVIDIA H100") != named()
+
+
+def test_what_may_choose_a_kernel_is_in_the_class_and_memory_is_not() -> None:
+    memory = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192}
+    assert named(vllm=memory) == named()
+    assert named(vllm={"compilation_config": {"cudagraph_mode": "FULL"}}) == named()
+    assert named(vllm={"compilation_config": {"mode": 0}}) != named()
+    assert named(vllm={**memory, "attention_backend": "FLASH_ATTN"}) == (
+        'vLLM 0.32.0, NVIDIA H100, tp 1, {"attention_backend": "FLASH_ATTN"}'
+    )
+
+
+def test_gpus_of_one_family_have_one_name() -> None:
+    assert family_of("NVIDIA H100 80GB HBM3") == family_of("NVIDIA H100 PCIe") == "NVIDIA H100"
+    assert family_of("NVIDIA GeForce RTX 4090") == "NVIDIA GeForce RTX 4090"
+    assert family_of("a device") == "a device"
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def stated(*gpus: str, pipeline: bool = False, **engine: Any) -> NumericsClass:
+    told = EngineConfig.model_validate({"dtype": "bfloat16", **engine})
+
+    def count(asked: EngineConfig) -> int:
+        return 0 if asked.device == "cpu" else len(gpus)
+
+    return numerics_of(
+        told,
+        pipeline=pipeline,
+        release=lambda: "0.25.1",
+        device=lambda: family_of(gpus[0]),
+        gpus=count,
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "family"),
+    [
+        (H100, "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA \u00b5X1 " + 100 * "y", "X1"),
+    ],
+)
+def test_memory_and_form_of_a_gpu_are_no_other_class_of_noise(product: str, family: str) -> None:
+    assert stated(product, type="vllm").device == family
+
+
+def test_a_worker_states_engine_release_gpu_tensor_parallelism_and_dtype() -> None:
+    assert stated(H100, H100, type="vllm", tp=2) == NumericsClass(
+        "vllm", "0.25.1", "H100", 2, "bfloat16"
+    )
+    assert stated(H100, H100, H100, H100, type="vllm", tp="auto", dp=2).tp == 2
+    assert stated(H100, type="vllm", pipeline=True).engine == "vllm pipeline"
+    assert stated(H100, H100, type="hf", tp=2).tp == 1, "the embedded engine is on one device"
+    assert stated(H100, type="hf", device="cpu").device == "cpu"
+    assert stated(type="hf").device == "cpu"
+
+
+def test_the_embedded_engine_states_the_release_of_torch() -> None:
+    assert numerics_of(EngineConfig(device="cpu")).release == version("torch")
+
+
+def test_a_processor_is_named_by_its_widest_instructions() -> None:
+    assert widest("model name: a\nflags\t\t: fpu avx2 avx512f amx_tile\n") == "amx_tile"
+    assert widest("flags : fpu avx2\n") == "avx2"
+    assert widest("Features : fp asimd\n") == "asimd"
+    assert widest("") == ""
+
+
+def exact_contract() -> ProofContract:
+    told = {"engine": {"type": "vllm", "dtype": "bfloat16", "device": "cpu"}}
+    return proof_contract(
+        RunConfig.model_validate(told | {"verification": {"numerics": "exact"}}), ""
+    )
+
+
+def test_an_exact_run_has_bounds_of_rounding_and_the_class_of_its_trainer() -> None:
+    contract = exact_contract()
+    assert (contract.reject, contract.suspect) == EXACT
+    assert contract.engine_class == engine_class(config())
+    assert contract.bounds == "fixed", "there is no noise to measure"
+    for exact, calibrated in zip(EXACT, BUILT_IN["float32"], strict=True):
+        assert exact.sampling < calibrated.sampling / 50
+        assert exact.logprob < calibrated.logprob / 5
+
+
+def test_calibrated_numerics_leave_no_trace_in_a_manifest() -> None:
+    assert b"numerics" not in encode(MANIFEST)
+    assert b"engine_class" not in encode(MANIFEST)
+    assert b"numerics" in encode(structs.replace(MANIFEST, proofs=exact_contract()))
+
+
+def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
+    run = structs.replace(MANIFEST, proofs=exact_contract())
+    own = config()
+    check_exact(own, run)
+    assert exact_engine(own, run).batch_invariant
+    assert exact_engine(own, MANIFEST) == own
+    check_exact(EngineConfig(), MANIFEST)
+    with pytest.raises(UsageError, match=r"set engine\.type to vllm"):
+        check_exact(EngineConfig(), run)
+    with pytest.raises(UsageError, match=r"exact for .* tp 1, and this machine is .* tp 2"):
+        check_exact(config(tp=2), run)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({}, "need vLLM"),
+        ({"engine": {"type": "vllm"}, "verification": {"auditor": "hf"}}, "need vLLM"),
+        (
+            {"engine": {"type": "vllm"}, "verification": {"calibration": "file.json"}},
+            "bounds of its own",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_exact_is_refused_at_once(section: dict[str, Any], words: str) -> None:
+    section["verification"] = {"numerics": "exact", **section.get("verification", {})}
+    with pytest.raises(ValueError, match=words):
+        RunConfig.model_validate(section)

@@ -1,0 +1,240 @@
+"""Measuring prompts inside vLLM's worker, driven by a runner that holds what vLLM's two do."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from primerl.node.inference.fingerprint import signs
+from primerl.node.inference.prefill import (
+    LOGPROB,
+    MARGIN,
+    PREFILL,
+    PROJECTED,
+    make_claims,
+    not_computed,
+    read_rows,
+)
+from primerl.node.inference.sampler import draw
+from primerl.node.inference.vllm_prefill import PromptReader
+from primerl.node.inference.vllm_sampling import HiddenProjection
+
+torch.set_num_threads(1)
+WIDTH, VOCABULARY = 16, 50
+HEAD = torch.randn(WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(1))
+CPU = torch.device("cpu")
+
+
+def hidden_state(name: str, position: int) -> Tensor:
+    """The state of a request's token, which leads to the next one."""
+    seed = 1000 * ord(name[0]) + position
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(hidden: Tensor) -> Tensor:
+    return hidden @ HEAD
+
+
+def no_numbers(hidden: Tensor) -> Tensor:
+    return hidden @ HEAD * torch.nan
+
+
+def nothing(hidden: Tensor) -> None:
+    """What vLLM gives on the ranks that it gathers no logits on."""
+
+
+@dataclass
+class Runner:
+    """Computes what it is told to: `second` as the V2 runner does, else as V1."""
+
+    second: bool
+    execute_model_state: Any = None
+    computed: dict[str, int] = field(default_factory=dict[str, int])
+    device: torch.device = CPU
+    sampled: int = 0
+
+    def __post_init__(self) -> None:
+        if self.second:
+            self.req_states = object()
+        self.model = SimpleNamespace(compute_logits=logits_of)
+        self.query_start_loc = SimpleNamespace(np=None)
+
+    def execute_model(self, scheduled: Any) -> None:
+        counts: dict[str, int] = scheduled.num_scheduled_tokens
+        before = np.array([self.computed.get(one, 0) for one in counts])
+        rows = [
+            hidden_state(one, first + at)
+            for one, first in zip(counts, before.tolist(), strict=True)
+            for at in range(counts[one])
+        ]
+        starts = np.cumsum([0, *counts.values()])
+        batch = SimpleNamespace(
+            num_reqs=len(counts),
+            req_ids=[*counts, "of an older batch"],
+            query_start_loc_np=starts,
+            num_computed_tokens_np=before,
+            num_computed_tokens_cpu=before,
+            num_scheduled_tokens=np.array(list(counts.values())),
+        )
+        self.query_start_loc.np = starts
+        self.execute_model_state = SimpleNamespace(
+            hidden_states=torch.stack([*rows, torch.full((WIDTH,), torch.nan)]),
+            scheduler_output=scheduled,
+            input_batch=batch,
+        )
+        self.input_batch = batch
+
+    def sample_tokens(self, grammar: None) -> None:
+        self.execute_model_state = None
+        self.sampled += 1
+
+
+@dataclass
+class Engine:
+    """A scheduler in miniature, above a runner that the reader is in."""
+
+    runner: Runner
+    reader: PromptReader
+    waiting: list[Any] = field(default_factory=list[Any])
+
+    def add(self, name: str, claims: bytes, *, cached: int = 0, temperature: float = 1.0) -> None:
+        extra = {PREFILL: [ord(name[0]), temperature, claims]}
+        self.waiting.append(
+            SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
+        )
+        self.runner.computed[name] = cached
+
+    def step(self, *, finished: frozenset[str] = frozenset(), **counts: int) -> None:
+        fresh, self.waiting = self.waiting, []
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=counts, scheduled_new_reqs=fresh, finished_req_ids=finished
+        )
+        self.runner.execute_model(scheduled)
+        self.runner.sample_tokens(None)
+        for name, count in counts.items():
+            self.runner.computed[name] += count
+
+    def rows(self, name: str) -> NDArray[np.float32]:
+        [[key, rows]] = self.reader.collect([ord(name[0])])
+        assert key == ord(name[0])
+        return read_rows(rows)
+
+
+@pytest.fixture(params=[False, True], ids=["V1", "V2"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    runner = Runner(request.param)
+    projection = HiddenProjection(CPU, WIDTH, torch.float32)
+    reader = PromptReader(runner, projection, VOCABULARY)
+    reader.install()
+    return Engine(runner, reader)
+
+
+def claims(places: list[int], seed: int, tokens: list[int], drawn: bool = True) -> bytes:
+    """The same seed for all of them."""
+    count = len(places)
+    return make_claims(
+        np.array(places), np.full(count, seed), np.array(tokens), np.full(count, drawn)
+    )
+
+
+def drawn(name: str, places: list[int], seed: int, temperature: float = 1.0) -> list[int]:
+    """What a worker would have drawn there."""
+    logits = torch.stack([hidden_state(name, place - 1) for place in places]) @ HEAD
+    count = len(places)
+    heat = torch.full((count,), temperature)
+    return draw(logits, heat, torch.full((count,), seed), torch.tensor(places)).tokens.tolist()
+
+
+def projected(name: str, places: list[int]) -> NDArray[np.float32]:
+    states = torch.stack([hidden_state(name, place - 1) for place in places])
+    return states.numpy() @ signs(WIDTH)
+
+
+def test_claimed_places_are_measured_as_they_were_drawn(engine: Engine) -> None:
+    places = [3, 4, 5, 8]
+    tokens = drawn("a", places, 7, 0.8)
+    engine.add("a", claims(places, 7, tokens), temperature=0.8)
+    engine.step(a=8)
+    rows = engine.rows("a")
+    assert rows[:, PROJECTED:] == pytest.approx(projected("a", places), abs=1e-5)
+    assert (rows[:, MARGIN] == 0).all()
+    logits = torch.stack([hidden_state("a", place - 1) for place in places]) @ HEAD / 0.8
+    own = torch.log_softmax(logits, -1)[torch.arange(4), torch.tensor(tokens)]
+    assert rows[:, LOGPROB] == pytest.approx(own.numpy(), abs=1e-5)
+
+
+def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
+    [token] = drawn("a", [3], 7)
+    engine.add("a", claims([3, 3], 7, [token, (token + 1) % VOCABULARY]))
+    engine.step(a=3)
+    rows = engine.rows("a")
+    assert rows[0, MARGIN] == 0 < rows[1, MARGIN]
+
+
+def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
+    engine: Engine,
+) -> None:
+    places = {"a": [2, 5, 6], "b": [1, 4], "c": [9]}
+    for name, claimed in places.items():
+        engine.add(name, claims(claimed, 7, drawn(name, claimed, 7)))
+    engine.step(b=2, a=4, c=3)
+    engine.step(a=2, c=6, b=2)
+    for name, claimed in places.items():
+        rows = engine.rows(name)
+        assert rows[:, PROJECTED:] == pytest.approx(projected(name, claimed), abs=1e-5)
+        assert (rows[:, MARGIN] == 0).all()
+
+
+def test_places_before_a_cached_prefix_s_end_are_said_not_to_be_computed(engine: Engine) -> None:
+    engine.add("a", claims([3, 4, 5], 7, [0, 0, 0]), cached=3)
+    engine.step(a=2)
+    assert not_computed(engine.rows("a")).tolist() == [True, False, False]
+
+
+def test_what_is_not_wanted_costs_no_logits(engine: Engine) -> None:
+    engine.runner.model.compute_logits = None
+    engine.add("a", claims([2, 3], 7, [0, 0], drawn=False))
+    engine.step(a=3)
+    rows = engine.rows("a")
+    assert not not_computed(rows).any()
+
+
+def test_a_rank_without_logits_goes_on(engine: Engine) -> None:
+    """vLLM gathers them on one rank of several."""
+    engine.runner.model.compute_logits = nothing
+    engine.reader.collecting = False
+    engine.add("a", claims([2, 3], 7, [0, 0]))
+    engine.step(a=3)
+    assert engine.reader.collect([ord("a")]) == []
+    assert engine.runner.sampled == 1
+
+
+def test_a_text_that_was_given_up_is_forgotten(engine: Engine) -> None:
+    engine.add("a", claims([2, 6], 7, [0, 0]))
+    engine.step(a=3)
+    engine.runner.computed["b"] = 0
+    engine.step(finished=frozenset({"a"}), b=2)
+    assert engine.reader.collect([ord("a")]) == []
+    engine.add("a", claims([2], 7, drawn("a", [2], 7)))  # its id may come again
+    engine.step(a=2)
+    assert engine.rows("a")[0, MARGIN] == 0
+
+
+def test_states_that_are_no_numbers_are_infinitely_far_off(engine: Engine) -> None:
+    engine.runner.model.compute_logits = no_numbers
+    engine.add("a", claims([2], 7, [0]))
+    engine.step(a=2)
+    assert engine.rows("a")[0, MARGIN] == np.inf
+
+
+def test_a_runner_that_is_not_known_is_refused() -> None:
+    runner = Runner(second=False)
+    del runner.query_start_loc
+    reader = PromptReader(runner, HiddenProjection(CPU, WIDTH, torch.float32), VOCABULARY)
+    with pytest.raises(RuntimeError, match="query_start_loc"):
+        reader.install()

@@ -1,0 +1,288 @@
+"""An auditor over a process that stands in for vLLM: what faults cost, and which weights measured what."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from support import fake_engine_process as fake
+from support.auditor_cases import make_run, measured
+from support.engine_cases import FP32
+
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.fingerprint import NUMBERS, pack
+from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.verification.auditor import (
+    AuditItem,
+    BoundaryClaim,
+    Measured,
+    SampledSpan,
+    Unreadable,
+)
+from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.portions import MOST_DEADLY
+from primerl.node.verification.routed_auditor import RoutedAuditor
+from primerl.node.verification.vllm_auditor import NO_BOUNDARIES, VllmAuditor, audit_engine
+from primerl.node.weights.state import State, Tensor
+from primerl.protocol.manifests import RunManifest
+
+PROGRAM = (sys.executable, "-P", fake.__file__)
+DEADLINE_S = 60.0
+FINE = 20
+"""A token that means nothing."""
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOKENS = 3
+
+
+def make_state(value: int) -> State:
+    """Eight equal numbers apart from the first, by which a state is known."""
+    numbers = np.full(64, 7, "<u4")
+    numbers[0] = value
+    return {"w": Tensor("F32", (64,), numbers)}
+
+
+STATES = {version: make_state(version) for version in (1, 2, 3)}
+
+
+def item(kind: int, version: int = 1, *, shown: int | None = None, mark: int = 0) -> AuditItem:
+    """A branch that claims `version`, and whose proof is of the states of version `shown`."""
+    states = np.full((TOKENS, NUMBERS), float(version if shown is None else shown), np.float32)
+    return AuditItem(
+        token_ids=[kind, mark, *[5] * TOKENS],
+        replies=[SampledSpan(2, 2 + TOKENS, 9)],
+        logprobs=[0.0] * TOKENS,
+        versions=[version] * TOKENS,
+        proof=pack(states),
+    )
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return tmp_path
+
+
+@pytest.fixture(params=[DEADLINE_S])
+async def auditor(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[VllmAuditor]:
+    """Its parameter is the deadline of a portion."""
+    auditor = VllmAuditor(FP32, timeout_s=request.param, program=PROGRAM)
+    await auditor.start(model_dir, make_run("float32"))
+    yield auditor
+    await auditor.close()
+
+
+def well(found: Sequence[Measured | Unreadable]) -> list[bool]:
+    """Which were measured under the weights that they claim."""
+    return [isinstance(one, Measured) and one.fingerprint < 0.01 for one in found]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_each_token_is_measured_under_the_version_that_it_claims(
+    auditor: VllmAuditor,
+) -> None:
+    crossed = item(FINE, 1)
+    first, second = (np.full((count, NUMBERS), version) for count, version in ((1, 1), (2, 2)))
+    proof = pack(np.concatenate([first, second]).astype(np.float32))
+    crossed = replace(crossed, versions=[1, 2, 2], proof=proof)
+    items = [item(FINE, 2), item(FINE, 1), crossed, item(FINE, 3), item(FINE, 3, shown=2)]
+    found = await auditor.audit(items, STATES, {})
+    assert well(found) == [True, True, True, True, False]
+
+
+async def test_another_version_explains_what_it_has_drawn(auditor: VllmAuditor) -> None:
+    items = [item(FINE, 3), item(FINE, 3, shown=2)]
+    honest, old = measured(await auditor.audit(items, STATES, {3: [2]}))
+    assert honest.other_policy < 0 < old.other_policy
+
+
+async def test_versions_are_swapped_by_what_differs_and_not_loaded_again(
+    auditor: VllmAuditor,
+) -> None:
+    for version in (1, 2, 1, 3, 2, 2, 1):
+        [found] = measured(await auditor.audit([item(fake.LOADED, version)], STATES, {}))
+        assert found.fingerprint < 0.01
+        assert found.logprob_max == 1
+    other = {**STATES, 2: make_state(25)}  # the trainer went back: the number has another meaning
+    [found] = measured(await auditor.audit([item(fake.LOADED, 2, shown=25)], other, {}))
+    assert (found.fingerprint < 0.01, found.logprob_max) == (True, 1)
+
+
+async def test_a_place_that_was_cached_is_read_once_for_all_texts_that_begin_so(
+    auditor: VllmAuditor,
+) -> None:
+    items = [item(fake.CACHED), item(FINE), item(fake.CACHED), item(fake.CACHED, mark=1)]
+    found = measured(await auditor.audit(items, STATES, {}))
+    assert [one.logprob_max for one in found] == [1, 0, 1, 2]
+    assert well(found) == [True] * 4
+
+
+@pytest.mark.parametrize("deadly", [fake.DIES, fake.LOST, fake.FAULTY, fake.ERRS])
+async def test_an_item_that_ends_vllm_costs_nobody_else(auditor: VllmAuditor, deadly: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        found = await auditor.audit([item(FINE), item(deadly), item(FINE, 2)], STATES, {})
+    assert well(found) == [True, False, True]
+    assert isinstance(found[1], Unreadable)
+    assert found[1].detail
+    assert not found[1].proof
+
+
+@pytest.mark.parametrize("auditor", [2.0], indirect=True)
+async def test_an_item_that_hangs_meets_the_deadline(auditor: VllmAuditor) -> None:
+    await auditor.audit([item(FINE)], STATES, {})
+    pid = auditor.pid
+    async with asyncio.timeout(DEADLINE_S):
+        found = await auditor.audit([item(fake.BLOCKS), item(FINE, 2)], STATES, {})
+    assert well(found) == [False, True]
+    assert pid is not None
+    assert not alive(pid)
+
+
+async def test_many_deadly_items_do_not_hold_up_the_auditor_for_long(auditor: VllmAuditor) -> None:
+    items = [item(FINE), *[item(fake.DIES)] * MOST_DEADLY, item(FINE)]
+    assert well(await auditor.audit(items, STATES, {})) == [True, *[False] * (MOST_DEADLY + 1)]
+
+
+async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: VllmAuditor) -> None:
+    with pytest.raises(EngineError, match="no audit succeeds"):
+        await auditor.audit([item(fake.DIES)] * 3, STATES, {})
+    with pytest.raises(EngineError, match="a number is bad"):
+        await auditor.audit([item(FINE, 4)], {4: make_state(fake.BAD)}, {})
+    assert well(await auditor.audit([item(FINE, 2)], STATES, {})) == [True]
+
+
+async def test_a_process_that_died_between_audits_is_replaced(auditor: VllmAuditor) -> None:
+    await auditor.audit([item(FINE)], STATES, {})
+    pid = auditor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert well(await auditor.audit([item(FINE, 2)], STATES, {})) == [True]
+    assert auditor.pid != pid
+
+
+async def test_a_process_that_dies_while_it_is_given_weights_is_replaced(
+    auditor: VllmAuditor,
+) -> None:
+    states = {**STATES, 4: make_state(fake.DEADLY)}
+    [found] = await auditor.audit([item(FINE, 4)], states, {})
+    assert isinstance(found, Unreadable)
+    assert well(await auditor.audit([item(FINE, 2)], states, {})) == [True]
+
+
+async def test_who_gives_up_waiting_leaves_vllm_to_the_next_audit(auditor: VllmAuditor) -> None:
+    await auditor.audit([item(FINE)], STATES, {})
+    pid = auditor.pid
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await auditor.audit([item(fake.WAITS, 2)], STATES, {})
+    assert well(await auditor.audit([item(FINE, 2), item(FINE, 1)], STATES, {})) == [True, True]
+    assert auditor.pid == pid  # it is worth a minute
+
+
+async def test_close_ends_an_audit_and_the_process(auditor: VllmAuditor) -> None:
+    await auditor.audit([item(FINE)], STATES, {})
+    pid = auditor.pid
+    running = asyncio.create_task(auditor.audit([item(fake.BLOCKS)], STATES, {}))
+    await asyncio.sleep(0.1)
+    await auditor.close()
+    with pytest.raises(EngineError):
+        await running
+    assert pid is not None
+    assert not alive(pid)
+    with pytest.raises(EngineError):
+        await auditor.audit([item(FINE)], STATES, {})
+
+
+async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: Path) -> None:
+    staged = replace(item(FINE), boundaries=[BoundaryClaim(1, "raw", bytes(8 * TOKENS))])
+
+    class Staged:
+        """Says which items it was given."""
+
+        def __init__(self) -> None:
+            self.items: list[AuditItem] = []
+
+        async def start(self, model_dir: Path, run: RunManifest) -> None:
+            """See Auditor."""
+
+        async def audit(
+            self, items: Sequence[AuditItem], states: Mapping[int, State], others: Any
+        ) -> list[Measured | Unreadable]:
+            self.items += items
+            return [Measured(TOKENS, 0.5, 0, 0, 0, 0, 0)] * len(items)
+
+        async def close(self) -> None:
+            """See Auditor."""
+
+    alone = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
+    await alone.start(model_dir, make_run("float32"))
+    [found] = await alone.audit([staged], STATES, {})
+    assert found == Unreadable(NO_BOUNDARIES, proof=False)
+    await alone.close()
+    other = Staged()
+    routed = RoutedAuditor(VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM), other)
+    await routed.start(model_dir, make_run("float32"))
+    found = measured(await routed.audit([staged, item(FINE), staged], STATES, {}))
+    assert [one.fingerprint for one in found] == [0.5, pytest.approx(0, abs=0.01), 0.5]
+    assert other.items == [staged, staged]
+    await routed.close()
+
+
+def exact_run(own_class: str) -> RunManifest:
+    run = make_run("bfloat16")
+    proofs = structs.replace(run.proofs, numerics="exact", engine_class=own_class)
+    return structs.replace(run, proofs=proofs)
+
+
+async def test_exact_numerics_are_audited_by_an_engine_of_their_class_alone(
+    model_dir: Path,
+) -> None:
+    with pytest.raises(EngineError, match=r"set engine\.type to vllm"):
+        await HfAuditor(FP32, timeout_s=1.0).start(model_dir, exact_run("vLLM 1"))
+    config = FP32.model_copy(update={"type": "vllm"})
+    with pytest.raises(UsageError, match=r"exact for vLLM 0\.1 on the moon, and this machine is"):
+        await VllmAuditor(config, timeout_s=1.0, program=PROGRAM).start(
+            model_dir, exact_run("vLLM 0.1 on the moon")
+        )
+
+
+def test_the_engine_that_audits_keeps_the_kernels_and_takes_little_memory() -> None:
+    said: dict[str, Any] = {
+        "gpu_memory_utilization": 0.9,
+        "attention_backend": "FLASH_ATTN",
+        "max_num_batched_tokens": 512,
+    }
+    config = EngineConfig(type="vllm", device="cpu", tp="auto", dp=2, sleep_after_s=3, vllm=said)
+    run = make_run("bfloat16")
+    found = audit_engine(config, run, SHAPE)
+    step = 2**12
+    assert found.vllm == {
+        "attention_backend": "FLASH_ATTN",
+        "max_num_batched_tokens": step,
+        "enable_prefix_caching": True,
+        # key and value x layers x heads x size x bytes
+        "kv_cache_memory_bytes": (step + run.limits.max_model_len) * 2 * 2 * 2 * 16 * 2,
+    }
+    assert (found.dtype, found.tp, found.dp, found.batch_invariant) == ("bfloat16", 1, 1, False)
+    assert found.max_model_len == run.limits.max_model_len
+    assert audit_engine(config, exact_run(""), SHAPE).batch_invariant
