@@ -108,12 +108,12 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
     other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
     source, own_class = f"built in for {dtype}", ""
     measured = measures_bounds(config)
-    if measured:
-        reject = suspect = PROVISIONAL
-        source = "provisional, until the run has measured its own"
     if verification.numerics == "exact":
         (reject, suspect), other_scale = EXACT, 1.0
         source, own_class = "built in for exact numerics", engine_class(config.engine)
+    elif measured:
+        reject = suspect = PROVISIONAL
+        source = "provisional, until the run has measured its own"
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
         wanted = (model, verification.fingerprint, dtype)
@@ -150,8 +150,8 @@ def measures_bounds(config: RunConfig) -> bool:
     """
     verification = config.verification
     fixed = verification.calibration is not None or verification.bounds == "built-in"
-    fixed = fixed or verification.numerics == "exact"
-    return not fixed and config.engine.dtype == "bfloat16"
+    exact = verification.numerics == "exact"
+    return not fixed and not exact and config.engine.dtype == "bfloat16"
 
 
 # -- bounds made of honest rollouts ----------------------------------------------------------------

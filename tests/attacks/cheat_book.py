@@ -450,6 +450,7 @@ class Cheat:
 
 
 MODEL = frozenset({Reason.WRONG_MODEL})
+POLICY = frozenset({Reason.WRONG_POLICY})
 SAMPLING = frozenset({Reason.BAD_SAMPLING})
 PROOF = frozenset({Reason.BAD_PROOF})
 ANY_AUDIT = frozenset(
@@ -498,7 +499,8 @@ BOOK: dict[str, Cheat] = _cheats(
     Cheat("truncated proof", sampled(telling(reproved(truncated_proof))), PROOF),
     Cheat("zero scale", sampled(telling(reproved(zero_scale))), PROOF | MODEL),
     Cheat("proof of a longer text", sampled(telling(reproved(longer_proof))), PROOF),
-    Cheat("proof of an older version's rollout", older_proofs, MODEL | PROOF),
+    # where both versions said the same the proof is right, but of the other policy
+    Cheat("proof of an older version's rollout", older_proofs, MODEL | PROOF | POLICY),
 )
 """By name, as in the issue."""
 
