@@ -10,7 +10,8 @@ import msgspec
 
 from .manifests import ProofContract, Thresholds, Version
 
-Label = Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,64}\Z")]
+MAX_LABEL = 64
+Label = Annotated[str, msgspec.Meta(pattern=rf"^[ -~]{{0,{MAX_LABEL}}}\Z")]
 """Printable ASCII: it is shown to operators."""
 MAX_CLASSES = 16
 """Classes of one run that have bounds: each takes a worker that the operator named."""

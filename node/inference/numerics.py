@@ -1,17 +1,20 @@
 """What decides the bits that an engine computes, in words: two engines of one class have equal bits.
 
 A run whose numerics are exact has its class in the manifest, and every node compares it with its own before it
-takes part. The words are shown to operators, and nothing but their equality counts.
+takes part. The words are shown to operators, and nothing but their equality counts. Other runs bound the
+noise of each numerics class, which is coarser.
 """
 
 import json
 import platform
 import re
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ...protocol.manifests import RunManifest
+from ...protocol.numerics import MAX_LABEL, NumericsClass
 from ..config.engine import EngineConfig
 from ..ops.errors import UsageError
 from ..ops.gpus import visible_memory
@@ -35,6 +38,7 @@ NOT_KERNELS = (
     "max_cudagraph_capture_size",
 )
 """What `engine.vllm` says of memory, of steps and of graphs: batch-invariant kernels do not depend on it."""
+BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 """Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""
 VLLM_ON_BOTH_SIDES = (
@@ -81,7 +85,7 @@ def gpu_family() -> str:
 
 def family_of(name: str) -> str:
     """Cut the name of a GPU behind the first word that has a digit."""
-    words = name.split()
+    words = name.replace("-", " ").split()
     last = next((at for at, word in enumerate(words) if re.search(r"\d", word)), len(words))
     return " ".join(words[: last + 1])
 
@@ -98,6 +102,39 @@ def widest(cpuinfo: str) -> str:
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.M)
     flags = line[1].split() if line else []
     return next((name for name in CPU_LEVELS if name in flags), "")
+
+
+def numerics_of(
+    config: EngineConfig,
+    *,
+    pipeline: bool = False,
+    release: Callable[[], str] | None = None,
+    device: Callable[[], str] = gpu_family,
+    gpus: Callable[[EngineConfig], int] = visible_gpus,
+) -> NumericsClass:
+    """State how an engine of `config` computes, for bounds of noise.
+
+    `pipeline`: it is stage 0 of several nodes. Coarser than engine_class(): noise is measured, so engines that
+    differ a little may share a class.
+    """
+    count, hosted = gpus(config), config.type == "vllm"
+    tp = config.tp if hosted else 1
+    if tp == "auto":
+        tp = max(1, count // (config.pp * config.dp))
+    if release is None:
+        release = installed_release if hosted else lambda: version("torch")
+    return NumericsClass(
+        engine=f"{config.type} pipeline" if pipeline else config.type,
+        release=_label(release()),
+        device=_label(BRANDS.sub("", device())) if count else "cpu",
+        tp=tp,
+        dtype=config.dtype,
+    )
+
+
+def _label(text: str) -> str:
+    """Cut a text to what a NumericsClass may hold: printable ASCII."""
+    return "".join(letter for letter in text if " " <= letter <= "~")[:MAX_LABEL]
 
 
 def check_exact(config: EngineConfig, run: RunManifest) -> None:

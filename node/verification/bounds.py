@@ -160,11 +160,10 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
 
 
 def measures_bounds(config: RunConfig) -> bool:
-    """Whether a run measures its bounds of noise itself: in bfloat16, where noise grows with the model, unless
-    its numerics are exact.
+    """Whether a run measures its bounds of noise itself: in bfloat16, where noise grows with the model.
 
     In float32 it does not: the 8 bytes of a fingerprint round more there than any kernel does, and the built-in
-    bounds are far above both.
+    bounds are far above both. Nor with exact numerics, which have no noise to measure.
     """
     verification = config.verification
     fixed = verification.calibration is not None or verification.bounds == "built-in"

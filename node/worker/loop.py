@@ -37,6 +37,7 @@ from ..config.engine import EngineConfig
 from ..environments.environment import Environment
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
+from ..inference.numerics import numerics_of
 from ..ops.control import EngineRow
 from ..ops.errors import EngineError, EngineLost, StorageError
 from ..p2p.rpc import Refused
@@ -44,7 +45,6 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
-from .numerics import numerics_of
 from .pipelined_engine import PipelinedEngine
 from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
 from .upload import UploadQueue

@@ -1,5 +1,6 @@
 """What two engines must have in common for equal bits, and who may take part in a run that wants them."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from primerl.node.inference.numerics import (
     engine_class,
     exact_engine,
     family_of,
+    numerics_of,
     widest,
 )
 from primerl.node.ops.errors import UsageError
 from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
 from primerl.protocol.manifests import ProofContract, encode
+from primerl.protocol.numerics import NumericsClass
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -50,6 +53,56 @@ def test_gpus_of_one_family_have_one_name() -> None:
     assert family_of("a device") == "a device"
 
 
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def stated(*gpus: str, pipeline: bool = False, **engine: Any) -> NumericsClass:
+    told = EngineConfig.model_validate({"dtype": "bfloat16", **engine})
+
+    def count(asked: EngineConfig) -> int:
+        return 0 if asked.device == "cpu" else len(gpus)
+
+    return numerics_of(
+        told,
+        pipeline=pipeline,
+        release=lambda: "0.25.1",
+        device=lambda: family_of(gpus[0]),
+        gpus=count,
+    )
+
+
+@pytest.mark.parametrize(
+    ("product", "family"),
+    [
+        (H100, "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA \u00b5X1 " + 100 * "y", "X1"),
+    ],
+)
+def test_memory_and_form_of_a_gpu_are_no_other_class_of_noise(product: str, family: str) -> None:
+    assert stated(product, type="vllm").device == family
+
+
+def test_a_worker_states_engine_release_gpu_tensor_parallelism_and_dtype() -> None:
+    assert stated(H100, H100, type="vllm", tp=2) == NumericsClass(
+        "vllm", "0.25.1", "H100", 2, "bfloat16"
+    )
+    assert stated(H100, H100, H100, H100, type="vllm", tp="auto", dp=2).tp == 2
+    assert stated(H100, type="vllm", pipeline=True).engine == "vllm pipeline"
+    assert stated(H100, H100, type="hf", tp=2).tp == 1, "the embedded engine is on one device"
+    assert stated(H100, type="hf", device="cpu").device == "cpu"
+    assert stated(type="hf").device == "cpu"
+
+
+def test_the_embedded_engine_states_the_release_of_torch() -> None:
+    assert numerics_of(EngineConfig(device="cpu")).release == version("torch")
+
+
 def test_a_processor_is_named_by_its_widest_instructions() -> None:
     assert widest("model name: a\nflags\t\t: fpu avx2 avx512f amx_tile\n") == "amx_tile"
     assert widest("flags : fpu avx2\n") == "avx2"
@@ -68,6 +121,7 @@ def test_an_exact_run_has_bounds_of_rounding_and_the_class_of_its_trainer() -> N
     contract = exact_contract()
     assert (contract.reject, contract.suspect) == EXACT
     assert contract.engine_class == engine_class(config())
+    assert contract.bounds == "fixed", "there is no noise to measure"
     for exact, calibrated in zip(EXACT, BUILT_IN["float32"], strict=True):
         assert exact.sampling < calibrated.sampling / 50
         assert exact.logprob < calibrated.logprob / 5
