@@ -22,7 +22,7 @@ import msgspec
 
 from ..ops.errors import NodeError
 from .exit_reason import LOOK, exit_reason
-from .frames import MAX_FRAME, frame, read_frame
+from .frames import MAX_FRAME, frame, read_frames
 from .spawn import LogTail, kill_group, start_process, to_the_end
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
@@ -297,8 +297,8 @@ class ChildProcess:
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
-            while True:
-                message = self._decode(await read_frame(stream, self.max_frame))
+            async for body in read_frames(stream, self.max_frame):
+                message = self._decode(body)
                 self._received += 1
                 self._heard_at = time.monotonic()
                 self._take(message)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 
 from ..ops.errors import EngineError
-from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frame
+from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frames
 from .spawn import EXIT_ORPHANED, leave_with_parent
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, ProcessHello, connected
 
@@ -75,8 +75,8 @@ async def serve(
     handler = make(Outbox(transport.write, max_frame))
     try:
         with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                handler.take(read(await read_frame(reader, max_frame)))
+            async for body in read_frames(reader, max_frame):
+                handler.take(read(body))
     finally:
         await handler.close()
         transport.close()

@@ -95,7 +95,8 @@ class Publisher:
                 self._begin_epoch(version)
             await self.publish(version, snapshot)
         elif newest.head.version == version and newest.head.state == policy.digest:
-            await self._hold(policy, None)
+            await asyncio.to_thread(self.states.add, version, policy.state)
+            self._policy = policy
         else:
             self._begin_epoch(version)
             await self.publish(version, snapshot)
@@ -118,12 +119,12 @@ class Publisher:
             self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
-        await asyncio.to_thread(self._store.put, document)
+        await asyncio.to_thread(self._store_and_hold, document, policy, changed)
         if before_announcing is not None:
             await before_announcing()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
-        await self._hold(policy, changed)
+        self._policy = policy
         for artifact in artifacts:
             for chunk in artifact.chunks:
                 self._services.arrivals.arrived(chunk.digest)
@@ -174,10 +175,9 @@ class Publisher:
             "resuming version %d in epoch %d: later versions are void", version, self._epoch
         )
 
-    async def _hold(self, policy: Policy, changed: Changed | None) -> None:
-        """Take `policy` for the newest; `changed` says where it differs from the one before, if known."""
-        await asyncio.to_thread(self.states.add, policy.version, policy.state, changed)
-        self._policy = policy
+    def _store_and_hold(self, document: bytes, policy: Policy, changed: Changed | None) -> None:
+        self._store.put(document)
+        self.states.add(policy.version, policy.state, changed)
 
     def _encode(self, policy: Policy, changed: Changed | None) -> list[Artifact]:
         artifacts: list[Artifact] = []
