@@ -301,8 +301,9 @@ class VerificationConfig(BaseConfig):
     and `vllm` audits whatever it serves. It cannot measure states at the boundaries of a pipeline between
     nodes: rollouts that come out of one are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
-    """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on GPUs of one
-    family, and a rollout by any other weights or temperature is rejected; slower, see docs/proofs.md."""
+    """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
+    family, and a rollout by any other weights or temperature is rejected; slower, and so far shown on CPUs
+    only, see docs/proofs.md."""
     calibration: Path | None = None
     """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
     bounds: Literal["auto", "built-in"] = "auto"

@@ -24,7 +24,6 @@ NOT_KERNELS = (
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "num_gpu_blocks_override",
-    "max_num_batched_tokens",
     "max_num_partial_prefills",
     "long_prefill_token_threshold",
     "kv_offloading_size",
@@ -37,7 +36,8 @@ NOT_KERNELS = (
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
 )
-"""What `engine.vllm` says of memory, of steps and of graphs: batch-invariant kernels do not depend on it."""
+"""What `engine.vllm` says of memory, of requests and of graphs. Tokens of a step are not among it: what is
+compiled is compiled for as many."""
 BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 """Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""

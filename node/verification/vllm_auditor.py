@@ -95,7 +95,8 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     """Make the config of an engine that audits `run`, from that of one that generates on this machine.
 
     `shape` is the model's config.json. Its kernels are those of a worker: dtype, tp and what `engine.vllm` says
-    of them. Its memory is its own: keys and values of one step and of the longest text, no CUDA graphs.
+    of them. Its memory is its own: keys and values of one step and of the longest text, no CUDA graphs. Where
+    numerics are exact steps and graphs are a worker's, too: what is compiled depends on both.
     Raises UsageError for an engine that these GPUs cannot have.
     """
     gpus = visible_gpus(config)
@@ -109,7 +110,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             "type": "vllm",
             "dp": 1,
             "dtype": run.proofs.dtype,
-            "max_batch": SEQUENCES,
+            "max_batch": config.max_batch if exact else SEQUENCES,
             "max_model_len": run.limits.max_model_len,
             "sleep_after_s": config.sleep_after_s if gpus else 0.0,
         }
@@ -117,14 +118,17 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     config = exact_engine(resolve_parallel(config, dict(shape), gpus), run)
     step = STEP_TOKENS["cuda" if gpus else "cpu"]
     vllm = kernel_options(config.vllm)
+    step = max(step, vllm.get("max_num_batched_tokens") or 0)
     tokens = step + run.limits.max_model_len
     vllm |= {
-        "max_num_batched_tokens": step,
         "kv_cache_memory_bytes": tokens * _token_bytes(config, shape),
         "enable_prefix_caching": True,
     }
+    if not exact:
+        vllm["max_num_batched_tokens"] = step
     if gpus:
         vllm["gpu_memory_utilization"] = LEAST_SHARE
+    if gpus and not exact:
         vllm["compilation_config"] = {
             **(vllm.get("compilation_config") or {}),
             "cudagraph_mode": "NONE",

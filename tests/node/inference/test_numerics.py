@@ -38,8 +38,9 @@ def test_a_class_names_release_device_and_cut() -> None:
 
 
 def test_what_may_choose_a_kernel_is_in_the_class_and_memory_is_not() -> None:
-    memory = {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192}
+    memory = {"gpu_memory_utilization": 0.5, "enable_prefix_caching": False}
     assert named(vllm=memory) == named()
+    assert named(vllm={"max_num_batched_tokens": 8192}) != named()
     assert named(vllm={"compilation_config": {"cudagraph_mode": "FULL"}}) == named()
     assert named(vllm={"compilation_config": {"mode": 0}}) != named()
     assert named(vllm={**memory, "attention_backend": "FLASH_ATTN"}) == (

@@ -285,4 +285,8 @@ def test_the_engine_that_audits_keeps_the_kernels_and_takes_little_memory() -> N
     }
     assert (found.dtype, found.tp, found.dp, found.batch_invariant) == ("bfloat16", 1, 1, False)
     assert found.max_model_len == run.limits.max_model_len
-    assert audit_engine(config, exact_run(""), SHAPE).batch_invariant
+    exact = audit_engine(config, exact_run(""), SHAPE)
+    assert exact.batch_invariant
+    # what is compiled depends on the size of a step: it is the workers'
+    assert (exact.vllm["max_num_batched_tokens"], exact.max_batch) == (512, config.max_batch)
+    assert "compilation_config" not in exact.vllm
