@@ -17,6 +17,7 @@ export PYTHONPATH="$root/build:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -z ${TMPDIR:-} && -w /dev/shm ]]; then export TMPDIR=/dev/shm; fi
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
+unset PYTHONDONTWRITEBYTECODE # every process of vLLM would compile all that it imports
 
 program=$1
 shift
