@@ -17,7 +17,6 @@ from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..inference.build import build_engine
 from ..inference.engine import Engine
-from ..inference.vllm_arguments import is_installed as vllm_is_installed
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
@@ -111,16 +110,8 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
 
 
 def auditing(config: RunConfig) -> EngineConfig:
-    """The config of an engine of the type that audits; hf where nothing was asked for and vLLM is not here."""
-    chosen, asked = config.auditor, config.verification
-    if chosen == "vllm" and asked.auditor == "auto" and asked.numerics != "exact":
-        if not vllm_is_installed():
-            logger.warning(
-                "vLLM is not installed here, so the embedded engine audits what workers make with vLLM: its "
-                "rounding differs more"
-            )
-            chosen = "hf"
-    return config.engine.model_copy(update={"type": chosen})
+    """The config of an engine of the type that audits."""
+    return config.engine.model_copy(update={"type": config.auditor})
 
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:

@@ -27,7 +27,9 @@ class ValidatorNode(PeerNode):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         run, services = joined.documents.manifest, joined.services
-        auditor = self._factories.auditor(self._config.engine, AUDIT_TIMEOUT_S)
+        kind = "vllm" if run.proofs.numerics == "exact" else "hf"
+        engine = self._config.engine.model_copy(update={"type": kind})
+        auditor = self._factories.auditor(engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
         sync = self._make_weights(joined, cache, cache.put)
         role = ValidatorRole(

@@ -297,9 +297,10 @@ class VerificationConfig(BaseConfig):
     )
     """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
     auditor: Literal["auto", "hf", "vllm"] = "auto"
-    """Engine that audits: `auto` is that of engine.type. The workers' own engine has the least honest noise,
-    and `vllm` audits whatever it serves. It cannot measure states at the boundaries of a pipeline between
-    nodes: rollouts that come out of one are audited by `hf` beside it."""
+    """Engine that audits: `auto` is `vllm` where numerics are exact, else `hf`. `vllm`, the workers' engine,
+    audits whatever it serves and shares the prompts of a group; it has not audited a whole run on a GPU yet.
+    It cannot measure states at the boundaries of a pipeline between nodes: rollouts that come out of one
+    are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
     family, and a rollout by any other weights or temperature is rejected; slower, and so far shown on CPUs
@@ -505,8 +506,8 @@ class RunConfig(NodeConfig, OwnRunConfig):
     @property
     def auditor(self) -> Literal["hf", "vllm"]:
         """The engine that audits."""
-        chosen = self.verification.auditor
-        return self.engine.type if chosen == "auto" else chosen
+        chosen, exact = self.verification.auditor, self.verification.numerics == "exact"
+        return chosen if chosen != "auto" else "vllm" if exact else "hf"
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":

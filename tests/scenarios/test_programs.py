@@ -63,7 +63,7 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
         assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1))
         assert all(worker["accepted"] > 0 for worker in summary["workers"].values())
         assert set(summary["rejected"]) <= {"stale", "lease_expired"}, summary["rejected"]
-        assert summary["staleness_max"] <= 2
+        assert summary["staleness_max"] <= 8  # the default bound
 
 
 @pytest.mark.slow

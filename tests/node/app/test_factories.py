@@ -1,36 +1,24 @@
 """What a node is composed of by default."""
 
-import logging
 from typing import Any
 
 import pytest
 
-from primerl.node.app import factories
+from primerl.node.app.factories import auditing
 from primerl.node.config.run import RunConfig
 
 
-def config(**verification: Any) -> RunConfig:
-    return RunConfig.model_validate({"engine": {"type": "vllm"}, "verification": verification})
-
-
 @pytest.mark.parametrize(
-    ("installed", "verification", "expected"),
+    ("verification", "expected"),
     [
-        (True, {}, "vllm"),
-        (False, {}, "hf"),  # a trainer without vLLM whose workers have it
-        (False, {"auditor": "vllm"}, "vllm"),  # start() says that it is missing
-        (False, {"numerics": "exact"}, "vllm"),
-        (True, {"auditor": "hf"}, "hf"),
+        ({}, "hf"),
+        ({"auditor": "vllm"}, "vllm"),
+        ({"auditor": "hf"}, "hf"),
+        ({"numerics": "exact"}, "vllm"),  # nothing else has the bits of its workers
     ],
 )
-def test_the_engine_of_the_workers_audits_where_it_is_installed(
-    installed: bool,
-    verification: dict[str, Any],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_the_engine_that_audits_is_chosen_by_the_numerics_unless_it_is_named(
+    verification: dict[str, Any], expected: str
 ) -> None:
-    monkeypatch.setattr(factories, "vllm_is_installed", lambda: installed)
-    with caplog.at_level(logging.WARNING):
-        assert factories.auditing(config(**verification)).type == expected
-    assert ("not installed" in caplog.text) == (not installed and expected == "hf")
+    told = {"engine": {"type": "vllm"}, "verification": verification}
+    assert auditing(RunConfig.model_validate(told)).type == expected

@@ -428,15 +428,15 @@ def test_a_trainer_also_evaluates_and_audits() -> None:
     quiet = named(plan_trainer(run(evaluation={"prompts": 0}), SMALL, gpu=True)[1])
     evaluation = {"evaluation's network", "evaluation's CUDA context"}
     assert items.keys() - quiet.keys() == evaluation
-    hf = run(verification={"auditor": "hf"})
     for shape, networks in ((LARGE, 1), (TINY, 11)):  # max_off_policy_steps + 3 small ones
-        audited = named(plan_trainer(hf, shape, gpu=True)[1])["the auditor's networks"]
+        audited = named(plan_trainer(run(), shape, gpu=True)[1])["the auditor's networks"]
         assert audited == networks * 2 * shape.parameters
 
 
 def test_an_auditor_that_is_vllm_has_one_version_and_a_short_cache() -> None:
+    by_vllm = run(verification={"auditor": "vllm"})
     for shape in (LARGE, TINY):
-        items = named(plan_trainer(run(), shape, gpu=True)[1])
+        items = named(plan_trainer(by_vllm, shape, gpu=True)[1])
         assert "the auditor's networks" not in items
         assert items["the auditor's weights"] == 2 * shape.parameters
         tokens = 2**14 + run().training.seq_len
