@@ -171,9 +171,9 @@ FAULTS = (
     Fault(
         "bound on the states kept for audits is dropped",
         "trainer: publisher",
-        "node/trainer/publisher.py",
-        "while len(self.states) > self._keep_states:",
-        "while False:",
+        "node/weights/state_history.py",
+        "for gone in sorted(patches)[: max(0, len(whole) + len(patches) - self._keep)]:",
+        "for gone in list[int]():",
         ("test_only_the_newest_states_stay_in_memory",),
     ),
     # -- worker
