@@ -6,6 +6,10 @@ from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 Positive = Annotated[int, Field(ge=1)]
+EXACT_NEEDS_VLLM = (
+    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
+    "auto or vllm"
+)
 PIPELINES_NEED_VLLM = (
     "pipelines between nodes need vLLM for their stages: set engine.type to vllm, or leave pp out"
 )

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
-from .engine import PIPELINES_NEED_VLLM
+from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .training import Positive, TrainingConfig
@@ -519,10 +519,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
-                raise ValueError(
-                    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and "
-                    "verification.auditor to auto or vllm"
-                )
+                raise ValueError(EXACT_NEEDS_VLLM)
             if self.verification.calibration is not None:
                 raise ValueError(
                     "verification.numerics exact has bounds of its own: leave verification.calibration out"

@@ -18,7 +18,7 @@ from ...protocol.numerics import MAX_LABEL, NumericsClass
 from ..config.engine import EngineConfig
 from ..ops.errors import UsageError
 from ..ops.gpus import visible_memory
-from .vllm_arguments import installed_release, visible_gpus
+from .vllm_arguments import installed_release, tensor_parallel_on, visible_gpus
 
 NOT_KERNELS = (
     "gpu_memory_utilization",
@@ -41,10 +41,6 @@ compiled is compiled for as many."""
 BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 """Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""
-VLLM_ON_BOTH_SIDES = (
-    "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
-    "auto or vllm"
-)
 
 
 def engine_class(
@@ -55,7 +51,7 @@ def engine_class(
     `release` and `device` are those of this machine unless they are given.
     """
     gpus = visible_gpus(config)
-    tp = config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
+    tp = tensor_parallel_on(config, gpus)
     named = device() if device else (gpu_family() if gpus else cpu_family())
     words = [f"vLLM {installed_release() if release is None else release}", named]
     words += [f"tp {tp}", *([f"pp {config.pp}"] if config.pp > 1 else [])]
@@ -118,16 +114,13 @@ def numerics_of(
     differ a little may share a class.
     """
     count, hosted = gpus(config), config.type == "vllm"
-    tp = config.tp if hosted else 1
-    if tp == "auto":
-        tp = max(1, count // (config.pp * config.dp))
     if release is None:
         release = installed_release if hosted else lambda: version("torch")
     return NumericsClass(
         engine=f"{config.type} pipeline" if pipeline else config.type,
         release=_label(release()),
         device=_label(BRANDS.sub("", device())) if count else "cpu",
-        tp=tp,
+        tp=tensor_parallel_on(config, count) if hosted else 1,
         dtype=config.dtype,
     )
 

@@ -301,7 +301,7 @@ def resolve_parallel(
     count = visible_gpus(config) if gpus is None else gpus
     others = config.pp * config.dp
     if config.tp == "auto":
-        config = config.model_copy(update={"tp": max(1, count // others)})
+        config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
     check_parallel(config, shape)
     if 0 < count < int(config.tp) * others:
         raise UsageError(
@@ -309,6 +309,11 @@ def resolve_parallel(
             f"GPUs, and {count} can be used here: lower one of them, or show more in CUDA_VISIBLE_DEVICES"
         )
     return config
+
+
+def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
+    """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
+    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
 
 
 def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.engine import EngineConfig
+from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.run import NodeConfig, RunConfig
-from ..inference.numerics import VLLM_ON_BOTH_SIDES, engine_class
+from ..inference.numerics import engine_class
 from ..inference.vllm_arguments import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
@@ -153,7 +153,7 @@ def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iter
         return
     found = installed_release() if release is None else release
     if not found:
-        yield MachineCheck("exact numerics", "problem", "no vLLM", VLLM_ON_BOTH_SIDES)
+        yield MachineCheck("exact numerics", "problem", "no vLLM", EXACT_NEEDS_VLLM)
         return
     own = engine_class(config.engine, found)
     yield MachineCheck("exact numerics", "ok", f"every worker and validator has to be {own}")

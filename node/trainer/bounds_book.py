@@ -16,6 +16,7 @@ from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import encode
 from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
+from ...protocol.pipelines import PipelinePlan
 from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
 from ..ops.control import BoundsRow
@@ -106,7 +107,7 @@ class BoundsBook:
             plan = plan_of(submission, run=services.run_id, trainer=services.trainer, node=node)
         except RemoteProtocolError:
             return [node, b""]  # the verifier refuses it; until then nobody vouches for it
-        return [node, *(stage.node for stage in plan.stages[1:])] if plan else [node]
+        return makers_of(node, plan)
 
     def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
         """Take in what the audits of a submission tell of a class; returns what is to be kept."""
@@ -114,8 +115,7 @@ class BoundsBook:
         if self._calibration is None or not isinstance(bounds, ClassBounds):
             return MeasuredRows()
         reputation, audited = self._reputation(node), verified.audited
-        stages = verified.plan.stages if verified.plan else ()
-        makers = [node, *(stage.node for stage in stages[1:])]
+        makers = makers_of(node, verified.plan)
         if self._calibration.vouched(makers):
             for maker in makers:
                 if self._reputation(maker).banned:
@@ -213,3 +213,8 @@ class BoundsBook:
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
         """Say what is missing for bounds; `strangers` counts workers that are no references, by class."""
         return self._calibration.warnings(strangers) if self._calibration else []
+
+
+def makers_of(node: bytes, plan: PipelinePlan | None) -> list[bytes]:
+    """List the nodes that made a submission of `node`: itself, and the later stages of its pipeline."""
+    return [node, *(stage.node for stage in plan.stages[1:])] if plan else [node]

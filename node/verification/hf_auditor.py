@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
-from ..config.run import EngineConfig
+from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..inference.handover import shared_file
-from ..inference.numerics import VLLM_ON_BOTH_SIDES
 from ..models.model_files import vocab_size
 from ..ops.errors import EngineError
 from ..process.child_process import ChildProcess
@@ -156,9 +155,8 @@ class HfAuditor:
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
         if run.proofs.numerics == "exact":
-            raise EngineError(
-                VLLM_ON_BOTH_SIDES
-            )  # its decoding and its prefill differ in their last bits
+            # its decoding and its prefill differ in their last bits
+            raise EngineError(EXACT_NEEDS_VLLM)
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
         # every version that may be claimed, and the one before

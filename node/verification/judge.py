@@ -37,8 +37,8 @@ class Judgement:
 
 def judge(evidence: Evidence, contract: ProofContract) -> Judgement:
     """Judge one audited rollout."""
-    fault = _first_above(evidence, contract.reject)
-    suspect = _first_above(evidence, contract.suspect) != ""
+    fault = first_above(evidence, contract.reject)
+    suspect = first_above(evidence, contract.suspect) != ""
     if not fault:
         return Judgement(None, "", suspect)
     found, bound = getattr(evidence, fault), getattr(contract.reject, fault)
@@ -46,7 +46,7 @@ def judge(evidence: Evidence, contract: ProofContract) -> Judgement:
     return Judgement(REASONS[fault], detail, True)
 
 
-def _first_above(evidence: Evidence, bounds: Thresholds) -> str:
+def first_above(evidence: Evidence, bounds: Thresholds) -> str:
     """Find the first measure above its bound; an empty string if none is."""
     for name in REASONS:
         # written so that NaN is above every bound

@@ -21,6 +21,7 @@ from ...protocol.rollouts import Evidence
 from ..ops.control import BoundsRow
 from .auditor import MEASURES
 from .bounds import PROVISIONAL, bands, false_positives
+from .judge import first_above
 
 KEPT = 2048
 """Rollouts of a class, the newest, that its bounds are made of."""
@@ -318,7 +319,5 @@ def _narrower(found: Thresholds) -> Thresholds:
 
 def _within(seen: Sequence[Evidence], bounds: Thresholds) -> bool:
     """Whether rollouts lie within a class's noise: no more than one in eight is above a bound to suspect."""
-    odd = sum(
-        any(not getattr(one, name) <= getattr(bounds, name) for name in MEASURES) for one in seen
-    )
+    odd = sum(first_above(one, bounds) != "" for one in seen)
     return 8 * odd <= len(seen)

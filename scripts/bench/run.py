@@ -31,6 +31,7 @@ from statistics import fmean, median
 from typing import Any
 
 from children import Child
+from gpu_run import tail
 from shapes import SHAPES
 
 HERE = Path(__file__).parent
@@ -212,12 +213,6 @@ def look(data_dir: Path) -> list[tuple[float, dict[str, Any]]]:
     except (NetworkError, OSError):
         return []
     return [(time.time(), status["engine"])] if status.get("engine") else []
-
-
-def tail(directory: Path, length: int) -> str:
-    """The ends of the logs."""
-    logs = [directory / "rl.log", *directory.glob(f"{RUN}/logs/*.log")]
-    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
