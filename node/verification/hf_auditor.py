@@ -20,6 +20,7 @@ from ..process.child_process import ChildProcess
 from ..process.frames import ProcessMessage
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import State
+from ..weights.state_history import WHOLE
 from .audit_process import (
     MAX_FRAME,
     AuditError,
@@ -159,8 +160,9 @@ class HfAuditor:
             raise EngineError(EXACT_NEEDS_VLLM)
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
-        # every version that may be claimed, and the one before
-        self._most_states = run.limits.max_off_policy_steps + 2
+        # Of the versions that may be claimed, and the one before, those that the trainer holds whole, too:
+        # older ones are handed over again when an audit needs them.
+        self._most_states = min(run.limits.max_off_policy_steps + 2, WHOLE + 1)
 
     async def audit(
         self,
