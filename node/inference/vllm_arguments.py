@@ -407,6 +407,15 @@ INVARIANT = "VLLM_BATCH_INVARIANT"
 """Environment variable: vLLM computes each row by the same operations whatever is beside it. GPUs only: on a
 CPU it always does."""
 
+INVARIANTS = {
+    INVARIANT: "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "1",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+"""Environment variables of batch-invariant kernels. Too small a workspace for split sums in cuBLAS, before
+anything multiplies; no kernels that inductor picks by the clock, which differ from process to process."""
+
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 NO_DOMAIN = "media.invalid"
@@ -480,9 +489,10 @@ def check_device(device: str, *, cpu: bool) -> None:
 
 
 def set_environment(*, cpu: bool, invariant: bool = False) -> None:
-    """Set the variables of ENVIRONMENT that are not set yet; `invariant`: also INVARIANT, whatever it was."""
+    """Set the variables of ENVIRONMENT that are not set yet; `invariant`: also those of INVARIANTS, whatever
+    they were."""
     if not cpu and invariant:
-        os.environ[INVARIANT] = "1"
+        os.environ.update(INVARIANTS)
     for variable in ENVIRONMENT:
         if variable.where in ("both", "cpu" if cpu else "gpu"):
             os.environ.setdefault(variable.name, variable.value)
@@ -533,7 +543,19 @@ def engine_arguments(
             "logprobs_mode": "processed_logprobs",
             "allowed_media_domains": [NO_DOMAIN],
         }
-    return arguments | config.vllm
+    arguments |= config.vllm
+    compilation = arguments.get("compilation_config") or {}
+    if config.batch_invariant and not cpu and isinstance(compilation, dict):
+        # inductor's sums depend on the shapes that it was shown: norms are vLLM's own kernels. Whether it joins
+        # kernels would be decided by the clock.
+        operations = ["+rms_norm", *compilation.get("custom_ops", [])]
+        inductor = {"combo_kernels": False, **compilation.get("inductor_compile_config", {})}
+        arguments["compilation_config"] = {
+            **compilation,
+            "custom_ops": operations,
+            "inductor_compile_config": inductor,
+        }
+    return arguments
 
 
 def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:

@@ -29,6 +29,8 @@ from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
 Ints = NDArray[np.int64]
 
 _USE = "use vLLM 0.25 to 0.33"
+_TILE = 128
+"""Rows of a product that is the same whatever is beside a row."""
 _PROJECTED_AT_ONCE = 2**26
 """Numbers of hidden states that are projected at a time, in fp32 (256 MiB)."""
 
@@ -139,11 +141,10 @@ class HiddenProjection:
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype) -> None:
         """`width` and `dtype` of a hidden state."""
-        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32. vLLM's
-        # batch-invariant kernels have no such product, so then it takes two.
-        self._at_once = (
-            device.type == "cuda" and dtype == torch.bfloat16 and os.environ.get(INVARIANT) != "1"
-        )
+        self._tiled = device.type == "cuda" and os.environ.get(INVARIANT) == "1"
+        """cuBLAS adds up fp32 in another order for 16 rows and fewer: it gets as many rows every time."""
+        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
+        self._at_once = device.type == "cuda" and dtype == torch.bfloat16 and not self._tiled
         kind = dtype if self._at_once else torch.float32
         self._signs = _padded_signs(width).to(device, kind)
         self.scale = np.float32(1 / np.sqrt(width))
@@ -153,6 +154,10 @@ class HiddenProjection:
         """[n, 1 + NUMBERS] fp32 of states [n, width]; the first column is free."""
         if self._at_once:
             return torch.mm(hidden, self._signs, out_dtype=torch.float32)
+        if self._tiled:
+            missing = -len(hidden) % _TILE
+            tiles = torch.nn.functional.pad(hidden, (0, 0, 0, missing)).split(_TILE)
+            return torch.cat([tile.float() @ self._signs for tile in tiles])[: len(hidden)]
         parts = hidden.split(max(1, _PROJECTED_AT_ONCE // hidden.shape[1]))
         return torch.cat([part.float() @ self._signs for part in parts])
 

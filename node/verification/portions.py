@@ -21,6 +21,8 @@ LARGEST_PORTION = 2**17
 FIRST_PORTION = 2**13
 """The same for the first portion, before the device's speed is known."""
 SMALLEST_PORTION = 2**10
+PORTION_PARTS = 4
+"""A portion that fails is split in four: it may have wanted too much memory, or have one bad item."""
 PORTION_TIME_SHARE = 4
 """A portion should take this fraction (1/4) of the time that it has."""
 
@@ -74,7 +76,7 @@ def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
 
 
 class Portions:
-    """Measures items portion by portion with `attempt`, and one by one where a portion fails.
+    """Measures items portion by portion with `attempt`, and in smaller ones where a portion fails.
 
     One audit at a time. After AuditFailed the next attempt() must be able to work: it replaces a process that
     is lost.
@@ -105,28 +107,33 @@ class Portions:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """Measure a portion at once or, where that fails, item by item."""
-        began = time.monotonic()
-        try:
-            answers = await self._attempt(items, states, others)
-            self._pace.done(sum(_cost(one, others) for one in items), time.monotonic() - began)
-            return answers
-        except AuditFailed as error:
-            self._pace.failed()
-            logger.warning("%s; its %d branches are tried one by one", error, len(items))
+        """Measure a portion at once; what fails goes on in quarters, down to single items."""
         found: list[Measured | Unreadable] = []
         faults: list[str] = []
-        answered = False
-        for item in items:
+        answered = retried = False
+        sizes = [len(items)]
+        while sizes:
+            size = sizes.pop(0)
+            part = items[len(found) : len(found) + size]
             if len(faults) == MOST_DEADLY:
-                found.append(Unreadable("too many beside it ended the audit", proof=False))
+                found += [Unreadable("too many beside it ended the audit", proof=False)] * size
                 continue
+            began = time.monotonic()
             try:
-                found += await self._attempt([item], states, others)
+                found += await self._attempt(part, states, others)
                 answered = True
+                self._pace.done(sum(_cost(one, others) for one in part), time.monotonic() - began)
             except AuditFailed as error:
-                faults.append(str(error))
-                found.append(Unreadable(faults[-1], proof=False))
+                if size == 1 and retried:
+                    faults.append(str(error))
+                    found.append(Unreadable(faults[-1], proof=False))
+                    continue
+                if not retried:  # of a single item, too: the process may have been lost before
+                    retried = True
+                    self._pace.failed()
+                fewer = -(-size // PORTION_PARTS)
+                logger.warning("%s; its %d branches are tried %d at a time", error, size, fewer)
+                sizes[:0] = [min(fewer, size - first) for first in range(0, size, fewer)]
         if len(items) > 1 and not answered:
             raise EngineError(
                 f"no audit succeeds ({faults[0]}): check engine.device and free memory"

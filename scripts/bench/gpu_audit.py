@@ -15,6 +15,7 @@ difference in generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 me
 import argparse
 import asyncio
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -342,6 +343,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="for a machine without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all measures there")
     options = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message).160s", level=logging.INFO)
     if options.small:
         SHAPES["small"], options.shape = SMALL, "small"
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}

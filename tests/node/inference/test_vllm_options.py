@@ -99,6 +99,22 @@ def test_experts_stay_in_the_form_that_updates_are_written_to() -> None:
     assert backend(SHAPE, cpu=False) is None
 
 
+def test_batch_invariant_kernels_are_chosen_by_no_shape_and_no_clock() -> None:
+    def compilation(*, cpu: bool = False, **vllm: Any) -> Any:
+        config = EngineConfig(batch_invariant=True, vllm=vllm)
+        return engine_arguments(config, Path("m"), SHAPE, cpu=cpu).get("compilation_config")
+
+    made = {"custom_ops": ["+rms_norm"], "inductor_compile_config": {"combo_kernels": False}}
+    assert compilation() == made
+    given = {"mode": 0, "custom_ops": ["+quick_gelu"]}
+    assert compilation(compilation_config=given) == {
+        **made,
+        "mode": 0,
+        "custom_ops": ["+rms_norm", "+quick_gelu"],
+    }
+    assert compilation(cpu=True) is None
+
+
 def test_several_ranks_share_what_one_would_keep_of_the_memory() -> None:
     def cache(**shape: Any) -> int:
         config = EngineConfig(max_batch=256, max_model_len=1024, **shape)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from primerl.node.verification.portions import (
     LARGEST_PORTION,
     MOST_DEADLY,
     SMALLEST_PORTION,
+    AuditFailed,
     Pace,
+    Portions,
     portion_size,
 )
 from primerl.node.weights.state import State, Tensor
@@ -199,6 +201,21 @@ def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
     assert pace.limit == SMALLEST_PORTION
     pace.done(SMALLEST_PORTION, 50.0)
     assert pace.limit == SMALLEST_PORTION
+
+
+async def test_a_portion_that_wants_too_much_memory_is_measured_in_smaller_ones() -> None:
+    sizes: list[int] = []
+
+    async def attempt(items: Sequence[AuditItem], *_: object) -> list[Measured | Unreadable]:
+        sizes.append(len(items))
+        if len(items) > 8:
+            raise AuditFailed("out of memory")
+        return [Unreadable(str(one.token_ids[0]), proof=False) for one in items]
+
+    items = [replace(item(fake.FINE), token_ids=[number]) for number in range(64)]
+    found = await Portions(attempt, 60.0).measure(items, STATES, {})
+    assert [one.detail for one in found if isinstance(one, Unreadable)] == list(map(str, range(64)))
+    assert sizes == [64, *[16, 4, 4, 4, 4] * 4]
 
 
 @pytest.mark.nightly
