@@ -384,7 +384,7 @@ class InferenceRole:
                 self._obstacle = f"no work is leased: {reply.why or 'the trainer has none'}"
             for sealed in reply.leases:
                 self._accept(sealed, tasks)
-            if wanted and not reply.leases:
+            if wanted and not reply.leases and not reply.verdicts:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 
     def _wanted(self) -> int:
