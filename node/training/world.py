@@ -245,9 +245,9 @@ def _own_device(config: TrainingConfig) -> torch.device:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         # packs of many lengths would leave gaps: 3 of 43 GiB at 0.6B, and the auditor had no room. Not as a
         # variable: vLLM's processes, which inherit those, cannot sleep with it
-        settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        settings = settings or torch.cuda.memory._set_allocator_settings  # pyright: ignore  # torch 2.9
-        settings("expandable_segments:True")
+        core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+        if hasattr(core, "_accelerator_setAllocatorSettings"):  # torch 2.10
+            core._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
 
 
