@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -169,6 +170,13 @@ class Farewell:
     finished_s: float = 5.0
     stopped_s: float = 2.0
     """When it is stopped or fails."""
+    returned_s: float = 30.0
+    """From its start, if it resumed a run: a worker may have asked the process before it, and waits for that
+    answer first."""
+
+    def after(self, uptime_s: float) -> float:
+        """Seconds to stay after the last step of a trainer that resumed a run `uptime_s` ago."""
+        return max(self.finished_s, self.returned_s - uptime_s)
 
 
 class TrainerNode(Node):
@@ -398,7 +406,9 @@ class TrainerNode(Node):
             after = await startup.evaluate()
             await self._finish(documents, role, before, after)
             await services.head_server.wait_told(
-                registry.members(MEMBER_S), registry.left(), self.farewell.finished_s
+                registry.members(MEMBER_S),
+                registry.left(),
+                self.farewell.after(registry.uptime_s if step else math.inf),
             )
             for task in background:
                 task.cancel()

@@ -282,6 +282,11 @@ class WorkerRegistry:
             if self.proven(node) and not worker.left and worker.heard >= since
         }
 
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was made, at the trainer's start."""
+        return self.clock() - self._started
+
     def left(self) -> set[bytes]:
         """List the nodes that said goodbye and asked for nothing since."""
         return {node for node, worker in self.workers.items() if worker.left}
