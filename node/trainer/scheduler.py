@@ -5,6 +5,7 @@ Invariant: capacity bounds staleness, so no more groups are leased than the next
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import Counter, deque
@@ -288,10 +289,11 @@ class LeaseScheduler:
         epoch, version = self._publisher.order
         proven = self.registry.proven(peer)
         reputation = self.registry.reputations.get(peer) or Reputation()
+        named = self.registry.named(peer)
         share = LeaseShare(
-            reputation.trust_low,
+            1.0 if named else reputation.trust_low,
             frozenset(node for node in self.registry.pending if self.registry.proven(node)),
-            reputation.accepted / self.book.policy.group_size,
+            math.inf if named else reputation.accepted / self.book.policy.group_size,
             None if proven else self.registry.origin(peer),
         )
         while len(sealed) < wanted and version >= 0 and self.tasks.is_ready():

@@ -137,6 +137,7 @@ class WorkerRegistry:
         """Why nodes were not admitted, the newest last."""
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
+        self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation)
         for one in services.ledger.admitted():
             self.workers[one.node] = WorkerState(next(self._ranks), one.ticket, heard=clock())
@@ -148,17 +149,22 @@ class WorkerRegistry:
         return self.reputations.setdefault(node, Reputation())
 
     def proven(self, node: bytes) -> bool:
-        """Whether work of a worker was accepted; its leases then count in the run's capacity."""
+        """Whether work of a worker was accepted, or the operator named it; its leases then count in the run's
+        capacity."""
         worker = self.workers.get(node)
         if worker is None:
             return False
         if not worker.proven:
             known = self.reputations.get(node)
-            worker.proven = known is not None and known.proven
+            worker.proven = self.named(node) or (known is not None and known.proven)
             if worker.proven:
                 self.book.newcomers.proved(node)
                 self._sources_at = -math.inf  # it may be named to others now
         return worker.proven
+
+    def named(self, node: bytes) -> bool:
+        """Whether the operator named it as a reference: it need not earn its leases one by one."""
+        return self._calibration is not None and node in self._calibration.references
 
     def seen(self, peer: bytes) -> None:
         """Note that a node sent a request."""

@@ -316,8 +316,7 @@ class Swarm:
     ) -> Running:
         """Start a worker, or start one again in its old directory."""
         known = self.workers.get(name)
-        seed = name.encode().rjust(32, b"\x00")
-        worker = known or Running(SecretKey.from_seed(seed), self.directory / name)
+        worker = known or Running(key_of(name), self.directory / name)
         worker.engine = engine or WitnessEngine(self.fakes, name)
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False, "wait": True}
         base["engine"] = dict(engine_section or {})
@@ -345,7 +344,7 @@ class Swarm:
         if running.task is None:
             return
         if running is self.trainer and self._node:
-            self._node.farewell = Farewell(0.0, 0.0)  # it is killed, and waits for nobody
+            self._node.farewell = Farewell(0.0, 0.0, 0.0)  # it is killed, and waits for nobody
         running.task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await running.task
@@ -403,6 +402,11 @@ class Swarm:
         discovery = self.network.discovery(key.node_id)
         await discovery.start(bootstrap)
         return discovery
+
+
+def key_of(worker: str) -> SecretKey:
+    """The key of the worker of that name."""
+    return SecretKey.from_seed(worker.encode().rjust(32, b"\x00"))
 
 
 def at_home(network: MemoryNetwork, node_id: bytes) -> Transport:

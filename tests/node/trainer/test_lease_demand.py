@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.swarm import Swarm
+from support.swarm import Swarm, key_of
 from support.witness import Fakes, WitnessEngine
 
 ROLLOUTS = {"group_size": 4, "groups_per_batch": 16, "groups_per_lease": 1}
@@ -64,3 +64,31 @@ async def test_a_worker_holds_what_its_engine_can_do_and_one_lease_more(
         assert (shown["inflight"], shown["running"]) == (inflight, inflight)
         valve.open()
         await swarm.finished()
+
+
+@pytest.mark.parametrize(("named", "leases"), [(True, 3), (False, 1)], ids=["named", "a stranger"])
+async def test_a_worker_that_the_operator_named_need_not_earn_its_first_leases(
+    tmp_path: Path, model_dir: Path, named: bool, leases: int
+) -> None:
+    valve = Valve()
+    valve.shut = True
+    fakes = Fakes(pause=valve.pause)
+    references = [key_of("w1").node_id.hex()] if named else []
+    async with Swarm(
+        tmp_path,
+        model_dir,
+        fakes=fakes,
+        rollouts=ROLLOUTS,
+        engine={"dtype": "bfloat16"},
+        verification={"references": references},
+    ) as swarm:
+        await swarm.start_trainer()
+        section = {"dtype": "bfloat16", "concurrency": {"min_inflight": 8, "max_inflight": 8}}
+        worker = swarm.add_worker("w1", engine=WitnessEngine(fakes, "w1"), engine_section=section)
+        seen: list[int] = []
+        async with asyncio.timeout(60):
+            while seen[-30:] != [leases] * 30:
+                await asyncio.sleep(0.01)
+                seen.append((await worker.status())["leases"])
+        assert max(seen) == leases
+        valve.open()
