@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 
 _MOST_PAUSES = 64
 
+SENDING_TURNS = 4
+"""Of the event loop, within which AsyncLLM sends a new request to its engine."""
+
 
 class VllmMeter:
     """Watches one AsyncLLM; watch() comes before its first request."""
@@ -381,7 +384,7 @@ class VllmCore:
                 raise self._lost(fault)
         keys = [next(self._serial) for _ in requests]
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks, self._gathering(len(requests)):
                 for key, one in zip(keys, requests, strict=True):
                     tasks.create_task(self._read(key, one))
         except BaseExceptionGroup as group:
@@ -457,6 +460,26 @@ class VllmCore:
             yield
         finally:
             self._meter.paused(began, time.monotonic())
+            await self._call(self._llm.resume_generation())
+
+    @contextlib.asynccontextmanager
+    async def _gathering(self, requests: int) -> AsyncGenerator[None]:
+        """No step runs inside, so that the next one has all `requests` that are made there.
+
+        Otherwise the first of them gets a step of its own, the next few another: a dozen small ones, each of
+        which takes as long as a full one.
+        """
+        if requests < 2:
+            yield
+            return
+        try:
+            await self._call(
+                self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            )
+            yield
+            for _ in range(SENDING_TURNS):
+                await asyncio.sleep(0)
+        finally:
             await self._call(self._llm.resume_generation())
 
     async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
