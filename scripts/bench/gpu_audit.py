@@ -1,6 +1,6 @@
 """vLLM as the auditor: honest noise, cheats, and cost, with calibrated numerics and with exact ones.
 
-    bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b] [--hidden N --layers N] [--rollouts 256]
+    bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b] [--hidden N --layers N] [--rollouts 256] [--reply 64]
         [--numerics exact calibrated] [--eager] [--minutes 4.7] [--small]
 
 One engine generates and one audits, on one GPU; random weights, sharp enough that distributions are not flat.
@@ -44,19 +44,22 @@ from support.exact_cases import (
 
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.hosted import HostedEngine
+from primerl.node.inference.numerics import numerics_of
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.ops.errors import NodeError
 from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, evidence
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.judge import judge
+from primerl.node.verification.self_calibration import Reference, make_bounds
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State
-from primerl.protocol.manifests import RunManifest
+from primerl.protocol.manifests import ProofContract, RunManifest
+from primerl.protocol.rollouts import Evidence
 
 OWN, BEFORE, OTHER = 1, 0, 9
-PROMPT, REPLY = 64, 64
+PROMPT = 64
 SEQUENCES = 256
 CHEATED = 64
 """Rollouts of each cheat."""
@@ -89,6 +92,9 @@ class Bench:
     directory: Path
     states: dict[int, State]
     run: RunManifest
+    contract: ProofContract
+    """The bounds that judge."""
+    config: EngineConfig
     engine: HostedEngine
     auditor: VllmAuditor
     options: argparse.Namespace
@@ -114,12 +120,12 @@ def make_bench(directory: Path, states: dict[int, State], numerics: str, options
     vllm: dict[str, Any] = {"enforce_eager": True} if options.eager else {}
     if CUDA:
         vllm["gpu_memory_utilization"] = 0.45
-    exact = numerics == "exact"
+    exact, length = numerics == "exact", PROMPT + options.reply + 64
     config = EngineConfig(
         type="vllm",
         dtype="bfloat16",
         max_batch=SEQUENCES,
-        max_model_len=512,
+        max_model_len=length,
         batch_invariant=exact,
         vllm=vllm,
     )
@@ -129,10 +135,10 @@ def make_bench(directory: Path, states: dict[int, State], numerics: str, options
         run,
         proofs=proof_contract(RunConfig.model_validate(told), ""),
         sampling=structs.replace(run.sampling, temperature=1.0),
-        limits=structs.replace(run.limits, max_model_len=512),
+        limits=structs.replace(run.limits, max_model_len=length),
     )
     engine, auditor = HostedEngine(config), VllmAuditor(config, timeout_s=240.0)
-    return Bench(directory, states, run, engine, auditor, options)
+    return Bench(directory, states, run, run.proofs, config, engine, auditor, options)
 
 
 def make_states(directory: Path, options: argparse.Namespace) -> dict[int, State]:
@@ -160,7 +166,7 @@ async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
 
 async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, float]:
     """Tokens/s of generation and of audits, with and without shared prompts, and a swap."""
-    wanted = requests(len(items), PROMPT, REPLY, bench.vocabulary)
+    wanted = requests(len(items), PROMPT, bench.options.reply, bench.vocabulary)
     tokens = sum(len(one.logprobs) for one in items)
     read = sum(len(one.token_ids) for one in items)
     drawn = await seconds(lambda: play(bench.engine, wanted))
@@ -218,22 +224,38 @@ def honest_row(found: Sequence[Measured]) -> str:
     return f"{', '.join(parts)}; rollouts with equal bits {equal:.1%}"
 
 
+def evidences(found: Sequence[Measured]) -> list[Evidence]:
+    """One of each rollout."""
+    return [evidence(CheckedRollout(0, 0, [], 0.0), [one]) for one in found]
+
+
+def calibrate(bench: Bench, honest: Sequence[Measured]) -> None:
+    """Judge by bounds that are measured on these rollouts, as a run does."""
+    numerics = numerics_of(bench.config)
+    seen = [Reference(b"", OWN, one) for one in evidences(honest)]
+    bounds = make_bounds(numerics, seen, bench.run.proofs, number=1, term=0)
+    say(f"bounds of {numerics}: suspect {bounds.suspect}, reject {bounds.reject}")
+    bench.contract = bounds.applied(bench.run.proofs)
+
+
 def rejections(bench: Bench, found: Sequence[Measured]) -> tuple[int, int]:
     """How many are rejected, and how many are suspect."""
-    rollout = CheckedRollout(0, 0, [], 0.0)
-    judged = [judge(evidence(rollout, [one]), bench.run.proofs) for one in found]
+    judged = [judge(seen, bench.contract) for seen in evidences(found)]
     return sum(one.reason is not None for one in judged), sum(one.suspect for one in judged)
 
 
 async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measured]]:
     """The measures of some rollouts of each cheat."""
     own, few = bench.states[OWN], items[:CHEATED]
-    wanted = requests(CHEATED, PROMPT, REPLY, bench.vocabulary)
+    wanted = requests(CHEATED, PROMPT, bench.options.reply, bench.vocabulary)
     found: dict[str, list[Measured]] = {}
-    hot = await play(bench.engine, [replace(one, temperature=1.03) for one in wanted])
-    found["temperature 1.03"] = await bench.audit(hot)
-    found["logprobs + 0.001"] = await bench.audit(shifted(few, 0.001))
-    for name, change in (("a step of lr 1e-6", stepped(1e-6)), ("low rank, 1 %", low_rank(0.01))):
+    for warmer in (1.003, 1.01, 1.03):
+        hot = await play(bench.engine, [replace(one, temperature=warmer) for one in wanted])
+        found[f"temperature {warmer}"] = await bench.audit(hot)
+    for shift in (0.001, 0.01, 0.03, 0.075):
+        found[f"logprobs + {shift}"] = await bench.audit(shifted(few, shift))
+    changes_of = {f"low rank, {100 * share:g} %": low_rank(share) for share in (0.001, 0.003, 0.01)}
+    for name, change in [("a step of lr 1e-6", stepped(1e-6)), *changes_of.items()]:
         if bench.left_s < 30:
             say(f"left out: {name}")
             continue
@@ -263,7 +285,7 @@ async def measure(bench: Bench, numerics: str) -> dict[str, Any]:
     try:
         await bench.engine.load(OWN, bench.states[OWN])
         items = await play(
-            bench.engine, requests(options.rollouts, PROMPT, REPLY, bench.vocabulary)
+            bench.engine, requests(options.rollouts, PROMPT, options.reply, bench.vocabulary)
         )
         say(
             f"{numerics}: the engine that generates is warm after {time.perf_counter() - began:.0f} s"
@@ -272,6 +294,10 @@ async def measure(bench: Bench, numerics: str) -> dict[str, Any]:
         await bench.audit(items[:8])
         say(f"{numerics}: that which audits after {time.perf_counter() - began:.0f} s more")
         honest = await bench.audit(items, beside=True)
+        if numerics != "exact":
+            half = len(honest) // 2
+            calibrate(bench, honest[:half])
+            honest = honest[half:]
         rejected, suspected = rejections(bench, honest)
         say(f"{numerics}: honest, {len(honest)} rollouts, mean/largest: {honest_row(honest)}")
         say(f"{numerics}: honest: {rejected} rejected, {suspected} suspect")
@@ -335,6 +361,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, help="width, in place of the shape's")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
     parser.add_argument("--rollouts", type=int, default=256)
+    parser.add_argument("--reply", type=int, default=64, help="tokens of each")
     parser.add_argument(
         "--numerics", nargs="+", choices=["exact", "calibrated"], default=["exact", "calibrated"]
     )
