@@ -38,6 +38,8 @@ NOT_KERNELS = (
 )
 """What `engine.vllm` says of memory, of requests and of graphs. Tokens of a step are not among it: what is
 compiled is compiled for as many."""
+KERNELS = 2
+"""Number of what this package puts in the place of vLLM's batch-invariant kernels on a GPU (vllm_worker.py)."""
 BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 """Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""
@@ -55,6 +57,8 @@ def engine_class(
     named = device() if device else (gpu_family() if gpus else cpu_family())
     words = [f"vLLM {installed_release() if release is None else release}", named]
     words += [f"tp {tp}", *([f"pp {config.pp}"] if config.pp > 1 else [])]
+    if gpus:
+        words.append(f"kernels {KERNELS}")
     if kernels := kernel_options(config.vllm):
         words.append(json.dumps(kernels, sort_keys=True))
     return ", ".join(words)

@@ -9,6 +9,7 @@ from support.protocol_cases import MANIFEST
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.run import RunConfig
+from primerl.node.inference import numerics
 from primerl.node.inference.numerics import (
     check_exact,
     engine_class,
@@ -35,6 +36,16 @@ def test_a_class_names_release_device_and_cut() -> None:
     assert named() == "vLLM 0.32.0, NVIDIA H100, tp 1"
     assert named(tp=4, pp=2) == "vLLM 0.32.0, NVIDIA H100, tp 4, pp 2"
     assert engine_class(config(), "0.33.0", lambda: "NVIDIA H100") != named()
+
+
+def test_a_class_on_gpus_names_the_kernels_that_are_not_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def one(_: EngineConfig) -> int:
+        return 1
+
+    monkeypatch.setattr(numerics, "visible_gpus", one)
+    assert named().startswith("vLLM 0.32.0, NVIDIA H100, tp 1, kernels ")
 
 
 def test_what_may_choose_a_kernel_is_in_the_class_and_memory_is_not() -> None:
