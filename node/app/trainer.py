@@ -171,11 +171,11 @@ class Farewell:
     stopped_s: float = 2.0
     """When it is stopped or fails."""
     returned_s: float = 30.0
-    """From its start, if it resumed a run: a worker may have asked the process before it, and waits for that
-    answer first."""
+    """Since it can be reached, if it resumed a run: a worker may have asked the process before it, and first
+    waits for that answer."""
 
     def after(self, uptime_s: float) -> float:
-        """Seconds to stay after the last step of a trainer that resumed a run `uptime_s` ago."""
+        """Seconds to stay after the last step of a trainer that resumed a run and is there for `uptime_s`."""
         return max(self.finished_s, self.returned_s - uptime_s)
 
 

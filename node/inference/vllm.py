@@ -451,12 +451,13 @@ class VllmCore:
     # -- weights -----------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncGenerator[None]:
-        """No step runs inside. Entering waits for the step that does and drops all keys and values."""
+    async def _paused(self, *, clear_cache: bool = True) -> AsyncGenerator[None]:
+        """No step runs inside. Entering waits for the step that does; with `clear_cache` it drops all keys and
+        values."""
         core, began = self._llm.engine_core, time.monotonic()
         try:
             # AsyncLLM's own method would add a sleep of 20 ms
-            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
             yield
         finally:
             self._meter.paused(began, time.monotonic())
@@ -472,15 +473,10 @@ class VllmCore:
         if requests < 2:
             yield
             return
-        try:
-            await self._call(
-                self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            )
+        async with self._paused(clear_cache=False):
             yield
             for _ in range(SENDING_TURNS):
                 await asyncio.sleep(0)
-        finally:
-            await self._call(self._llm.resume_generation())
 
     async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
         """Have `method` of the workers write the weights of `version` while nothing is generated."""

@@ -290,7 +290,7 @@ class WorkerRegistry:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it was made, at the trainer's start."""
+        """Seconds since it was made, when the trainer can be reached."""
         return self.clock() - self._started
 
     def left(self) -> set[bytes]:

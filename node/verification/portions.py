@@ -122,7 +122,9 @@ class Portions:
             try:
                 found += await self._attempt(part, states, others)
                 answered = True
-                self._pace.done(sum(_cost(one, others) for one in part), time.monotonic() - began)
+                if not retried:  # smaller ones say nothing of what the next portion may want
+                    cost = sum(_cost(one, others) for one in part)
+                    self._pace.done(cost, time.monotonic() - began)
             except AuditFailed as error:
                 if size == 1 and retried:
                     faults.append(str(error))

@@ -58,20 +58,7 @@ async def row_of(swarm: Swarm, worker: Running) -> dict[str, Any]:
 
 async def until_accepted(swarm: Swarm, worker: Running) -> None:
     """Wait until work of a node was accepted."""
-    await until_row(swarm, worker, lambda row: bool(row["accepted"]))
-
-
-async def until_row(
-    swarm: Swarm, worker: Running, holds: Callable[[dict[str, Any]], bool]
-) -> dict[str, Any]:
-    """Wait until the trainer shows something of a node."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            rows = {row["id"]: row for row in await swarm.trainer.peers()}
-            row = rows.get(worker.node_id.hex())
-            if row is not None and holds(row):
-                return row
-            await asyncio.sleep(0.02)
+    await swarm.until_row(worker, lambda row: bool(row["accepted"]), DEADLINE)
 
 
 class RandomProof(WitnessEngine):
@@ -104,7 +91,9 @@ async def test_a_cheat_is_banned_also_while_nothing_is_measured(
         guilty = swarm.add_worker(
             "guilty", engine=cheat(swarm.fakes, "guilty"), engine_section=BF16
         )
-        row = await until_row(swarm, guilty, lambda row: row["refused"].startswith("banned"))
+        row = await swarm.until_row(
+            guilty, lambda row: row["refused"].startswith("banned"), DEADLINE
+        )
         assert (row["accepted"], row["top_reason"]) == (0, reason.value)
         status = await until_told(swarm.trainer, lambda told: told["step"] >= 2)
         assert any("bounds of noise are provisional" in one for one in status["warnings"])

@@ -75,15 +75,7 @@ async def test_a_newcomer_is_proved_in_the_middle_of_a_flood_as_slots_are_passed
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(take(swarm, f"sybil {n}", stack) for n in range(12)))
             late = swarm.add_worker("late")
-            async with asyncio.timeout(SOON):
-                while True:
-                    row = next(
-                        (r for r in await swarm.trainer.peers() if r["id"] == late.node_id.hex()),
-                        None,
-                    )
-                    if row is not None and row["accepted"] > 16:
-                        break
-                    await asyncio.sleep(0.05)
+            await swarm.until_row(late, lambda row: row["accepted"] > 16, SOON)
 
 
 async def test_the_ticket_whose_keys_answer_nothing_is_named_with_what_to_do(
@@ -129,12 +121,10 @@ async def test_keys_without_a_ticket_do_not_keep_workers_out(
         swarm.add_worker("honest")  # one that proved itself
         new = swarm.add_worker("new")  # one that has a ticket and nothing else
         await swarm.wait_step(await version(swarm) + 3, SOON)
-        async with asyncio.timeout(SOON):
-            while True:
-                rows = {row["id"]: row for row in await swarm.trainer.peers()}
-                if rows.get(new.node_id.hex(), {}).get("accepted"):
-                    break
-                await asyncio.sleep(0.05)
+        await swarm.until_row(new, lambda row: row["accepted"] > 0, SOON)
+        assert all(
+            row["accepted"] for row in await swarm.trainer.peers() if row["role"] == "inference"
+        )
 
 
 async def test_keys_with_a_ticket_do_not_keep_workers_out_that_proved_themselves(

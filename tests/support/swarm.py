@@ -328,6 +328,18 @@ class Swarm:
         self.workers[name] = worker
         return worker
 
+    async def until_row(
+        self, worker: Running, holds: Callable[[dict[str, Any]], bool], timeout: float
+    ) -> dict[str, Any]:
+        """Wait until the trainer shows something of a node."""
+        async with asyncio.timeout(timeout):
+            while True:
+                rows = {row["id"]: row for row in await self.trainer.peers()}
+                row = rows.get(worker.node_id.hex())
+                if row is not None and holds(row):
+                    return row
+                await asyncio.sleep(0.02)
+
     async def stop_worker(self, name: str) -> None:
         """Ask it to leave, and wait until it has."""
         worker = self.workers[name]
