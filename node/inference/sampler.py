@@ -67,17 +67,23 @@ def draw(
 
 
 def weigh(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tokens: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    noise: Tensor,
 ) -> Tensor:
     """Margins and logprobs [2, B] fp32 of `tokens` [B] int64 that are claimed to be drawn; others as draw().
 
-    A margin is by how much the best score beats that of the claimed token, exactly 0 if draw() draws it; both
-    are infinite or NaN where some logit is no number.
+    `noise` [B] is gumbel_at(seeds, positions, tokens): fifty small kernels, so callers that weigh in chunks
+    compute it for all rows at once. A margin is by how much the best score beats that of the claimed token,
+    exactly 0 if draw() draws it; both are infinite or NaN where some logit is no number.
     """
     best = draw(logits, temperature, seeds, positions)
     # the very operations of draw()
     scaled = logits.gather(1, tokens[:, None])[:, 0].float() * temperature.reciprocal()
-    margins = best.scores - (gumbel_at(seeds, positions, tokens) + scaled)
+    margins = best.scores - (noise + scaled)
     logprobs = scaled - best.logsumexp
     return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 

@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -384,8 +384,12 @@ class VllmCore:
                 raise self._lost(fault)
         keys = [next(self._serial) for _ in requests]
         try:
-            async with asyncio.TaskGroup() as tasks, self._gathering(len(requests)):
-                for key, one in zip(keys, requests, strict=True):
+            async with asyncio.TaskGroup() as tasks:
+                work = deque(zip(keys, requests, strict=True))
+                async with self._gathering(len(requests)):
+                    for key, one in self._step_of(work):
+                        tasks.create_task(self._read(key, one))
+                for key, one in work:  # while the first step is computed
                     tasks.create_task(self._read(key, one))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -396,6 +400,15 @@ class VllmCore:
         if missing := set(keys) - found.keys():
             raise self._lost(f"did not measure {len(missing)} texts that it has read")
         return [found[key] for key in keys]
+
+    def _step_of(
+        self, work: deque[tuple[int, PrefillRequest]]
+    ) -> Iterator[tuple[int, PrefillRequest]]:
+        """Take texts from the left of `work` until they fill a step."""
+        room = self._llm.vllm_config.scheduler_config.max_num_batched_tokens
+        while work and room > 0:
+            room -= len(work[0][1].token_ids)
+            yield work.popleft()
 
     async def _read(self, key: int, request: PrefillRequest) -> None:
         """Have vLLM read one text. The token that it draws behind it is of no use."""
@@ -465,7 +478,7 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _gathering(self, requests: int) -> AsyncGenerator[None]:
-        """No step runs inside, so that the next one has all `requests` that are made there.
+        """No step runs inside, so that the next one has all that is made there of `requests`.
 
         Otherwise the first of them gets a step of its own, the next few another: a dozen small ones, each of
         which takes as long as a full one.

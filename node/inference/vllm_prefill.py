@@ -21,11 +21,11 @@ from torch import Tensor
 
 from .device import Mark, download, upload_array
 from .prefill import COLUMNS, PREFILL, PROJECTED, read_claims
-from .sampler import weigh
+from .sampler import gumbel_at, weigh
 from .vllm_sampling import HiddenProjection, is_second
 
-LOGITS = 2**26
-"""Logits at a time, as if all were fp32 (256 MiB)."""
+LOGITS = 2**27
+"""Logits at a time (512 MiB of fp32, half of it in bf16)."""
 TILE = 128
 """Rows that a GPU multiplies at once: a few more would cost as much as a whole tile."""
 
@@ -188,6 +188,7 @@ class PromptReader:
         seeds, places, tokens = upload_array(columns, hidden.device)
         warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
         temperatures = upload_array(np.concatenate(warm)[drawn], hidden.device)
+        noise = gumbel_at(seeds, places, tokens)
         result = found[at]
         for start in range(0, len(at), self._at_once):
             cut = slice(start, start + self._at_once)
@@ -196,7 +197,8 @@ class PromptReader:
                 continue  # vLLM gathers them on another rank
             if not self._second:
                 logits = logits.float()  # as V1's sampler sees them; V2's keep the model's type
-            weighed = weigh(logits, temperatures[cut], seeds[cut], places[cut], tokens[cut])
+            columns = (temperatures, seeds, places, tokens, noise)
+            weighed = weigh(logits, *(one[cut] for one in columns))
             result[cut, :PROJECTED] = weighed.T
         return result
 

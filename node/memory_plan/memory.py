@@ -565,7 +565,7 @@ def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
     step = AUDIT_TOKENS * width * element + 3 * AUDIT_LOGITS
     computing = MemoryItem("an audit's forward pass", step, f"{AUDIT_TOKENS} tokens", True)
     if config.auditor == "vllm":
-        tokens = AUDIT_TOKENS + config.training.seq_len
+        tokens = 2 * AUDIT_TOKENS + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
         return [
             MemoryItem("the auditor's weights", network, "one version"),

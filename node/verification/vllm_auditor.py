@@ -95,8 +95,9 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     """Make the config of an engine that audits `run`, from that of one that generates on this machine.
 
     `shape` is the model's config.json. Its kernels are those of a worker: dtype, tp and what `engine.vllm` says
-    of them. Its memory is its own: keys and values of one step and of the longest text, no CUDA graphs. Where
-    numerics are exact steps and graphs are a worker's, too: what is compiled depends on both.
+    of them. Its memory is its own: keys and values of the longest text and of two steps, for one is scheduled
+    while the other is computed; no CUDA graphs. Where numerics are exact steps and graphs are a worker's, too:
+    what is compiled depends on both.
     Raises UsageError for an engine that these GPUs cannot have.
     """
     gpus = visible_gpus(config)
@@ -119,7 +120,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     step = STEP_TOKENS["cuda" if gpus else "cpu"]
     vllm = kernel_options(config.vllm)
     step = max(step, vllm.get("max_num_batched_tokens") or 0)
-    tokens = step + run.limits.max_model_len
+    tokens = 2 * step + run.limits.max_model_len
     vllm |= {
         "kv_cache_memory_bytes": tokens * _token_bytes(config, shape),
         "enable_prefix_caching": True,

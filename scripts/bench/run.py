@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,14 +37,16 @@ from shapes import SHAPES
 
 HERE = Path(__file__).parent
 RUN = "run"
-LIKELY = 10.0
-"""Factor of the output rows of the tokens that are drawn."""
+LIKELY = 16.0
+"""By how much the logits of the tokens that are drawn are above all others."""
+CONSTANT = 0.3
+"""Of every embedding, in units of the root of the width: some three times what else a state gets."""
 WARM_STEPS = 3
 """Steps that are not counted: engines compile, and nothing is in flight yet."""
 LOOK_S = 0.5
 START_S = 400.0
 QUICK = {
-    **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 24, "mean": 24, "most": 96},
+    **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 24, "mean": 60, "most": 240},
     **{"groups": 8, "group_size": 8, "inflight": 64, "synchronous": 6, "lr": 1e-6},
 }
 
@@ -51,11 +54,15 @@ QUICK = {
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
     options = parse()
+    signal.signal(signal.SIGTERM, end)  # also then the logs are kept, and no process stays
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_model(directory / "model", options)
         engine = asyncio.run(engine_alone(directory, options))
-        print(f"engine alone: {engine['tokens_per_s']:.0f} tokens/s", flush=True)
+        print(
+            f"engine alone: {engine['tokens_per_s']:.0f} tokens/s, {engine['mean']:.0f} a reply",
+            flush=True,
+        )
         trainer = trainer_alone(directory, options)
         print(f"trainer alone: {trainer['tokens_per_s']:.0f} tokens/s", flush=True)
         whole = run_whole(directory / "whole", directory / "model", options, options.bound)
@@ -71,6 +78,11 @@ def main() -> int:
         rows = [{"name": name, "value": value} for name, value in found.items()]
         options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
     return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+def end(signum: int, frame: object) -> None:
+    """Unwind, as Ctrl-C does."""
+    sys.exit(128 + signum)
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +117,12 @@ def parse() -> argparse.Namespace:
 
 
 def make_model(directory: Path, options: argparse.Namespace) -> None:
-    """Random weights that draw about `mean` tokens evenly, one of which ends a reply."""
+    """Random weights that draw about `mean` tokens evenly, one of which ends a reply.
+
+    Random states favour some tokens over others, differently everywhere. So one dimension of the embeddings is
+    as large as all others of a state together ever get: it is nearly the same in every state, and in the output
+    head it tells the tokens that are drawn from those that are not.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -115,13 +132,15 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     changes = {"tie_word_embeddings": False, "max_position_embeddings": length(options)}
     config = ModelCreateConfig.model_validate({**SHAPES[options.shape], **changes})
     huggingface.create(directory, config, seed=0)
-    generation = directory / "generation_config.json"
-    settings = json.loads(generation.read_text())
-    ends = settings["eos_token_id"]
+    ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
     drawn = [one for one in range(config.vocab_size) if one != ends][: options.mean - 1]
     path = directory / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
-    tensors["lm_head.weight"][[ends, *drawn]] *= LIKELY
+    root = math.sqrt(config.hidden_size)
+    tensors["model.embed_tokens.weight"][:, 0] = CONSTANT * root
+    head = tensors["lm_head.weight"]
+    head[:, 0] = 0
+    head[[ends, *drawn], 0] = LIKELY / root  # a normed state is `root` long, nearly all of it there
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -184,12 +203,22 @@ def run_whole(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     log = directory / "rl.log"
     looks: list[tuple[float, dict[str, Any]]] = []
+    metrics = directory / RUN / "metrics.jsonl"
+    shown = 0
     began = time.time()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         try:
             while process.poll() is None and time.time() - began < options.limit:
                 looks += look(directory / RUN / "worker_1")
+                lines = read_lines(metrics)
+                for line in lines[shown:]:
+                    print(
+                        f"{directory.name}: step {line['step']} after {line['time'] - began:.0f} s, "
+                        f"{line['tokens']:.0f} tokens",
+                        flush=True,
+                    )
+                shown = len(lines)
                 time.sleep(LOOK_S)
         finally:
             process.terminate()
@@ -197,12 +226,18 @@ def run_whole(
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{directory.name}.log").write_text(tail(directory, 200_000))
-    metrics = directory / RUN / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.open()] if metrics.exists() else []
+    lines = read_lines(metrics)
     if len(lines) < WARM_STEPS + 3:
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
     return {"began": began, "lines": lines, "looks": looks}
+
+
+def read_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The steps so far."""
+    if not metrics.exists():
+        return []
+    return [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
 
 
 def look(data_dir: Path) -> list[tuple[float, dict[str, Any]]]:

@@ -439,7 +439,7 @@ def test_an_auditor_that_is_vllm_has_one_version_and_a_short_cache() -> None:
         items = named(plan_trainer(by_vllm, shape, gpu=True)[1])
         assert "the auditor's networks" not in items
         assert items["the auditor's weights"] == 2 * shape.parameters
-        tokens = 2**14 + run().training.seq_len
+        tokens = 2 * 2**14 + run().training.seq_len
         assert items["the auditor's keys and values"] == (
             tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
         )

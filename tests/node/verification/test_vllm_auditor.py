@@ -281,7 +281,7 @@ def test_the_engine_that_audits_keeps_the_kernels_and_takes_little_memory() -> N
         "max_num_batched_tokens": step,
         "enable_prefix_caching": True,
         # key and value x layers x heads x size x bytes
-        "kv_cache_memory_bytes": (step + run.limits.max_model_len) * 2 * 2 * 2 * 16 * 2,
+        "kv_cache_memory_bytes": (2 * step + run.limits.max_model_len) * 2 * 2 * 2 * 16 * 2,
     }
     assert (found.dtype, found.tp, found.dp, found.batch_invariant) == ("bfloat16", 1, 1, False)
     assert found.max_model_len == run.limits.max_model_len
