@@ -110,8 +110,13 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
 
 
 def auditing(config: RunConfig) -> EngineConfig:
-    """The config of an engine of the type that audits."""
-    return config.engine.model_copy(update={"type": config.auditor})
+    """The config of an engine of the type that audits here."""
+    from ..inference.vllm_arguments import is_installed
+
+    kind = config.auditor
+    if config.verification.auditor == "auto" and config.verification.numerics != "exact":
+        kind = kind if is_installed() else "hf"
+    return config.engine.model_copy(update={"type": kind})
 
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:

@@ -297,10 +297,10 @@ class VerificationConfig(BaseConfig):
     )
     """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
     auditor: Literal["auto", "hf", "vllm"] = "auto"
-    """Engine that audits: `auto` is `vllm` where numerics are exact, else `hf`. `vllm`, the workers' engine,
-    audits whatever it serves and shares the prompts of a group; it has not audited a whole run on a GPU yet.
-    It cannot measure states at the boundaries of a pipeline between nodes: rollouts that come out of one
-    are audited by `hf` beside it."""
+    """Engine that audits. `auto` is that of the workers where rounding matters, which is `vllm` in bfloat16 or
+    with exact numerics, and `hf` otherwise, and where the trainer's machine has no vLLM. `vllm` audits whatever
+    it serves and shares the prompts of a group. It cannot measure states at the boundaries of a pipeline
+    between nodes: rollouts that come out of one are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
     family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B, on an
@@ -505,9 +505,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     @property
     def auditor(self) -> Literal["hf", "vllm"]:
-        """The engine that audits."""
-        chosen, exact = self.verification.auditor, self.verification.numerics == "exact"
-        return chosen if chosen != "auto" else "vllm" if exact else "hf"
+        """The engine that audits, where it is installed."""
+        if self.verification.auditor != "auto":
+            return self.verification.auditor
+        exact, rounds = self.verification.numerics == "exact", self.engine.dtype == "bfloat16"
+        return "vllm" if self.engine.type == "vllm" and (exact or rounds) else "hf"
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":

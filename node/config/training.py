@@ -186,6 +186,8 @@ class TrainingConfig(BaseConfig):
     """torch.compile of each layer; default: on a GPU."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`selective` keeps attention's output and computes the rest of a layer again; `full` all of it."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Most of each GPU's memory that the learner takes; what it keeps for reuse is freed before that."""
     optimizer_offload: bool = False
     """Keep the optimizer's moments in the host's memory between steps."""
     head_chunk: Positive = 8192

@@ -100,7 +100,9 @@ class Projection:
 
         `others` are those of the same tokens under other policies. The distance is |decoded - own| / |own| over
         the whole reply, own being rounded like a proof. `own` and `others` compare with unrounded states,
-        each token in units of its own mean square, and weighed (_weighed_sums()).
+        each token in units of its own mean square, and weighed (_weighed_sums()). A token whose bytes are the
+        very ones of its own state never speaks for another policy: what is left is rounding, and where states
+        are alike from token to token another policy can be nearer to what they are rounded to, every time.
         Raises BadProof; ProofFailed if own or other hidden states are not finite, which is not the sender's
         fault.
         """
@@ -180,8 +182,11 @@ def _compare(proof: bytes, projected: Floats, others: Sequence[Floats]) -> Compa
     power = np.mean(projected**2, axis=1)
     power[power == 0] = 1
     squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (projected, *others)])
+    expected = rounded(projected.astype(np.float32))
+    explained = (decoded == expected).all(axis=1)
+    squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
     own, *rest = _weighed_sums(squares).tolist()
-    distance = _distance(decoded, rounded(projected.astype(np.float32)))
+    distance = _distance(decoded, expected)
     return Compared(distance, decoded.size, own, tuple(rest))
 
 

@@ -4,14 +4,14 @@ The noise is noise.py's, so what a row draws cannot depend on its neighbours, it
 size of the batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .device import compiles
-from .noise import chunk, gumbel
-from .noise import gumbel_at as gumbel_at
+from .noise import chunk, gumbel, gumbel_at
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,34 @@ def draw(
 
 
 def weigh(
-    logits: Tensor,
+    logits: Callable[[slice], Tensor | None],
+    at_once: int,
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
     tokens: Tensor,
-    noise: Tensor,
 ) -> Tensor:
-    """Margins and logprobs [2, B] fp32 of `tokens` [B] int64 that are claimed to be drawn; others as draw().
+    """Margins and logprobs [2, N] fp32 of `tokens` [N] int64 that are claimed to be drawn; others as draw().
 
-    `noise` [B] is gumbel_at(seeds, positions, tokens): fifty small kernels, so callers that weigh in chunks
-    compute it for all rows at once. A margin is by how much the best score beats that of the claimed token,
-    exactly 0 if draw() draws it; both are infinite or NaN where some logit is no number.
+    `logits(rows)` gives those of some rows, `at_once` at most; None: nobody needs them on this rank. A margin
+    is by how much the best score beats that of the claimed token, exactly 0 if draw() draws it; both are
+    infinite or NaN where some logit is no number.
     """
-    best = draw(logits, temperature, seeds, positions)
+    # what is done once for all rows is not launched for each part
+    found = torch.zeros(3, len(tokens), device=tokens.device)
+    for start in range(0, len(tokens), at_once):
+        rows = slice(start, start + at_once)
+        part = logits(rows)
+        if part is None:
+            continue
+        best = draw(part, temperature[rows], seeds[rows], positions[rows])
+        found[0, rows], found[1, rows] = best.scores, best.logsumexp
+        found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
+    scores, sums, claimed = found
     # the very operations of draw()
-    scaled = logits.gather(1, tokens[:, None])[:, 0].float() * temperature.reciprocal()
-    margins = best.scores - (noise + scaled)
-    logprobs = scaled - best.logsumexp
+    scaled = claimed * temperature.reciprocal()
+    margins = scores - (gumbel_at(seeds, positions, tokens) + scaled)
+    logprobs = scaled - sums
     return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 
 

@@ -279,6 +279,9 @@ class VllmCore:
         self._api: ApiOptions | None = None
         self._server: ApiServer | None = None
         self._reads = False
+        self._installing = asyncio.Lock()
+        self._reading = 0
+        """prefill() calls under way."""
 
     def prepare_api(self, options: ApiOptions) -> None:
         """Start with what vLLM's own server needs; before start()."""
@@ -376,30 +379,39 @@ class VllmCore:
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
         """Read checked texts and measure their claims: the rows of each (see prefill.read_rows())."""
         self._require_alive()
-        if not self._reads:
-            self._reads = True
-            async with self._paused():
-                faults = await self._rpc("primerl_read")
-            if fault := next(filter(None, faults), ""):
-                raise self._lost(fault)
+        await self._install_reader()
         keys = [next(self._serial) for _ in requests]
+        work = deque(zip(keys, requests, strict=True))
+        self._reading += 1
         try:
             async with asyncio.TaskGroup() as tasks:
-                work = deque(zip(keys, requests, strict=True))
-                async with self._gathering(len(requests)):
-                    for key, one in self._step_of(work):
-                        tasks.create_task(self._read(key, one))
+                if self._reading == 1:  # nothing else gives the engine a full step
+                    async with self._gathering(len(requests)):
+                        for key, one in self._step_of(work):
+                            tasks.create_task(self._read(key, one))
                 for key, one in work:  # while the first step is computed
                     tasks.create_task(self._read(key, one))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         finally:  # also when cancelled: the worker forgets them
+            self._reading -= 1
             answers = asyncio.ensure_future(self._rpc("primerl_rows", keys))
             await asyncio.shield(answers)
         found = {key: rows for answer in answers.result() for key, rows in answer}
         if missing := set(keys) - found.keys():
             raise self._lost(f"did not measure {len(missing)} texts that it has read")
         return [found[key] for key in keys]
+
+    async def _install_reader(self) -> None:
+        """Have the workers measure prompts, from the first text on."""
+        async with self._installing:
+            if self._reads:
+                return
+            async with self._paused():
+                faults = await self._rpc("primerl_read")
+            if fault := next(filter(None, faults), ""):
+                raise self._lost(fault)
+            self._reads = True
 
     def _step_of(
         self, work: deque[tuple[int, PrefillRequest]]
@@ -647,6 +659,7 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
+        "skip_clone": True,  # nobody else has them
         "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
     }
 

@@ -10,7 +10,7 @@ is not computed again, so it gives none: the caller asks for those once more, wi
 are known (see vllm_sampling.py). Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .device import Mark, download, upload_array
 from .prefill import COLUMNS, PREFILL, PROJECTED, read_claims
-from .sampler import gumbel_at, weigh
+from .sampler import weigh
 from .vllm_sampling import HiddenProjection, is_second
 
 LOGITS = 2**27
@@ -80,6 +80,10 @@ class _Copy(NamedTuple):
     """[rows, COLUMNS] fp32, not scaled."""
     mark: Mark
 
+    def has(self, keys: Set[int]) -> bool:
+        """Whether rows of one of these texts are among them."""
+        return any(part.text.key in keys for part in self.parts)
+
 
 class PromptReader:
     """Wraps one model runner: install() first, outside of any step.
@@ -109,8 +113,10 @@ class PromptReader:
 
     def collect(self, keys: Sequence[int]) -> list[list[Any]]:
         """Return [key, rows as bytes] of each text that was read, and forget it."""
-        self._settle()
         wanted = set(keys)
+        steps = enumerate(self._copies, start=1)
+        # no later ones: the device is still busy with those
+        self._settle(max((at for at, copy in steps if copy.has(wanted)), default=0))
         for name in [name for name, one in self._reading.items() if one.key in wanted]:
             del self._reading[name]  # it was given up
         found = [self._read.pop(key) for key in keys if key in self._read]
@@ -149,8 +155,8 @@ class PromptReader:
         drawn = np.concatenate([part.text.drawn[part.claims] for part in parts])
         if drawn.any():
             at = upload_array(np.flatnonzero(drawn), self._runner.device)
-            found.index_copy_(0, at, self._weighed(hidden, found, at, parts, drawn))
-        self._settle()
+            found[:, :PROJECTED].index_copy_(0, at, self._weighed(hidden[at], parts, drawn).T)
+        self._settle(len(self._copies))
         if self.collecting:
             host = download(found)
             self._copies.append(_Copy(parts, host, Mark(self._runner.device)))
@@ -172,39 +178,31 @@ class PromptReader:
 
     def _weighed(
         self,
-        hidden: Tensor,
-        found: Tensor,
-        at: Tensor,
+        led: Tensor,
         parts: Sequence[_Part],
         drawn: NDArray[np.bool_],
     ) -> Tensor:
-        """`found[at]` with margins and logprobs of the claims `drawn` among those of `parts`."""
+        """Margins and logprobs [2, N] of the claims `drawn` among all of `parts`, to which `led` [N, d] led."""
         columns = np.stack(
             [
                 np.concatenate([getattr(part.text, name)[part.claims] for part in parts])[drawn]
                 for name in ("seeds", "places", "tokens")
             ]
         )
-        seeds, places, tokens = upload_array(columns, hidden.device)
+        seeds, places, tokens = upload_array(columns, led.device)
         warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
-        temperatures = upload_array(np.concatenate(warm)[drawn], hidden.device)
-        noise = gumbel_at(seeds, places, tokens)
-        result = found[at]
-        for start in range(0, len(at), self._at_once):
-            cut = slice(start, start + self._at_once)
-            logits = self._runner.model.compute_logits(hidden[at[cut]])
-            if logits is None:
-                continue  # vLLM gathers them on another rank
-            if not self._second:
-                logits = logits.float()  # as V1's sampler sees them; V2's keep the model's type
-            columns = (temperatures, seeds, places, tokens, noise)
-            weighed = weigh(logits, *(one[cut] for one in columns))
-            result[cut, :PROJECTED] = weighed.T
-        return result
+        temperatures = upload_array(np.concatenate(warm)[drawn], led.device)
 
-    def _settle(self) -> None:
-        """File the rows of the steps that are done. Waits for the device."""
-        for copy in self._copies:
+        def logits(rows: slice) -> Tensor | None:
+            found = self._runner.model.compute_logits(led[rows])
+            # V1's sampler sees them as fp32; V2's keep the model's type; vLLM gathers them on one rank
+            return found if found is None or self._second else found.float()
+
+        return weigh(logits, self._at_once, temperatures, seeds, places, tokens)
+
+    def _settle(self, steps: int) -> None:
+        """File the rows of the first `steps` that are on their way. Waits for the device."""
+        for copy in self._copies[:steps]:
             copy.mark.wait()
             rows = copy.found.numpy().copy()
             rows[:, PROJECTED:] *= self._projection.scale
@@ -212,7 +210,7 @@ class PromptReader:
             for text, claims, _ in copy.parts:
                 text.rows[claims] = rows[start : start + len(claims)]
                 start += len(claims)
-        self._copies.clear()
+        del self._copies[:steps]
 
 
 def step_rows(runner: Any, state: Any) -> list[StepRows]:

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
-from ..memory_plan.memory import worker_share
+from ..memory_plan.memory import plan_trainer, worker_share
 from ..memory_plan.shape import ModelShape, read_shape
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
@@ -130,10 +131,23 @@ MOST = 0.7
 LEAST = 0.03
 
 
-def planned_share(
+class MemoryShares(NamedTuple):
+    """Shares of a GPU's memory for those who have it together."""
+
+    workers: float
+    """vLLM's gpu_memory_utilization, of all workers together."""
+    trainer: float
+    """training.gpu_memory_utilization."""
+
+
+UNPLANNED = MemoryShares(workers=0.4, trainer=0.5)
+"""Where the model's shape is unknown."""
+
+
+def planned_shares(
     config: RunConfig, gpus: Callable[[], Sequence[GpuMemory]] = visible_memory
-) -> float | None:
-    """Plan vLLM's gpu_memory_utilization beside the trainer of `config`; None if model or GPU are unknown.
+) -> MemoryShares | None:
+    """Plan the memory of a GPU that vLLM shares with the trainer of `config`; None if model or GPU are unknown.
 
     Raises UsageError where the trainer leaves nothing.
     """
@@ -141,16 +155,17 @@ def planned_share(
     there = gpus() if shape is not None else ()
     if shape is None or not there:
         return None
-    share = min(
-        MOST, (1 - KEPT_FREE) * worker_share(config, shape, min(one.total for one in there))
-    )
-    if share < LEAST:
+    gpu = min(one.total for one in there)
+    left = worker_share(config, shape, gpu)
+    workers = min(MOST, (1 - KEPT_FREE) * left)
+    if workers < LEAST:
         raise UsageError(
             "trainer and vLLM worker do not fit on one GPU (`primerl-node doctor` has the plan): use two, "
             "a smaller model, or training.optimizer_offload; to try it all the same, set "
             "engine.vllm.gpu_memory_utilization"
         )
-    return round(share, 2)
+    learner = plan_trainer(config, shape, gpu=True)[0].total / gpu
+    return MemoryShares(round(workers, 2), round(learner + (left - workers) / 2, 2))
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
@@ -167,8 +182,6 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 
 CPU_WORKERS = 2
-MEMORY_BESIDE_TRAINER = 0.4
-"""Share of a GPU's memory for all vLLM workers beside a trainer, where the model's shape is unknown."""
 MEMORY_OF_WORKERS = 0.9
 """Share of a GPU's memory for all vLLM workers that share it."""
 MEMORY_KEYS = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})
@@ -185,6 +198,8 @@ class GpuPlacement:
     """Ranks of an fsdp trainer; 0 leaves its config as it is."""
     memory: float | None = None
     """Share of a GPU's memory for each vLLM worker, where it has to share one."""
+    trainer_memory: float | None = None
+    """The same for the trainer, where it has to share one with workers."""
     notes: tuple[str, ...] = ()
     """Remarks for the operator."""
 
@@ -194,6 +209,9 @@ class GpuPlacement:
         if self.ranks:
             fsdp = training.fsdp.model_copy(update={"ranks": self.ranks})
             training = training.model_copy(update={"backend": "fsdp", "fsdp": fsdp})
+        if self.trainer_memory is not None:
+            limit = {"gpu_memory_utilization": self.trainer_memory}
+            training = training.model_copy(update=limit)
         if self.memory is not None:
             vllm = {**engine.vllm, "gpu_memory_utilization": self.memory}
             engine = engine.model_copy(update={"vllm": vllm})
@@ -212,20 +230,23 @@ class GpuPlacement:
 
     def trainer_arguments(self) -> list[str]:
         """Return the changes as flags of `train`."""
-        if not self.ranks:
-            return []
-        return ["--training.backend", "fsdp", "--training.fsdp.ranks", str(self.ranks)]
+        flags: list[str] = []
+        if self.ranks:
+            flags += ["--training.backend", "fsdp", "--training.fsdp.ranks", str(self.ranks)]
+        if self.trainer_memory is not None:
+            flags += ["--training.gpu-memory-utilization", f"{self.trainer_memory:g}"]
+        return flags
 
 
 def place(
     config: RunConfig,
     gpus: Sequence[str],
-    share: Callable[[RunConfig], float | None] = planned_share,
+    shares: Callable[[RunConfig], MemoryShares | None] = planned_shares,
 ) -> GpuPlacement:
     """Place a run on the visible `gpus`, in torch's order.
 
-    `share` plans the part of a GPU's memory for workers beside the trainer, None where that is not known; it
-    is called only where vLLM has to share a GPU with the trainer.
+    `shares` plans the memory of a GPU, None where that is not known; it is called only where vLLM has to share
+    one with the trainer.
 
     Raises UsageError: too few, unknown or doubly used GPUs, or a trainer that is configured for others.
     """
@@ -239,11 +260,13 @@ def place(
     _check_devices(config)
     trainer, inference = GpuSplit(config, tuple(gpus), learns, generates).make()
     places, notes = _places(config, inference) if generates else _cpu_workers(config)
+    memory, trainer_memory = _memory(config, trainer, places, shares)
     return GpuPlacement(
         trainer=trainer,
         workers=places,
         ranks=_ranks(config, trainer),
-        memory=_memory(config, trainer, places, share),
+        memory=memory,
+        trainer_memory=trainer_memory,
         notes=(*notes, *_together(trainer, places)),
     )
 
@@ -316,18 +339,22 @@ def _memory(
     config: RunConfig,
     trainer: Names,
     places: Sequence[Names | None],
-    share: Callable[[RunConfig], float | None],
-) -> float | None:
+    shares: Callable[[RunConfig], MemoryShares | None],
+) -> tuple[float | None, float | None]:
+    """Share out the memory of GPUs that several have: for each worker, and for the trainer."""
     if config.engine.type != "vllm" or MEMORY_KEYS & set(config.engine.vllm):
-        return None
+        return None, None
     used = [name for names in places for name in names or ()]
-    if len(set(used)) == len(used) and not set(used) & set(trainer):
-        return None
-    beside = share(config) or MEMORY_BESIDE_TRAINER if set(used) & set(trainer) else 0.0
-    shares = [
-        (beside if name in trainer else MEMORY_OF_WORKERS) / used.count(name) for name in set(used)
-    ]
-    return round(min(shares), 3)
+    if not set(used) & set(trainer):
+        crowd = max(map(used.count, used), default=1)
+        return (round(MEMORY_OF_WORKERS / crowd, 3) if crowd > 1 else None), None
+    both = shares(config) or UNPLANNED
+    each = min(
+        (both.workers if name in trainer else MEMORY_OF_WORKERS) / used.count(name)
+        for name in set(used)
+    )
+    said = config.training.gpu_memory_utilization < 1
+    return round(each, 3), None if said else both.trainer
 
 
 def _together(trainer: Names, places: Sequence[Names | None]) -> list[str]:

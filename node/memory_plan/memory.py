@@ -51,7 +51,7 @@ UPDATE_BYTES = 20  # per changed element: position and value, before and after l
 # The learner and what runs beside it.
 LOGITS_BUFFERS = 3  # logits of a chunk, their gradient, and one of the chunk before
 ALLOCATOR_SLACK = 0.05
-AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (verification/replay.py, vllm_auditor.py)
+AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
 
@@ -562,10 +562,11 @@ def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
-    step = AUDIT_TOKENS * width * element + 3 * AUDIT_LOGITS
-    computing = MemoryItem("an audit's forward pass", step, f"{AUDIT_TOKENS} tokens", True)
+    at_once = AUDIT_TOKENS[config.auditor]
+    step = at_once * width * element + 3 * AUDIT_LOGITS
+    computing = MemoryItem("an audit's forward pass", step, f"{at_once} tokens", True)
     if config.auditor == "vllm":
-        tokens = 2 * AUDIT_TOKENS + config.training.seq_len
+        tokens = 2 * at_once + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
         return [
             MemoryItem("the auditor's weights", network, "one version"),

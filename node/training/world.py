@@ -242,6 +242,8 @@ def _own_device(config: TrainingConfig) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    if config.gpu_memory_utilization < 1:
+        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         # packs of many lengths would leave gaps: 3 of 43 GiB at 0.6B, and the auditor had no room. Not as a
         # variable: vLLM's processes, which inherit those, cannot sleep with it

@@ -7,16 +7,17 @@ once, what follows a failure, and when none of it is worth another try.
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from ..ops.errors import EngineError, NodeError
 from ..weights.state import State
-from .auditor import AuditItem, Measured, Unreadable, wanted_versions
+from .auditor import AuditItem, Unreadable, wanted_versions
 
 logger = logging.getLogger(__name__)
 
 MOST_DEADLY = 4
 """After this many items of a portion that each end the process alone, the rest is not tried."""
-LARGEST_PORTION = 2**17
+LARGEST_PORTION = 2**18
 """Tokens times versions to prefill in one go; one longer item is still a portion."""
 FIRST_PORTION = 2**13
 """The same for the first portion, before the device's speed is known."""
@@ -26,9 +27,10 @@ PORTION_PARTS = 4
 PORTION_TIME_SHARE = 4
 """A portion should take this fraction (1/4) of the time that it has."""
 
+T = TypeVar("T")
+"""The result of an item."""
 Attempt = Callable[
-    [Sequence[AuditItem], Mapping[int, State], Mapping[int, Sequence[int]]],
-    Awaitable[list[Measured | Unreadable]],
+    [Sequence[AuditItem], Mapping[int, State], Mapping[int, Sequence[int]]], Awaitable[Sequence[T]]
 ]
 """Measures items at once. Raises AuditFailed, and EngineError where no item can ever be measured."""
 
@@ -75,14 +77,14 @@ def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
     return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
 
 
-class Portions:
+class Portions(Generic[T]):
     """Measures items portion by portion with `attempt`, and in smaller ones where a portion fails.
 
     One audit at a time. After AuditFailed the next attempt() must be able to work: it replaces a process that
     is lost.
     """
 
-    def __init__(self, attempt: Attempt, timeout_s: float) -> None:
+    def __init__(self, attempt: Attempt[T], timeout_s: float) -> None:
         """`timeout_s` is the time that one attempt has."""
         self._attempt = attempt
         self._pace = Pace(timeout_s)
@@ -92,9 +94,9 @@ class Portions:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
+    ) -> list[T | Unreadable]:
         """See Auditor.audit(). Raises EngineError when no item can be measured."""
-        found: list[Measured | Unreadable] = []
+        found: list[T | Unreadable] = []
         while len(found) < len(items):
             rest = items[len(found) :]
             portion = rest[: portion_size(rest, others, self._pace.limit)]
@@ -106,9 +108,9 @@ class Portions:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
+    ) -> list[T | Unreadable]:
         """Measure a portion at once; what fails goes on in quarters, down to single items."""
-        found: list[Measured | Unreadable] = []
+        found: list[T | Unreadable] = []
         faults: list[str] = []
         answered = retried = False
         sizes = [len(items)]

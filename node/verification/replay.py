@@ -22,7 +22,7 @@ from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel, build_network
-from ..inference.sampler import gumbel_at, weigh
+from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError
@@ -245,15 +245,10 @@ class Replay:
     ) -> Tensor:
         """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led."""
         divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
-        found = torch.empty(2, len(claimed), device=claimed.device)
-        noise = gumbel_at(seeds, places, claimed)
         step = self._rows(network, hidden)
-        for start in range(0, len(claimed), step):
-            rows = slice(start, start + step)
-            logits = network.logits(hidden[rows])
-            columns = (divisor, seeds, places, claimed, noise)
-            found[:, rows] = weigh(logits, *(one[rows] for one in columns))
-        return found
+        return weigh(
+            lambda rows: network.logits(hidden[rows]), step, divisor, seeds, places, claimed
+        )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
         """Rows of logits at a time, which are of the type of `hidden`."""

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ from ..inference.vllm_arguments import (
     visible_gpus,
 )
 from ..models.model_files import layer_count, read_base, vocab_size
-from ..ops.errors import EngineError, EngineLost, NodeError
+from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State
 from ..weights.state_history import known_changes
@@ -76,10 +76,12 @@ NEEDS_VLLM = (
 NO_BOUNDARIES = (
     "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
 )
-STEP_TOKENS = {"cpu": 2**12, "cuda": 2**14}
-"""Tokens of a forward pass: as many as keep a GPU busy."""
+STEP_TOKENS = {"cpu": 2**12, "cuda": 2**15}
+"""Tokens of a forward pass. To launch one takes a GPU's host tens of milliseconds, however long it is."""
 SEQUENCES = 256
 """Texts at once."""
+PART_TOKENS = 2**14
+"""Of the texts that are sent at once."""
 LEAST_SHARE = 0.01
 """Of a GPU's memory: vLLM wants this much to be free, and then takes what kv_cache_memory_bytes says."""
 MAX_THREADS = 8
@@ -345,6 +347,40 @@ class _Text:
         return summarize(self.margins, self.logprobs - np.array(self.item.logprobs), compared)
 
 
+def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
+    """Numbers of the texts that share what leads to their first claimed place: by the first, all others.
+
+    vLLM computes it for the first of them, and takes it from its cache for the others. One that has no other
+    place is on its own.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    found: dict[int, list[int]] = {}
+    for number, text in enumerate(texts):
+        leader = first.setdefault(tuple(text.lead(int(text.places[0]))), number)
+        if leader != number and len(text.places) > 1:
+            found.setdefault(leader, []).append(number)
+    return found
+
+
+def joined_claims(parts: Sequence[bytes]) -> bytes:
+    """All claims of make_claims()'s `parts`."""
+    return np.concatenate([read_claims(part) for part in parts], axis=1).tobytes()
+
+
+def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
+    """Part `requests` in order, PART_TOKENS or a single one each."""
+    part: list[PrefillRequest] = []
+    tokens = 0
+    for request in requests:
+        if part and tokens + len(request.token_ids) > PART_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append(request)
+        tokens += len(request.token_ids)
+    if part:
+        yield part
+
+
 class VllmAuditor:
     """An Auditor over one vLLM engine in a process of its own."""
 
@@ -406,7 +442,8 @@ class VllmAuditor:
         faults = await asyncio.to_thread(lambda: [self._fault(item) for item in items])
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         async with self._busy:
-            found = iter(await self._portions.measure(sound, states, others))
+            measured = await self._portions.measure(sound, states, others)
+        found = iter([one if isinstance(one, Unreadable) else await one for one in measured])
         return [fault or next(found) for fault in faults]
 
     async def close(self) -> None:
@@ -444,7 +481,7 @@ class VllmAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
+    ) -> list["asyncio.Future[Measured]"]:
         """Measure items at once; a process that is lost, or whose weights are not known, is ended."""
         texts = [_Text.of(item) for item in items]
         wanted = [wanted_versions(item, others) for item in items]
@@ -466,18 +503,33 @@ class VllmAuditor:
             if isinstance(error, EngineLost | _Refused):
                 raise AuditFailed(str(error)) from error
             raise
-        rest = [other_versions(item, others) for item in items]
-        return await asyncio.to_thread(
-            lambda: [text.measured(other) for text, other in zip(texts, rest, strict=True)]
-        )
+        loop = asyncio.get_running_loop()  # the sums are made while the next portion is read
+        return [
+            loop.run_in_executor(None, text.measured, other_versions(text.item, others))
+            for text in texts
+        ]
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the version that the engine holds, and what it had cached once more."""
-        requests = [
-            self._request(text.lead(int(text.places[-1])), text.claims(version, text.places > 0))
-            for text in texts
+        heads = shared_heads(texts)
+        followers = {one for numbers in heads.values() for one in numbers}
+        claims = [
+            text.claims(version, text.places > (text.places[0] if number in followers else 0))
+            for number, text in enumerate(texts)
         ]
-        answers = [rows.copy() for rows in await self._ask(engine, requests)]
+        for leader, numbers in heads.items():
+            parts = [
+                texts[one].claims(version, texts[one].places == texts[one].places[0])
+                for one in numbers
+            ]
+            claims[leader] = joined_claims([claims[leader], *parts])
+        leads = [text.lead(int(text.places[-1])) for text in texts]
+        answers = await self._ask(engine, list(map(self._request, leads, claims)))
+        for leader, numbers in heads.items():
+            rows, extra = np.split(answers[leader], [len(texts[leader].places)])
+            answers[leader] = rows
+            for one, row in zip(numbers, extra, strict=True):
+                answers[one] = np.concatenate([row[None], answers[one]])
         prefixes: dict[tuple[int, ...], list[int]] = {}
         for number, (text, rows) in enumerate(zip(texts, answers, strict=True)):
             missing = not_computed(rows)
@@ -494,20 +546,21 @@ class VllmAuditor:
         engine: AuditingEngine,
         version: int,
         texts: Sequence[_Text],
-        answers: Sequence[Rows],
+        answers: list[Rows],
         prefixes: Mapping[tuple[int, ...], Sequence[int]],
     ) -> None:
         """Complete `answers`: each prefix is read once, for all the texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
         for prefix, numbers in prefixes.items():
             parts = [texts[one].claims(version, not_computed(answers[one])) for one in numbers]
-            claims = np.concatenate([read_claims(part) for part in parts], axis=1).tobytes()
+            claims = joined_claims(parts)
             requests.append(self._request(list(prefix), claims, f"{next(self._salts)}"))
         for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
             start = 0
             for number in numbers:
                 missing = not_computed(answers[number])
                 end = start + int(missing.sum())
+                answers[number] = answers[number].copy()
                 answers[number][missing] = rows[start:end]
                 start = end
 
@@ -516,12 +569,19 @@ class VllmAuditor:
         return PrefillRequest(token_ids, claims, temperature, salt)
 
     async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
+        """Have texts read, in parts: the engine begins while the rest is sent."""
         try:
-            found = await engine.read(requests, self._timeout_s)
-        except EngineLost:
-            raise
-        except (EngineError, ValueError) as error:
+            async with asyncio.TaskGroup() as tasks:
+                reading = [
+                    tasks.create_task(engine.read(part, self._timeout_s))
+                    for part in _parts(requests)
+                ]
+        except BaseExceptionGroup as group:
+            error = first_cause(group)
+            if isinstance(error, EngineLost) or not isinstance(error, EngineError | ValueError):
+                raise error from None
             raise _Refused(f"vLLM does not read these items ({error})") from error
+        found = [rows for part in reading for rows in part.result()]
         if len(found) != len(requests):
             raise _Refused(f"vLLM does not answer {len(requests)} texts")
         return found

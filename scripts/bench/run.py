@@ -2,7 +2,7 @@
 
     python scripts/bench/run.py [--shape tiny|50m|0.6b|4b] [--engine vllm|hf] [--gpus 0|1|2] [--steps N]
         [--mean TOKENS] [--most TOKENS] [--groups N] [--group-size N] [--inflight N] [--bound N]
-        [--synchronous N] [--quick] [--json FILE]
+        [--adapters RANK] [--recompute] [--synchronous N] [--quick] [--json FILE]
 
 Random weights; replies end with probability 1 / mean, so their lengths have a long tail; rewards are hashes of
 replies, so every group has a signal (run_taskset.py); lr 1e-6. In one go:
@@ -37,17 +37,19 @@ from shapes import SHAPES
 
 HERE = Path(__file__).parent
 RUN = "run"
-LIKELY = 16.0
-"""By how much the logits of the tokens that are drawn are above all others."""
+LIKELY = 24.0
+"""By how much the logits of the tokens that are drawn would be above all others if the constant were all."""
 CONSTANT = 0.3
-"""Of every embedding, in units of the root of the width: some three times what else a state gets."""
+"""Of every embedding, in units of the root of the width."""
+QUIET = 10.0
+"""Factor of what layers add to a state, times the width: the constant stays most of it."""
 WARM_STEPS = 3
 """Steps that are not counted: engines compile, and nothing is in flight yet."""
 LOOK_S = 0.5
 START_S = 400.0
 QUICK = {
     **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 24, "mean": 60, "most": 240},
-    **{"groups": 8, "group_size": 8, "inflight": 64, "synchronous": 6, "lr": 1e-6},
+    **{"groups": 8, "group_size": 8, "inflight": 64, "synchronous": 6, "lr": 1e-6, "limit": 120.0},
 }
 
 
@@ -99,6 +101,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--inflight", type=int, default=512)
     parser.add_argument("--bound", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--adapters", type=int, default=0, metavar="RANK", help="train these only")
+    parser.add_argument("--recompute", action="store_true", help="activations, for less memory")
     parser.add_argument("--synchronous", type=int, default=0, help="steps of the synchronous run")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds of a whole run")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the whole")
@@ -120,28 +124,30 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     """Random weights that draw about `mean` tokens evenly, one of which ends a reply.
 
     Random states favour some tokens over others, differently everywhere. So one dimension of the embeddings is
-    as large as all others of a state together ever get: it is nearly the same in every state, and in the output
-    head it tells the tokens that are drawn from those that are not.
+    as large as all others of a state together get: it is nearly the same in every state, and in the output head
+    it tells the tokens that are drawn from those that are not.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
+    from update import make_model as make_random
 
-    from primerl.node.config.run import ModelCreateConfig
-    from primerl.node.models import huggingface
+    from primerl.node.models.tensors import to_torch
 
-    changes = {"tie_word_embeddings": False, "max_position_embeddings": length(options)}
-    config = ModelCreateConfig.model_validate({**SHAPES[options.shape], **changes})
-    huggingface.create(directory, config, seed=0)
+    state = make_random(
+        directory, options.shape, tie_word_embeddings=False, max_position_embeddings=length(options)
+    )
+    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
     ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
-    drawn = [one for one in range(config.vocab_size) if one != ends][: options.mean - 1]
-    path = directory / "model.safetensors"
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
-    root = math.sqrt(config.hidden_size)
-    tensors["model.embed_tokens.weight"][:, 0] = CONSTANT * root
-    head = tensors["lm_head.weight"]
-    head[:, 0] = 0
-    head[[ends, *drawn], 0] = LIKELY / root  # a normed state is `root` long, nearly all of it there
-    save_file(tensors, path, metadata={"format": "pt"})
+    embeddings, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    vocabulary, width = embeddings.shape
+    drawn = [one for one in range(vocabulary) if one != ends][: options.mean - 1]
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= QUIET / width
+    embeddings[:, 0] = CONSTANT * math.sqrt(width)
+    head[:, 0], head[ends] = 0, 0
+    # a normed state is as long as the root of the width, most of it there
+    head[[ends, *drawn], 0] = LIKELY / math.sqrt(width)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def length(options: argparse.Namespace) -> int:
@@ -175,6 +181,8 @@ def settings(
         },
         "training": {
             **{"lr": options.lr, "seq_len": max(length(options), 16384 if cuda else 0)},
+            **({"lora": {"rank": options.adapters}} if options.adapters else {}),
+            **({"activation_checkpointing": "full"} if options.recompute else {}),
             **({} if cuda else {"threads": 1}),
         },
         "checkpoint": {"interval": 1000},

@@ -55,12 +55,12 @@ Frozens = list[tuple[float, float]]
 # -- a model and two policies ----------------------------------------------------------------------
 
 
-def make_model(directory: Path, shape: str) -> State:
-    """Config and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it."""
+def make_model(directory: Path, shape: str, **changes: Any) -> State:
+    """Config, with `changes`, and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it."""
     huggingface.create(directory, ModelCreateConfig(), 0)
     (directory / "model.safetensors").unlink()
     path = directory / "config.json"
-    config = json.loads(path.read_text()) | SHAPES[shape]
+    config = json.loads(path.read_text()) | SHAPES[shape] | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
     pool = np.random.default_rng(0).normal(0, 0.02, (1 << 22) + 7).astype(np.float32)
     bits = (pool.view(np.uint32) >> 16).astype("<u2")

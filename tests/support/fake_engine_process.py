@@ -42,9 +42,11 @@ WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS, ERRS = range
 """Tokens. WEIGHTS: the answer is what was loaded; PID: which process answers; LOST: vLLM itself died below
 it; BLOCKS: the whole process hangs; STUCK: vLLM does; WAITS: until given up; FAULTY: only this request
 fails; LOOKS: how many requests wait, and how often it slept; ERRS: the program has an error."""
-CACHED, LOADED = 11, 12
-"""First tokens of a text to measure. CACHED: its first place is not computed, until it is asked for with a
-salt; then its logprobs say how often that was so. LOADED: they say how often a whole state was loaded."""
+CACHED, LOADED, COUNTS = 11, 12, 13
+"""First tokens of a text to measure. CACHED: place FIRST is not computed, until it is asked for with a salt;
+then its logprobs say how often that was so. LOADED: they say how often a whole state was loaded. COUNTS: they
+say how many places were asked for with it."""
+FIRST = 2
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BAD = 99
 """A state whose numbers begin with it does not fit."""
@@ -165,14 +167,17 @@ class Fake:
         kind = request.token_ids[0]
         if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
             await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
-        rows = np.zeros((read_claims(request.claims).shape[1], COLUMNS), np.float32)
+        places = read_claims(request.claims)[0]
+        rows = np.zeros((len(places), COLUMNS), np.float32)
         rows[:, PROJECTED:] = float(self._state["w"].data[0])
         self._salted += bool(request.salt)
         if kind == CACHED:
             rows[:, LOGPROB] = -self._salted if request.salt else 0.0
-            rows[0] = rows[0] if request.salt else np.nan
+            rows[(places == FIRST) & (not request.salt)] = np.nan
         elif kind == LOADED:
             rows[:, LOGPROB] = -self._loads
+        elif kind == COUNTS:
+            rows[:, LOGPROB] = -len(places)
         return rows.tobytes()
 
     def stats(self) -> EngineStats:

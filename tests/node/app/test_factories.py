@@ -6,6 +6,18 @@ import pytest
 
 from primerl.node.app.factories import auditing
 from primerl.node.config.run import RunConfig
+from primerl.node.inference import vllm_arguments
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_in_bfloat16_the_workers_engine_audits_where_it_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_arguments, "is_installed", lambda: installed)
+    config = RunConfig.model_validate({"engine": {"type": "vllm", "dtype": "bfloat16"}})
+    assert auditing(config).type == ("vllm" if installed else "hf")
+    embedded = RunConfig.model_validate({"engine": {"type": "hf", "dtype": "bfloat16"}})
+    assert auditing(embedded).type == "hf"
 
 
 @pytest.mark.parametrize(

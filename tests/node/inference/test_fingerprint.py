@@ -297,6 +297,15 @@ def test_it_tells_which_of_two_near_policies_was_at_work() -> None:
     assert cheat.sum() > 40
 
 
+def test_rounding_speaks_for_no_other_policy_where_all_tokens_have_the_same_state(
+    random: np.random.Generator,
+) -> None:
+    right = np.repeat(text(random, 1, model(random)), 64, axis=0)
+    drifted = [noisy(random, right[:1], 1e-3).repeat(64, axis=0) for _ in range(32)]
+    compared = PROOF.compare(PROOF.make(right), right, drifted)
+    assert all(compared.own <= other for other in compared.others)
+
+
 def test_a_few_absurd_tokens_do_not_hide_the_other_policy(random: np.random.Generator) -> None:
     channels = model(random)
     right = text(random, 64, channels)

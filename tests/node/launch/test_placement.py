@@ -10,11 +10,11 @@ from primerl.node.config.loader import load
 from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
 from primerl.node.launch.placement import (
     LEAST,
-    MEMORY_BESIDE_TRAINER,
     MOST,
+    UNPLANNED,
     GpuPlacement,
     place,
-    planned_share,
+    planned_shares,
     shape_of,
 )
 from primerl.node.ops.errors import UsageError
@@ -94,10 +94,15 @@ def test_numbers_count_the_visible_ones_and_names_are_passed_on() -> None:
 def test_one_gpu_is_shared_without_asking() -> None:
     alone = placed("--engine vllm", ("0",))
     assert seen(alone) == ("0", ["0"])
-    assert alone.memory == MEMORY_BESIDE_TRAINER
+    assert alone.memory == UNPLANNED.workers
     assert any("share GPU 0" in line for line in alone.lines())
+    limit = ["--training.gpu-memory-utilization", f"{UNPLANNED.trainer:g}"]
+    assert alone.trainer_arguments() == limit
+    assert load(RunConfig, limit, {}).training.gpu_memory_utilization == UNPLANNED.trainer
+    said = placed("--engine vllm --training.gpu-memory-utilization 0.3", ("0",))
+    assert said.trainer_arguments() == []
     assert placed("--engine hf", ("0",)).memory is None
-    assert placed("--engine vllm -w 2", ("0",)).memory == MEMORY_BESIDE_TRAINER / 2
+    assert placed("--engine vllm -w 2", ("0",)).memory == UNPLANNED.workers / 2
     assert seen(placed("--engine hf -w 2", ("0",))) == ("0", ["0", "0"])
 
 
@@ -193,26 +198,29 @@ BIG = (
 
 def test_what_the_trainer_leaves_is_planned_where_the_model_is_known(tmp_path: Path) -> None:
     tiny = load(RunConfig, ["@", "demo", "--engine", "vllm", "--launch.workers", "1"], {})
-    assert planned_share(tiny, lambda: [H200]) == MOST
-    assert place(tiny, ("0",), lambda config: planned_share(config, lambda: [H200])).memory == MOST
+    planned = planned_shares(tiny, lambda: [H200])
+    assert planned is not None
+    assert planned.workers == MOST
+    assert place(tiny, ("0",), lambda config: planned_shares(config, lambda: [H200])).memory == MOST
     small = H200._replace(total=8 << 30)
-    less = planned_share(tiny, lambda: [H200, small])
+    less = planned_shares(tiny, lambda: [H200, small])
     assert less is not None
-    assert LEAST < less < MOST
-    assert planned_share(tiny, list) is None
-    assert planned_share(configured("--model.name hub/model"), lambda: [H200]) is None
+    assert LEAST < less.workers < MOST
+    assert 0 < less.trainer < 1 - less.workers
+    assert planned_shares(tiny, list) is None
+    assert planned_shares(configured("--model.name hub/model"), lambda: [H200]) is None
 
 
 def test_a_trainer_that_leaves_nothing_is_refused() -> None:
     big = load(RunConfig, ["--engine", "vllm", *BIG], {})
     with pytest.raises(UsageError, match="do not fit on one GPU"):
-        place(big, ("0",), lambda config: planned_share(config, lambda: [H200]))
+        place(big, ("0",), lambda config: planned_shares(config, lambda: [H200]))
     said = load(
         RunConfig, ["--engine.vllm.gpu-memory-utilization", "0.2", "--engine", "vllm", *BIG], {}
     )
-    assert place(said, ("0",), lambda config: planned_share(config, lambda: [H200])).memory is None
+    assert place(said, ("0",), lambda config: planned_shares(config, lambda: [H200])).memory is None
     assert (
-        place(big, ("0", "1"), lambda config: planned_share(config, lambda: [H200])).memory is None
+        place(big, ("0", "1"), lambda config: planned_shares(config, lambda: [H200])).memory is None
     )
 
 

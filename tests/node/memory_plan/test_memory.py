@@ -429,7 +429,8 @@ def test_a_trainer_also_evaluates_and_audits() -> None:
     evaluation = {"evaluation's network", "evaluation's CUDA context"}
     assert items.keys() - quiet.keys() == evaluation
     for shape, networks in ((LARGE, 1), (TINY, 11)):  # max_off_policy_steps + 3 small ones
-        audited = named(plan_trainer(run(), shape, gpu=True)[1])["the auditor's networks"]
+        items = named(plan_trainer(run(verification={"auditor": "hf"}), shape, gpu=True)[1])
+        audited = items["the auditor's networks"]
         assert audited == networks * 2 * shape.parameters
 
 
@@ -439,7 +440,7 @@ def test_an_auditor_that_is_vllm_has_one_version_and_a_short_cache() -> None:
         items = named(plan_trainer(by_vllm, shape, gpu=True)[1])
         assert "the auditor's networks" not in items
         assert items["the auditor's weights"] == 2 * shape.parameters
-        tokens = 2 * 2**14 + run().training.seq_len
+        tokens = 2 * 2**15 + run().training.seq_len
         assert items["the auditor's keys and values"] == (
             tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
         )

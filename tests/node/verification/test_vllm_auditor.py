@@ -28,6 +28,7 @@ from primerl.node.verification.auditor import (
     Unreadable,
 )
 from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.measures import FEWEST
 from primerl.node.verification.portions import MOST_DEADLY
 from primerl.node.verification.routed_auditor import RoutedAuditor
 from primerl.node.verification.vllm_auditor import NO_BOUNDARIES, VllmAuditor, audit_engine
@@ -135,6 +136,17 @@ async def test_a_place_that_was_cached_is_read_once_for_all_texts_that_begin_so(
     found = measured(await auditor.audit(items, STATES, {}))
     assert [one.logprob_max for one in found] == [1, 0, 1, 2]
     assert well(found) == [True] * 4
+
+
+async def test_what_leads_to_the_first_place_is_measured_once_for_all_texts_that_share_it(
+    auditor: VllmAuditor,
+) -> None:
+    items = [item(fake.COUNTS, mark=mark) for mark in (0, 1, 0, 0)]
+    leader, alone, *others = measured(await auditor.audit(items, STATES, {}))
+    # the leader asks for the first places of two others beside its own, and they for what is left
+    assert leader.logprob * FEWEST == TOKENS * (TOKENS + 2)
+    assert alone.logprob * FEWEST == TOKENS * TOKENS
+    assert [one.logprob * FEWEST for one in others] == [TOKENS + 2 + (TOKENS - 1) ** 2] * 2
 
 
 @pytest.mark.parametrize("deadly", [fake.DIES, fake.LOST, fake.FAULTY, fake.ERRS])
