@@ -351,6 +351,10 @@ class LocalListener(Protocol):
         ...
 
 
+ACCEPTING_TURNS = 4
+"""Of the event loop, within which a connection that was accepted is served."""
+
+
 class LocalLink:
     """Listens at `path` between `async with` and its end."""
 
@@ -362,7 +366,7 @@ class LocalLink:
         self.listener: LocalListener | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     @property
     def connected(self) -> bool:
@@ -384,17 +388,23 @@ class LocalLink:
         trace: TracebackType | None,
     ) -> None:
         if self._server is not None:
+            # asyncio would leave a connection open that it has just accepted
+            for one in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(one.fileno())
+            for _ in range(ACCEPTING_TURNS):
+                await asyncio.sleep(0)
             self._server.close()
-        for task in self._serving:
+        for task, writer in self._serving.items():
             task.cancel()
+            writer.transport.abort()  # a task that has not begun would not do it
         if self._serving:
             await asyncio.wait(self._serving, timeout=SETTLE_S)
         self.path.unlink(missing_ok=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving[task] = writer
+        task.add_done_callback(self._serving.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:

@@ -1,6 +1,7 @@
 """The node's end of an engine's socket: who may use it, and what happens when the other end misbehaves."""
 
 import asyncio
+import contextlib
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -83,6 +84,20 @@ async def test_a_socket_that_a_dead_node_left_is_replaced(tmp_path: Path) -> Non
     async with LocalLink(path, LIMITS) as end:
         port = await connect(end)
         await asyncio.to_thread(port.close)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_process_that_connects_while_the_end_closes_is_let_go(
+    tmp_path: Path, turns: int
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        async with LocalLink(tmp_path / "stage.sock", LIMITS) as end:
+            other.connect(str(end.path))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        other.settimeout(5.0)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.to_thread(other.recv, 1) == b""
 
 
 async def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
