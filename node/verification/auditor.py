@@ -6,6 +6,7 @@ prefill in a process that can be killed; AuditService asks for audits wherever t
 validators (node/trainer/audits.py). Suite: tests/conformance/test_auditor.py.
 """
 
+import asyncio
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -340,13 +341,64 @@ class AuditService(Protocol):
 
 
 class LocalAudits:
-    """An AuditService by this node's own auditor."""
+    """An AuditService by this node's own auditor. Calls that wait are audited together: each policy version
+    that several of them need is loaded once."""
 
     def __init__(self, auditor: Auditor) -> None:
         self._auditor = auditor
+        self._waiting: list[_WaitingCall] = []
+        self._turn = asyncio.Lock()
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
         """See AuditService."""
-        items = [item for one in call.chosen for item in one.items]
-        measured = iter(await self._auditor.audit(items, call.states, call.others))
-        return AuditAnswer([[next(measured) for _ in one.items] for one in call.chosen])
+        own = _WaitingCall(call)
+        self._waiting.append(own)
+        try:
+            async with self._turn:
+                if own.answer is None:
+                    await self._audit_beside(own)
+        finally:  # also when cancelled
+            if own in self._waiting:
+                self._waiting.remove(own)
+        if isinstance(own.answer, AuditAnswer):
+            return own.answer
+        raise own.answer or EngineError("the auditor gave no answer")
+
+    async def _audit_beside(self, first: "_WaitingCall") -> None:
+        """Answer `first`, and all others that wait and mean the same by a version."""
+        states, others = dict(first.call.states), dict(first.call.others)
+        together = [first]
+        for one in self._waiting:
+            held = one.call.states
+            if one is not first and all(_same(states.get(v, held[v]), held[v]) for v in held):
+                together.append(one)
+                states |= held
+                for version, more in one.call.others.items():
+                    others[version] = sorted({*others.get(version, ()), *more})
+        chosen = [target for one in together for target in one.call.chosen]
+        items = [item for target in chosen for item in target.items]
+        try:
+            measured = iter(await self._auditor.audit(items, states, others))
+        except EngineError as error:
+            for one in together:
+                one.answer = error
+            return
+        for one in together:
+            one.answer = AuditAnswer(
+                [[next(measured) for _ in target.items] for target in one.call.chosen]
+            )
+
+
+def _same(one: State, other: State) -> bool:
+    """Whether two states consist of the same objects."""
+    return one is other or (
+        one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+    )
+
+
+class _WaitingCall:
+    """A call, and its answer or what prevented it."""
+
+    def __init__(self, call: AuditCall) -> None:
+        self.call = call
+        self.answer: AuditAnswer | EngineError | None = None
