@@ -19,7 +19,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,15 @@ PROMPT = 64
 SEQUENCES = 256
 CHEATED = 64
 """Rollouts of each cheat."""
+HONEST = "honest rollouts that are rejected"
+SEEN = {
+    **dict.fromkeys(
+        ("temperature 1.03", "logprobs + 0.075", "low rank, 1 %", "a step of lr 1e-6"), CHEATED
+    ),
+    "top-p 0.98": CHEATED // 2,
+}
+"""Rollouts of each cheat that have to be suspect at least: all, but a reply with no token that top-p would cut
+is honest. What is smaller is measured, not promised."""
 GAIN = 2.0
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16, dense."""
@@ -252,6 +261,8 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
     for warmer in (1.003, 1.01, 1.03):
         hot = await play(bench.engine, [replace(one, temperature=warmer) for one in wanted])
         found[f"temperature {warmer}"] = await bench.audit(hot)
+    cut = await play(bench.engine, [replace(one, top_p=0.98) for one in wanted])
+    found["top-p 0.98"] = await bench.audit(cut)
     for shift in (0.001, 0.01, 0.03, 0.075):
         found[f"logprobs + {shift}"] = await bench.audit(shifted(few, shift))
     changes_of = {f"low rank, {100 * share:g} %": low_rank(share) for share in (0.001, 0.003, 0.01)}
@@ -274,7 +285,7 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
     return found
 
 
-async def measure(bench: Bench, numerics: str) -> dict[str, Any]:
+async def measure(bench: Bench, numerics: str) -> dict[str, float]:
     """Everything of one kind of numerics."""
     options = bench.options
     began = time.perf_counter()
@@ -303,11 +314,10 @@ async def measure(bench: Bench, numerics: str) -> dict[str, Any]:
         say(f"{numerics}: honest: {rejected} rejected, {suspected} suspect")
         alone = [(await bench.audit([one]))[0] for one in items[:8]]
         say(f"{numerics}: honest, audited one by one: {honest_row(alone)}")
-        result: dict[str, Any] = {"honest": list(map(structs.asdict, honest)), "rejected": rejected}
         speeds = await show_speeds(bench, items)
         for name, value in speeds.items():
             say(f"{numerics}: {name:44} {value:12.4g}")
-        result |= {"speeds": speeds, "cheats": {}}
+        result = {HONEST: float(rejected), **speeds}
         for name, found in (await cheats(bench, items)).items():
             rejected, suspected = rejections(bench, found)
             ratios = ", ".join(
@@ -318,7 +328,7 @@ async def measure(bench: Bench, numerics: str) -> dict[str, Any]:
                 f"{numerics}: {name:26} {rejected} of {len(found)} rejected, {suspected} suspect; median over "
                 f"the largest honest: {ratios}"
             )
-            result["cheats"][name] = list(map(structs.asdict, found))
+            result |= {f"{name}: rejected": rejected, f"{name}: suspect": suspected}
         return result
     finally:
         await bench.engine.close()
@@ -333,9 +343,9 @@ def _middle(found: Sequence[Measured], name: str) -> float:
     return sorted(getattr(one, name) for one in found)[len(found) // 2]
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """All numerics that were asked for, each with engines of its own."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         states = await asyncio.to_thread(make_states, directory, options)
@@ -376,9 +386,45 @@ def main() -> int:
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     SHAPES[options.shape] = SHAPES[options.shape] | {k: v for k, v in sizes.items() if v}
     found = asyncio.run(run(options))
+    goals = [goal for numerics, rows in found.items() for goal in judged(numerics, rows, options)]
+    for goal in goals:
+        mark = "ok" if goal["ok"] else "MISSED"
+        print(f"{goal['name']:64} {goal['value']:10.4g}   goal {goal['goal']:g}  {mark}")
     if options.json:
-        options.json.write_text(json.dumps(found))
-    return 0 if found.keys() == set(options.numerics) else 1
+        rows = [
+            {"name": f"{numerics}: {name}", "value": value}
+            for numerics, of_one in found.items()
+            for name, value in of_one.items()
+        ]
+        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
+    complete = found.keys() == set(options.numerics)
+    return 0 if complete and all(goal["ok"] for goal in goals) else 1
+
+
+def judged(
+    numerics: str, found: Mapping[str, float], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The goals, as far as they were measured: nobody honest rejected, every cheat seen, and what it costs."""
+    faster = 12.0 if options.shape == "4b" else 8.0
+    caught = [name for name in SEEN if f"{name}: suspect" in found]
+    goals = [
+        (HONEST, 0.0, False),
+        *((f"{name}: suspect", float(SEEN[name]), True) for name in caught),
+        ("audited / roofline", 0.6, True),
+        ("audited / generated", faster, True),
+        ("swap and one rollout, s", 1.0, False),
+    ]
+    return [
+        {
+            "name": f"{numerics}: {name}",
+            "value": found[name],
+            "goal": goal,
+            "unit": "",
+            "ok": found[name] >= goal if at_least else found[name] <= goal,
+        }
+        for name, goal, at_least in goals
+        if name in found
+    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Shows on GPUs what a machine without them cannot, and prints each goal beside its figure.
+#
+#   [PYTHON=python3] bash tests/gpu/many.sh PART OUT
+#
+#   PART      GPUs   what
+#   tests     1      pytest -m gpu
+#   audits    1, 2   audits by vLLM: honest noise, cheats, speed; 0.6B, and 4B on a second GPU
+#   exact     1, 2   the same with exact numerics
+#   worker    1, 2   a worker beside bare vLLM, replies of 1,000; 256 sequences, and 512 on a second GPU
+#   run       1      a whole run of 0.6B whose trainer and worker share a GPU; on a second one 4B with adapters
+#   run2      2      a whole run of 0.6B, a GPU each
+#   run2-long 2      the same with replies of 2,000
+#   run2-4b   2      the same with 4B and adapters
+#   trainer   2+     weak scaling of the trainer over all GPUs, 0.6B
+#   ranks     2+     step, snapshot, checkpoint and recovery of as many ranks as there are GPUs
+#   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
+#   stages    4      a pipeline of four nodes beside vLLM's own
+#
+# A part ends within ten minutes: what is not done by then is stopped, and what it printed is kept. OUT gets a text and,
+# where the program writes one, a JSON of every program. Needs CUDA, vLLM and what scripts/install.sh installs.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+cd "$root"
+part=${1:?a part: see the head of this file}
+out=$(mkdir -p "${2:?a folder}" && cd "$2" && pwd)
+python=${PYTHON:-python3}
+seconds=560
+gpus=$(nvidia-smi -L | wc -l)
+
+# bench GPUS NAME PROGRAM [ARGUMENTS]...: in the background, on these GPUs, if there are as many
+bench() {
+    local on=$1 name=$2 program=$3
+    shift 3
+    local last=${on##*,}
+    if ((last >= gpus)); then
+        echo "$name: left out, it needs GPU $last and there are $gpus"
+        return
+    fi
+    local json=()
+    if [[ $program != pytest && $program != gpu_ranks && $program != gpu_options ]]; then json=(--json "$out/$name.json"); fi
+    CUDA_VISIBLE_DEVICES=$on timeout -s TERM -k 20 $seconds bash scripts/bench/gpu.sh "$program" "$@" \
+        ${json[@]+"${json[@]}"} > "$out/$name.txt" 2>&1 &
+}
+
+all=$(seq -s, 0 $((gpus - 1)))
+whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 330"
+adapters="--shape 4b --adapters 16 --recompute --groups 16"
+case $part in
+    tests) bench 0 tests pytest -m gpu tests/gpu -o addopts=--import-mode=importlib ;;
+    audits)
+        bench 0 audits-0.6b gpu_audit --shape 0.6b --numerics calibrated --rollouts 512 --reply 256 --minutes 8
+        bench 1 audits-4b gpu_audit --shape 4b --numerics calibrated --rollouts 512 --reply 256 --minutes 8
+        ;;
+    exact)
+        bench 0 exact-0.6b gpu_audit --shape 0.6b --numerics exact calibrated --reply 256 --minutes 8
+        bench 1 exact-4b gpu_audit --shape 4b --numerics exact calibrated --reply 256 --minutes 8
+        ;;
+    worker)
+        bench 0 worker-256 worker --sequences 256 --tokens 1000 --length 1088
+        bench 1 worker-512 worker --sequences 512 --tokens 1000 --length 1088
+        ;;
+    run)
+        bench 0 run-0.6b run --gpus 1 --shape 0.6b $whole --logs "$out/run-0.6b"
+        bench 1 run-4b run --gpus 1 $whole $adapters --logs "$out/run-4b"
+        ;;
+    run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
+    run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole --mean 2000 --most 4096 --groups 8 --logs "$out/run2-long" ;;
+    run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters --logs "$out/run2-4b" ;;
+    trainer) bench "$all" trainer trainer --shape 0.6b --ranks "$gpus" --rows none ;;
+    ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
+    options) bench "$all" options gpu_options ;;
+    stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
+    *) sed -n '4,20p' "${BASH_SOURCE[0]}"; exit 2 ;;
+esac
+wait
+
+"$python" - "$out" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+missed = total = 0
+for text in sorted(Path(sys.argv[1]).glob("*.txt")):
+    report = text.with_suffix(".json")
+    print(f"== {text.stem}")
+    if not report.exists():
+        print("".join(text.read_text(errors="replace").splitlines(keepends=True)[-12:]))
+        continue
+    for goal in json.loads(report.read_text())["goals"]:
+        total, missed = total + 1, missed + (not goal["ok"])
+        mark = "ok" if goal["ok"] else "MISSED"
+        print(f"{goal['name']:60} {goal['value']:12.5g}  goal {goal['goal']:<8g} {mark}")
+print(f"{missed} of {total} goals missed")
+sys.exit(missed > 0)
+PYTHON
