@@ -96,7 +96,7 @@ class AdaptedEngine:
         began = time.perf_counter()
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         state = merge(base, adapters, contract, before=held, threads=threads)
-        differs = None if held is None else changes(held.state, state)
+        differs = None if held is None else changes(held.state, state, threads=threads)
         logger.debug("adapters merged in %.2f s", time.perf_counter() - began)
         return MergedAdapters(adapters, state), differs
 

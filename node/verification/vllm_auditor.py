@@ -14,7 +14,6 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -252,13 +251,13 @@ class AuditingEngine:
     def _difference(self, before: _Held, found: _Held) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
         if found.merged is not None:
-            return _differences(before.whole, found.whole)
+            return changes(before.whole, found.whole, threads=_threads())
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
         if known is None or not known.is_of(before.whole, found.whole):
             changed = known_changes(before.state, found.state)
             if changed is None:
-                changed = _differences(before.whole, found.whole)
+                changed = changes(before.whole, found.whole, threads=_threads())
             known = self._differences[pair] = _Difference((before.same, found.same), changed)
         self._differences.move_to_end(pair)
         if len(self._differences) > MOST_DIFFERENCES:
@@ -272,18 +271,6 @@ def _threads() -> int:
 
 def _layout(state: State) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
-
-
-def _differences(old: State, new: State) -> Changed:
-    """changes() of two states of one layout, by several threads."""
-
-    def one(name: str) -> Changed:
-        return changes({name: old[name]}, {name: new[name]})
-
-    names = sorted(new, key=lambda name: -new[name].data.size)
-    with ThreadPoolExecutor(_threads()) as pool:
-        found = pool.map(one, names)
-        return {name: positions for each in found for name, positions in each.items()}
 
 
 # -- items -----------------------------------------------------------------------------------------

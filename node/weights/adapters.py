@@ -140,17 +140,23 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return Tensor(weight.dtype, weight.shape, out)
 
 
-def changes(old: State, new: State) -> Changed:
+def changes(old: State, new: State, *, threads: int = 1) -> Changed:
     """Where `new` differs from `old`, a state of the same layout; found by comparing bits."""
-    found: dict[str, NDArray[np.int64] | None] = {}
-    for name, tensor in new.items():
-        if tensor is old[name]:
-            continue
-        flags = tensor.data != old[name].data
-        count = np.count_nonzero(flags)
-        if count:
-            found[name] = None if DENSE * count > flags.size else where(flags)
-    return found
+    names = [name for name in new if new[name] is not old[name]]
+    befores, afters = ([state[name] for name in names] for state in (old, new))
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        found = pool.map(_changed, befores, afters)
+        return {
+            name: positions
+            for name, positions in zip(names, found, strict=True)
+            if positions is None or positions.size
+        }
+
+
+def _changed(old: Tensor, new: Tensor) -> NDArray[np.int64] | None:
+    """Positions at which two tensors differ; None: so many that all of it counts as changed."""
+    flags = new.data != old.data
+    return None if DENSE * np.count_nonzero(flags) > flags.size else where(flags)
 
 
 def widen(bits: NDArray[Any]) -> NDArray[np.float32]:
