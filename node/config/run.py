@@ -297,10 +297,10 @@ class VerificationConfig(BaseConfig):
     )
     """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
     auditor: Literal["auto", "hf", "vllm"] = "auto"
-    """Engine that audits. `auto` is that of the workers where rounding matters, which is `vllm` in bfloat16 or
-    with exact numerics, and `hf` otherwise, and where the trainer's machine has no vLLM. `vllm` audits whatever
-    it serves and shares the prompts of a group. It cannot measure states at the boundaries of a pipeline
-    between nodes: rollouts that come out of one are audited by `hf` beside it."""
+    """Engine that audits. `auto` is that of the workers where rounding matters: `vllm` in bfloat16 or with
+    exact numerics; else, and where the trainer has no vLLM or no room for another one, it is `hf`. `vllm`
+    audits whatever it serves and shares the prompts of a group. It cannot measure states at the boundaries of
+    a pipeline between nodes: rollouts that come out of one are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
     family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B, on an

@@ -11,7 +11,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +39,10 @@ WHOLE_FROM = 8
 
 Positions and values take three times a value's bytes in the file, and on a GPU five times.
 """
+
+
+FEW, MAX_THREADS = 2**20, 8
+"""Positions that one thread gathers; and the threads for more."""
 
 
 @dataclass(frozen=True)
@@ -194,14 +200,17 @@ def _gathered(state: State, dtype: str, group: dict[str, NDArray[np.int64]]) -> 
     narrow = all(state[name].data.size <= 2**31 for name in group)
     where = np.empty(count, "<u4" if narrow else "<u8")
     values = np.empty(count, BITS[dtype])
-    at = 0
-    for name, positions in group.items():
-        end = at + len(positions)
-        where[at:end] = positions
-        state[name].data.take(
-            positions, out=values[at:end], mode="clip"
-        )  # checked: none is clipped
-        at = end
+
+    def gather(name: str, positions: NDArray[np.int64], end: int) -> None:
+        part = slice(end - len(positions), end)
+        where[part] = positions
+        # they were checked: none is clipped
+        state[name].data.take(positions, out=values[part], mode="clip")
+
+    ends = accumulate(map(len, group.values()))
+    threads = min(MAX_THREADS, os.cpu_count() or 1) if count > FEW else 1
+    with ThreadPoolExecutor(threads) as pool:  # numpy leaves the interpreter's lock
+        list(pool.map(gather, group, group.values(), ends))
     return {
         POSITIONS + dtype: Tensor("I32" if narrow else "I64", (count,), where),
         VALUES + dtype: Tensor(dtype, (count,), values),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
-from ..memory_plan.memory import plan_trainer, worker_share
+from ..memory_plan.memory import plan_trainer, with_fitting_auditor, worker_share
 from ..memory_plan.shape import ModelShape, read_shape
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
@@ -138,6 +138,8 @@ class MemoryShares(NamedTuple):
     """vLLM's gpu_memory_utilization, of all workers together."""
     trainer: float
     """training.gpu_memory_utilization."""
+    embedded: bool = False
+    """Whether the embedded engine has to audit, since vLLM would leave the workers too little."""
 
 
 UNPLANNED = MemoryShares(workers=0.4, trainer=0.5)
@@ -156,7 +158,8 @@ def planned_shares(
     if shape is None or not there:
         return None
     gpu = min(one.total for one in there)
-    left = worker_share(config, shape, gpu)
+    fitting = with_fitting_auditor(config, shape, gpu)
+    left = worker_share(fitting, shape, gpu)
     workers = min(MOST, (1 - KEPT_FREE) * left)
     if workers < LEAST:
         raise UsageError(
@@ -164,8 +167,12 @@ def planned_shares(
             "a smaller model, or training.optimizer_offload; to try it all the same, set "
             "engine.vllm.gpu_memory_utilization"
         )
-    learner = plan_trainer(config, shape, gpu=True)[0].total / gpu
-    return MemoryShares(round(workers, 2), round(learner + (left - workers) / 2, 2))
+    learner = plan_trainer(fitting, shape, gpu=True)[0].total / gpu
+    return MemoryShares(
+        workers=round(workers, 2),
+        trainer=round(learner + (left - workers) / 2, 2),
+        embedded=fitting.auditor != config.auditor,
+    )
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
@@ -200,6 +207,8 @@ class GpuPlacement:
     """Share of a GPU's memory for each vLLM worker, where it has to share one."""
     trainer_memory: float | None = None
     """The same for the trainer, where it has to share one with workers."""
+    embedded: bool = False
+    """See MemoryShares."""
     notes: tuple[str, ...] = ()
     """Remarks for the operator."""
 
@@ -212,10 +221,14 @@ class GpuPlacement:
         if self.trainer_memory is not None:
             limit = {"gpu_memory_utilization": self.trainer_memory}
             training = training.model_copy(update=limit)
+        verification = config.verification
+        if self.embedded:
+            verification = verification.model_copy(update={"auditor": "hf"})
         if self.memory is not None:
             vllm = {**engine.vllm, "gpu_memory_utilization": self.memory}
             engine = engine.model_copy(update={"vllm": vllm})
-        return config.model_copy(update={"training": training, "engine": engine})
+        changed = {"training": training, "engine": engine, "verification": verification}
+        return config.model_copy(update=changed)
 
     def lines(self) -> list[str]:
         """Describe it: one line for each process, and the notes."""
@@ -235,6 +248,8 @@ class GpuPlacement:
             flags += ["--training.backend", "fsdp", "--training.fsdp.ranks", str(self.ranks)]
         if self.trainer_memory is not None:
             flags += ["--training.gpu-memory-utilization", f"{self.trainer_memory:g}"]
+        if self.embedded:
+            flags += ["--verification.auditor", "hf"]
         return flags
 
 
@@ -260,13 +275,15 @@ def place(
     _check_devices(config)
     trainer, inference = GpuSplit(config, tuple(gpus), learns, generates).make()
     places, notes = _places(config, inference) if generates else _cpu_workers(config)
-    memory, trainer_memory = _memory(config, trainer, places, shares)
+    memory, beside = _memory(config, trainer, places, shares)
+    said = config.training.gpu_memory_utilization < 1
     return GpuPlacement(
         trainer=trainer,
         workers=places,
         ranks=_ranks(config, trainer),
         memory=memory,
-        trainer_memory=trainer_memory,
+        trainer_memory=None if beside is None or said else beside.trainer,
+        embedded=beside is not None and beside.embedded,
         notes=(*notes, *_together(trainer, places)),
     )
 
@@ -340,8 +357,8 @@ def _memory(
     trainer: Names,
     places: Sequence[Names | None],
     shares: Callable[[RunConfig], MemoryShares | None],
-) -> tuple[float | None, float | None]:
-    """Share out the memory of GPUs that several have: for each worker, and for the trainer."""
+) -> tuple[float | None, MemoryShares | None]:
+    """Share out the memory of GPUs that several have: to each worker, and beside the trainer."""
     if config.engine.type != "vllm" or MEMORY_KEYS & set(config.engine.vllm):
         return None, None
     used = [name for names in places for name in names or ()]
@@ -353,8 +370,7 @@ def _memory(
         (both.workers if name in trainer else MEMORY_OF_WORKERS) / used.count(name)
         for name in set(used)
     )
-    said = config.training.gpu_memory_utilization < 1
-    return round(each, 3), None if said else both.trainer
+    return round(each, 3), both
 
 
 def _together(trainer: Names, places: Sequence[Names | None]) -> list[str]:

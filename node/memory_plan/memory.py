@@ -55,6 +55,7 @@ AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass 
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
 
+STARVED = 0.2  # share of a GPU with which a worker's vLLM generates far less than it could
 REFUSAL_MARGIN = 0.85  # estimates may be wrong by this much before an engine is refused
 
 
@@ -595,3 +596,15 @@ def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
     beyond = uncounted(config.engine, shape).total
     left = gpu - learner.total - beside.total - beyond - RESERVE
     return max(0, int(100 * left / gpu)) / 100
+
+
+def with_fitting_auditor(config: RunConfig, shape: ModelShape, gpu: int) -> RunConfig:
+    """Have the embedded engine audit where vLLM would leave a worker on the trainer's GPU too little.
+
+    Not where the auditor is named, or numerics are exact.
+    """
+    asked = config.verification
+    chosen = asked.auditor == "auto" and asked.numerics != "exact" and config.auditor == "vllm"
+    if not chosen or worker_share(config, shape, gpu) >= STARVED:
+        return config
+    return config.model_copy(update={"verification": asked.model_copy(update={"auditor": "hf"})})

@@ -32,6 +32,7 @@ from ..memory_plan.memory import (
     gib,
     plan_engine,
     plan_trainer,
+    with_fitting_auditor,
     worker_share,
 )
 from ..memory_plan.shape import ModelShape
@@ -329,6 +330,8 @@ def plan_run(
             f"{shape.heads} attention heads cannot be shared by {tp} GPUs: set --engine.tp to a divisor"
         )
     engine = config.engine.model_copy(update={"tp": tp})
+    if shared and gpu:
+        config = with_fitting_auditor(config, shape, device.nbytes)
     learner, beside = plan_trainer(config, shape, gpu=gpu)
     taken = device.taken + (learner.total + beside.total if shared else 0)
     left = Device(device.kind, device.nbytes, taken)

@@ -1,6 +1,7 @@
 """Who gets which GPUs: the decision alone, nothing is started."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,26 @@ def test_what_the_trainer_leaves_is_planned_where_the_model_is_known(tmp_path: P
     assert 0 < less.trainer < 1 - less.workers
     assert planned_shares(tiny, list) is None
     assert planned_shares(configured("--model.name hub/model"), lambda: [H200]) is None
+
+
+def test_where_vllm_as_the_auditor_leaves_too_little_the_embedded_engine_audits() -> None:
+    small = (
+        *("--model.create.hidden-size", "1024", "--model.create.num-hidden-layers", "28"),
+        *("--model.create.num-key-value-heads", "8", "--model.create.head-dim", "128"),
+    )
+    told = ["--engine", "vllm", "--engine.dtype", "bfloat16", *small, "--launch.workers", "1"]
+    config = load(RunConfig, told, {})
+    assert config.auditor == "vllm"
+    for memory, embedded in ((140 << 30, False), (12 << 30, True)):
+        gpu = H200._replace(total=memory)
+        placement = place(config, ("0",), partial(planned_shares, gpus=lambda gpu=gpu: [gpu]))
+        assert placement.embedded == embedded
+        assert ("hf" in placement.trainer_arguments()) == embedded
+        assert placement.applied(config).auditor == ("hf" if embedded else "vllm")
+    named = load(RunConfig, [*told, "--verification.auditor", "vllm"], {})
+    gpu = H200._replace(total=12 << 30)
+    with pytest.raises(UsageError, match="do not fit on one GPU"):
+        place(named, ("0",), partial(planned_shares, gpus=lambda: [gpu]))
 
 
 def test_a_trainer_that_leaves_nothing_is_refused() -> None:
