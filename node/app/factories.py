@@ -113,10 +113,8 @@ def auditing(config: RunConfig) -> EngineConfig:
     """The config of an engine of the type that audits here."""
     from ..inference.vllm_arguments import is_installed
 
-    kind = config.auditor
-    if config.verification.auditor == "auto" and config.verification.numerics != "exact":
-        kind = kind if is_installed() else "hf"
-    return config.engine.model_copy(update={"type": kind})
+    missing = config.may_replace_auditor and not is_installed()
+    return config.engine.model_copy(update={"type": "hf" if missing else config.auditor})
 
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:

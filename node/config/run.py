@@ -504,6 +504,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
         return bool(asked.prompts or asked.interval) or self.warmup is not None
 
     @property
+    def may_replace_auditor(self) -> bool:
+        """Whether `hf` may audit where vLLM cannot: it was not named, and nothing needs equal bits."""
+        return self.verification.auditor == "auto" and self.verification.numerics != "exact"
+
+    @property
     def auditor(self) -> Literal["hf", "vllm"]:
         """The engine that audits, where it is installed."""
         if self.verification.auditor != "auto":

@@ -7,7 +7,6 @@ one is made.
 
 import asyncio
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -15,13 +14,10 @@ from ...protocol.manifests import RunManifest
 from ..models.model_files import read_base
 from ..ops.errors import EngineError
 from ..weights.adapters import MergedAdapters, changes, merge
-from ..weights.state import Changed, State
+from ..weights.state import Changed, State, memory_threads
 from .engine import Completion, Engine, EngineStats, GenerateRequest
 
 logger = logging.getLogger(__name__)
-
-MAX_THREADS = 8
-"""More wait for memory."""
 
 
 class AdaptedEngine:
@@ -94,7 +90,7 @@ class AdaptedEngine:
         contract = self._run.adapters
         assert contract is not None  # this engine is only made for runs with adapters
         began = time.perf_counter()
-        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        threads = memory_threads()
         state = merge(base, adapters, contract, before=held, threads=threads)
         differs = None if held is None else changes(held.state, state, threads=threads)
         logger.debug("adapters merged in %.2f s", time.perf_counter() - began)

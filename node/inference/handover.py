@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +21,8 @@ from numpy.typing import NDArray
 
 from ..ops.errors import EngineError, EngineLost, StorageError
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
-from ..weights.state import BITS, Changed, State, Tensor, state_bytes
+from ..weights.payload import ordered
+from ..weights.state import BITS, Changed, State, Tensor, memory_threads, state_bytes
 from .engine import Replica, WeightsFault, Written
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ Positions and values take three times a value's bytes in the file, and on a GPU 
 """
 
 
-FEW, MAX_THREADS = 2**20, 8
-"""Positions that one thread gathers; and the threads for more."""
+FEW = 2**20
+"""Positions that one thread gathers."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ def _gathered(state: State, dtype: str, group: dict[str, NDArray[np.int64]]) -> 
         state[name].data.take(positions, out=values[part], mode="clip")
 
     ends = accumulate(map(len, group.values()))
-    threads = min(MAX_THREADS, os.cpu_count() or 1) if count > FEW else 1
-    with ThreadPoolExecutor(threads) as pool:  # numpy leaves the interpreter's lock
-        list(pool.map(gather, group, group.values(), ends))
+    threads = memory_threads() if count > FEW else 1  # numpy leaves the interpreter's lock
+    for _ in ordered(gather, zip(group, group.values(), ends, strict=True), threads):
+        pass
     return {
         POSITIONS + dtype: Tensor("I32" if narrow else "I64", (count,), where),
         VALUES + dtype: Tensor(dtype, (count,), values),

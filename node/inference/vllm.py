@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -381,15 +381,10 @@ class VllmCore:
         self._require_alive()
         await self._install_reader()
         keys = [next(self._serial) for _ in requests]
-        work = deque(zip(keys, requests, strict=True))
         self._reading += 1
         try:
-            async with asyncio.TaskGroup() as tasks:
-                if self._reading == 1:  # nothing else gives the engine a full step
-                    async with self._gathering(len(requests)):
-                        for key, one in self._step_of(work):
-                            tasks.create_task(self._read(key, one))
-                for key, one in work:  # while the first step is computed
+            async with asyncio.TaskGroup() as tasks, self._gathering(len(requests)):
+                for key, one in zip(keys, requests, strict=True):
                     tasks.create_task(self._read(key, one))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
@@ -412,15 +407,6 @@ class VllmCore:
             if fault := next(filter(None, faults), ""):
                 raise self._lost(fault)
             self._reads = True
-
-    def _step_of(
-        self, work: deque[tuple[int, PrefillRequest]]
-    ) -> Iterator[tuple[int, PrefillRequest]]:
-        """Take texts from the left of `work` until they fill a step."""
-        room = self._llm.vllm_config.scheduler_config.max_num_batched_tokens
-        while work and room > 0:
-            room -= len(work[0][1].token_ids)
-            yield work.popleft()
 
     async def _read(self, key: int, request: PrefillRequest) -> None:
         """Have vLLM read one text. The token that it draws behind it is of no use."""
@@ -490,12 +476,12 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _gathering(self, requests: int) -> AsyncGenerator[None]:
-        """No step runs inside, so that the next one has all that is made there of `requests`.
+        """No step runs inside, so that the next one has all `requests` that are made there.
 
         Otherwise the first of them gets a step of its own, the next few another: a dozen small ones, each of
         which takes as long as a full one.
         """
-        if requests < 2:
+        if requests < 2 or self._reading > 1:  # others fill the next step
             yield
             return
         async with self._paused(clear_cache=False):

@@ -603,8 +603,8 @@ def with_fitting_auditor(config: RunConfig, shape: ModelShape, gpu: int) -> RunC
 
     Not where the auditor is named, or numerics are exact.
     """
-    asked = config.verification
-    chosen = asked.auditor == "auto" and asked.numerics != "exact" and config.auditor == "vllm"
-    if not chosen or worker_share(config, shape, gpu) >= STARVED:
+    replaceable = config.may_replace_auditor and config.auditor == "vllm"
+    if not replaceable or worker_share(config, shape, gpu) >= STARVED:
         return config
-    return config.model_copy(update={"verification": asked.model_copy(update={"auditor": "hf"})})
+    embedded = config.verification.model_copy(update={"auditor": "hf"})
+    return config.model_copy(update={"verification": embedded})

@@ -52,7 +52,7 @@ from ..inference.vllm_arguments import (
 from ..models.model_files import layer_count, read_base, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import MergedAdapters, changes, merge
-from ..weights.state import Changed, State
+from ..weights.state import Changed, State, memory_threads
 from ..weights.state_history import known_changes
 from .auditor import (
     AuditItem,
@@ -83,8 +83,6 @@ PART_TOKENS = 2**14
 """Of the texts that are sent at once."""
 LEAST_SHARE = 0.01
 """Of a GPU's memory: vLLM wants this much to be free, and then takes what kv_cache_memory_bytes says."""
-MAX_THREADS = 8
-"""Of comparing and merging states; more wait for memory."""
 MOST_DIFFERENCES = 4
 """Pairs of versions whose differing positions are kept, for an audit goes back and forth between few."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -241,7 +239,7 @@ class AuditingEngine:
         if self._adapters is not None:
             assert self._base is not None  # it was read before the engine was made
             kept = before.merged if before else None
-            whole = merge(self._base, state, self._adapters, before=kept, threads=_threads())
+            whole = merge(self._base, state, self._adapters, before=kept, threads=memory_threads())
             merged = MergedAdapters(state, whole)
         found = _Held(version, state, SameState(state), whole, merged)
         if before is None or _layout(before.whole) != _layout(whole):
@@ -251,22 +249,18 @@ class AuditingEngine:
     def _difference(self, before: _Held, found: _Held) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
         if found.merged is not None:
-            return changes(before.whole, found.whole, threads=_threads())
+            return changes(before.whole, found.whole, threads=memory_threads())
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
         if known is None or not known.is_of(before.whole, found.whole):
             changed = known_changes(before.state, found.state)
             if changed is None:
-                changed = changes(before.whole, found.whole, threads=_threads())
+                changed = changes(before.whole, found.whole, threads=memory_threads())
             known = self._differences[pair] = _Difference((before.same, found.same), changed)
         self._differences.move_to_end(pair)
         if len(self._differences) > MOST_DIFFERENCES:
             self._differences.popitem(last=False)
         return known.changed
-
-
-def _threads() -> int:
-    return min(MAX_THREADS, os.cpu_count() or 1)
 
 
 def _layout(state: State) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..ops.errors import EngineError
 from .blocks import where
+from .payload import ordered
 from .state import BITS, Changed, State, Tensor
 
 PREFIX = "base_model.model."
@@ -143,14 +144,12 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def changes(old: State, new: State, *, threads: int = 1) -> Changed:
     """Where `new` differs from `old`, a state of the same layout; found by comparing bits."""
     names = [name for name in new if new[name] is not old[name]]
-    befores, afters = ([state[name] for name in names] for state in (old, new))
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        found = pool.map(_changed, befores, afters)
-        return {
-            name: positions
-            for name, positions in zip(names, found, strict=True)
-            if positions is None or positions.size
-        }
+    found = ordered(_changed, ((old[name], new[name]) for name in names), threads)
+    return {
+        name: positions
+        for name, positions in zip(names, found, strict=True)
+        if positions is None or positions.size
+    }
 
 
 def _changed(old: Tensor, new: Tensor) -> NDArray[np.int64] | None:

@@ -3,6 +3,7 @@
 A tensor's data is its storage bits as unsigned integers, so -0.0, NaN and every bf16 pattern survive.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,15 @@ def digests(state: State) -> dict[str, bytes]:
 def state_bytes(state: State) -> int:
     """Bytes of all elements of `state`."""
     return sum(tensor.data.nbytes for tensor in state.values())
+
+
+MEMORY_THREADS = 8
+"""Of copying, comparing and merging states; more wait for memory."""
+
+
+def memory_threads() -> int:
+    """As many as that, or as this machine has cores."""
+    return min(MEMORY_THREADS, os.cpu_count() or 1)
 
 
 class PendingChanges:

@@ -19,12 +19,13 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from goals import judge_goals, show_goals  # pyright: ignore
 from msgspec import structs
 from shapes import SHAPES  # pyright: ignore
 from update import make_model  # pyright: ignore
@@ -386,44 +387,35 @@ def main() -> int:
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     SHAPES[options.shape] = SHAPES[options.shape] | {k: v for k, v in sizes.items() if v}
     found = asyncio.run(run(options))
-    goals = [goal for numerics, rows in found.items() for goal in judged(numerics, rows, options)]
-    for goal in goals:
-        mark = "ok" if goal["ok"] else "MISSED"
-        print(f"{goal['name']:64} {goal['value']:10.4g}   goal {goal['goal']:g}  {mark}")
+    rows = {
+        f"{numerics}: {name}": value
+        for numerics, of_one in found.items()
+        for name, value in of_one.items()
+    }
+    goals = judge_goals(
+        rows,
+        [
+            (f"{numerics}: {name}", goal, at_least)
+            for numerics in found
+            for name, goal, at_least in goals_of(options.shape)
+        ],
+    )
+    show_goals(goals)
     if options.json:
-        rows = [
-            {"name": f"{numerics}: {name}", "value": value}
-            for numerics, of_one in found.items()
-            for name, value in of_one.items()
-        ]
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
+        named = [{"name": name, "value": value} for name, value in rows.items()]
+        options.json.write_text(json.dumps({"rows": named, "goals": goals}, indent=2) + "\n")
     complete = found.keys() == set(options.numerics)
     return 0 if complete and all(goal["ok"] for goal in goals) else 1
 
 
-def judged(
-    numerics: str, found: Mapping[str, float], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The goals, as far as they were measured: nobody honest rejected, every cheat seen, and what it costs."""
-    faster = 12.0 if options.shape == "4b" else 8.0
-    caught = [name for name in SEEN if f"{name}: suspect" in found]
-    goals = [
-        (HONEST, 0.0, False),
-        *((f"{name}: suspect", float(SEEN[name]), True) for name in caught),
-        ("audited / roofline", 0.6, True),
-        ("audited / generated", faster, True),
-        ("swap and one rollout, s", 1.0, False),
-    ]
+def goals_of(shape: str) -> list[tuple[str, float, bool]]:
+    """Nobody honest rejected, every cheat seen, and what it costs."""
     return [
-        {
-            "name": f"{numerics}: {name}",
-            "value": found[name],
-            "goal": goal,
-            "unit": "",
-            "ok": found[name] >= goal if at_least else found[name] <= goal,
-        }
-        for name, goal, at_least in goals
-        if name in found
+        (HONEST, 0.0, False),
+        *((f"{name}: suspect", float(least), True) for name, least in SEEN.items()),
+        ("audited / roofline", 0.6, True),
+        ("audited / generated", 12.0 if shape == "4b" else 8.0, True),
+        ("swap and one rollout, s", 1.0, False),
     ]
 
 

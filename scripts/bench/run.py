@@ -32,6 +32,7 @@ from statistics import fmean, median
 from typing import Any
 
 from children import Child
+from goals import judge_goals, show_goals
 from gpu_run import tail
 from shapes import SHAPES
 
@@ -419,16 +420,7 @@ def judge(found: dict[str, float], options: argparse.Namespace) -> list[dict[str
         goals.append(("engine at least half full, share of time", 0.95, True))
     if options.gpus and "mismatch KL, synchronous" in found:
         goals.append(("mismatch KL", 1.5 * found["mismatch KL, synchronous"], False))
-    return [
-        {
-            "name": name,
-            "value": found[name],
-            "goal": goal,
-            "unit": "",
-            "ok": found[name] >= goal if at_least else found[name] <= goal,
-        }
-        for name, goal, at_least in goals
-    ]
+    return judge_goals(found, goals)
 
 
 def show(found: dict[str, float], goals: Sequence[dict[str, Any]]) -> None:
@@ -436,9 +428,7 @@ def show(found: dict[str, float], goals: Sequence[dict[str, Any]]) -> None:
     for name, value in found.items():
         print(f"{name:44} {value:12.5g}")
     print()
-    for goal in goals:
-        mark = "ok" if goal["ok"] else "MISSED"
-        print(f"{goal['name']:44} {goal['value']:12.5g}   goal {goal['goal']:.4g}  {mark}")
+    show_goals(goals)
 
 
 if __name__ == "__main__":
