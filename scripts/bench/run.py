@@ -246,7 +246,7 @@ def run_whole(
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{directory.name}.log").write_text(tail(directory, 200_000))
     lines = read_lines(metrics)
-    if len(lines) < WARM_STEPS + 2:
+    if len(lines) < (WARM_STEPS + 2 if bound else 2):
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
     return {"began": began, "lines": lines, "looks": looks}
