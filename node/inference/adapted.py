@@ -1,4 +1,4 @@
-"""Serve adapter policies by merging them into the base model.
+"""Serve adapter policies by merging them into the base model, for an engine that does not do so itself.
 
 Callers see an ordinary Engine; the wrapped engine only ever sees whole, merged states.
 Memory beside the engine's own: the base and the merged state, both bf16; one merged state more while the next
@@ -16,6 +16,7 @@ from ..ops.errors import EngineError
 from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State, memory_threads
 from .engine import Completion, Engine, EngineStats, GenerateRequest
+from .hosted import HostedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -98,5 +99,6 @@ class AdaptedEngine:
 
 
 def adapted(engine: Engine, run: RunManifest) -> Engine:
-    """`engine` as the policies of `run` need it."""
-    return engine if run.adapters is None else AdaptedEngine(engine, run)
+    """`engine`, not started, as the policies of `run` need it: vLLM merges adapters itself, on its GPUs."""
+    merges = isinstance(engine, HostedEngine) and engine.merge_adapters(run)
+    return engine if merges or run.adapters is None else AdaptedEngine(engine, run)

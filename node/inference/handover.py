@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ops.errors import EngineError, EngineLost, StorageError
+from ..weights.adapters import LowRank, TensorLayout, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered
 from ..weights.state import BITS, Changed, State, Tensor, memory_threads, state_bytes
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 R = TypeVar("R", bound=Replica)
 
+ADAPTERS = "adapters"
+"""Metadata of a file of adapters: JSON of their base's directory, and of what their product is scaled by."""
 WHOLE, POSITIONS, VALUES = "whole:", "positions:", "values:"
 """Prefixes of tensors in a file of changes. WHOLE and a name: that tensor, complete. POSITIONS and VALUES and a
 dtype: the changed positions and new values of all tensors of that dtype, one after the other; the metadata
@@ -46,12 +49,28 @@ FEW = 2**20
 
 
 @dataclass(frozen=True)
+class AdapterBase:
+    """A base model in a directory, into which engines merge the adapters that they are given."""
+
+    directory: Path
+    contract: LowRank
+    layout: Mapping[str, TensorLayout]
+    """Its tensors by name."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of a file of adapters."""
+        scale = self.contract.alpha / self.contract.rank
+        return {ADAPTERS: json.dumps({"directory": str(self.directory), "scale": scale})}
+
+
+@dataclass(frozen=True)
 class Delta:
     """What to put into a file so that a reader who holds the rest gets the new state."""
 
     tensors: State
-    spans: dict[str, str]
-    """Metadata: dtype -> JSON of [[name, count], ...]."""
+    metadata: dict[str, str]
+    """dtype -> JSON of [[name, count], ...]; or what a file of adapters has."""
 
 
 def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
@@ -130,6 +149,8 @@ class HostedPolicy:
     def __init__(self) -> None:
         self.version = -1
         """The newest version that an engine has; -1 before the first load()."""
+        self.base: AdapterBase | None = None
+        """Set if policies are adapters, before the first load(): engines merge them into it."""
         self._state: State = {}
         self._placeless: frozenset[str] = frozenset()
         self.gate = asyncio.Lock()
@@ -142,7 +163,9 @@ class HostedPolicy:
 
         Raises EngineError if it does not fit, and changes nothing then; EngineLost if none has it now.
         """
-        async with shared_file(state) as path:
+        if self.base is not None:
+            check_adapters(self.base.layout, state, self.base.contract)
+        async with shared_file(state, self._metadata) as path:
             await self._check(engines, path)
             written = await _of_all(engines, lambda one: one.load(version, path))
         self._hold(version, state, [one for _, one in written])
@@ -157,8 +180,11 @@ class HostedPolicy:
         if self.version < 0 or _shapes(state) != _shapes(self._state):
             await self.load(engines, version, state)  # which says what does not fit
             return
-        delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
-        async with shared_file(delta.tensors, delta.spans) as path:
+        if self.base is None:
+            delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
+        else:  # an engine that merges them finds by itself what they change
+            delta = Delta(state, self._metadata)
+        async with shared_file(delta.tensors, delta.metadata) as path:
             staged = await _of_all(engines, lambda one: one.stage(path))
             ready = [one for one, found in staged if not found.fault]
             refused = [one for one, found in staged if found.fault]
@@ -173,10 +199,14 @@ class HostedPolicy:
     async def renew(self, engine: Replica) -> None:
         """Give an engine that was started again the newest policy, if there is one. Raises EngineError."""
         if self.version >= 0:
-            async with shared_file(self._state) as path:
+            async with shared_file(self._state, self._metadata) as path:
                 if fault := (await engine.check(path)).fault:
                     raise EngineError(f"the engine refuses the policy that it held: {fault}")
                 await engine.load(self.version, path)
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {} if self.base is None else self.base.metadata
 
     async def _check(self, engines: Sequence[Replica], path: str) -> None:
         found: list[WeightsFault] = [

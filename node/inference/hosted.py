@@ -17,12 +17,15 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from ...protocol.manifests import RunManifest
 from ..config.engine import EngineConfig
 from ..memory_plan.memory import refuse_what_cannot_fit
+from ..models.model_files import read_base
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
 from ..pipeline.place import StagePlace, check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
+from ..weights.adapters import layout
 from ..weights.state import Changed, State
 from .engine import (
     Completion,
@@ -32,7 +35,7 @@ from .engine import (
     check_update,
     find_fingerprint,
 )
-from .handover import HostedPolicy
+from .handover import AdapterBase, HostedPolicy
 from .host_messages import ApiOptions, EngineSetUp
 from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .vllm_arguments import read_shape, resolve_parallel
@@ -73,6 +76,8 @@ class HostedEngine:
         self._pending: set[asyncio.Task[Any]] = set()
         self._in_turn = asyncio.Lock()
         self._fault = UNSTARTED
+        self._run: RunManifest | None = None
+        """Of a run with adapters that the engines merge."""
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
@@ -127,12 +132,25 @@ class HostedEngine:
                     self._policy,
                 )
             )
-        await self._start_replicas()
+        await asyncio.gather(self._start_replicas(), self._read_base(model_dir))
         self._require(STARTING)
         self._fault = ""
         logger.info(
             "%d x %s started in %.1f s", len(environments), self._title, time.monotonic() - began
         )
+
+    def merge_adapters(self, run: RunManifest) -> bool:
+        """Take adapters as policies: every engine merges them into the base of `run`, whose files start()'s
+        directory has; before start().
+
+        Returns False where the engine cannot.
+        """
+        merging = self._config.type == "vllm" and self._place is None
+        if run.adapters is None or not merging:
+            return False
+        self._require(UNSTARTED)
+        self._run = run
+        return True
 
     async def load(self, version: int, state: State) -> None:
         """Replace the weights in place; requests in flight go on under the new ones.
@@ -141,6 +159,14 @@ class HostedEngine:
         not fit, the old weights stay; for anything else no engine is left.
         """
         await self._kept(self._change(lambda found: self._policy.load(found, version, state)))
+
+    async def _read_base(self, model_dir: Path) -> None:
+        """Check the base that the engines merge adapters into; only its layout is kept."""
+        run = self._run
+        if run is None or run.adapters is None:
+            return
+        base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
+        self._policy.base = AdapterBase(model_dir, run.adapters, layout(base))
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """As load(), but only what changed goes to the engines, where it is got ready beside generation.

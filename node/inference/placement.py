@@ -24,6 +24,8 @@ Load = Callable[[list[tuple[str, Tensor]]], object]
 """The model's loader: [(name, tensor)] -> anything."""
 
 _WRITES = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 _FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
 """What weight loaders raise for a tensor that does not fit."""
 
@@ -80,6 +82,20 @@ class Part:
         inside &= rest == 0
         return offsets[inside], inside
 
+    def differing(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Offsets in `flat` where its bits are not those of the checkpoint's `tensor`, and its values there."""
+        dims = self.dims or (Dim(1, 1, 1),)
+        sizes = [dim.size for dim in dims]
+        tensor = tensor.to(self.flat.dtype)
+        new = tensor.as_strided(sizes, [dim.source for dim in dims], self.source)
+        old = self.flat.as_strided(sizes, [dim.target for dim in dims], self.target)
+        bits = _INTEGERS[tensor.element_size()]
+        apart = new.view(bits) != old.view(bits)
+        offsets = torch.full((), self.target, device=self.flat.device)
+        for dim, at in zip(dims, apart.nonzero(as_tuple=True), strict=True):
+            offsets = offsets + at * dim.target
+        return offsets, new[apart]
+
 
 @dataclass(frozen=True)
 class PendingWrite:
@@ -90,8 +106,9 @@ class PendingWrite:
     values: Tensor
 
     def run(self) -> None:
-        """PendingWrite them; order among several does not matter."""
-        self.flat.index_copy_(0, self.offsets, self.values)
+        """Write them; order among several does not matter."""
+        device = self.flat.device
+        self.flat.index_copy_(0, self.offsets.to(device), self.values.to(device))
 
 
 class ParameterPlacement:
@@ -140,6 +157,18 @@ class ParameterPlacement:
                 if len(offsets):
                     writes.append(PendingWrite(part.flat, offsets, found.to(part.flat.dtype)))
         return writes
+
+    def differing(self, name: str, tensor: Tensor) -> list[PendingWrite] | None:
+        """What writes `tensor`, contiguous and on the model's device, where the model has other bits.
+
+        None for a tensor without a place.
+        """
+        if name in self.absent:
+            return []
+        if (parts := self._parts.get(name)) is None:
+            return None
+        found = [(part.flat, *part.differing(tensor)) for part in parts]
+        return [PendingWrite(*one) for one in found if len(one[1])]
 
 
 def trace(

@@ -81,8 +81,9 @@ class VllmMeter:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self._pending = 0
-        self._unfinished: Callable[[], int] = lambda: self._pending
+        self.pending = 0
+        """Requests that vLLM has."""
+        self._unfinished: Callable[[], int] = lambda: self.pending
         self._moved = 0.0
         self._preempted: Any = None
 
@@ -120,13 +121,13 @@ class VllmMeter:
     def begin(self, prompt: int) -> None:
         """Count a request to vLLM with a prompt of `prompt` tokens."""
         self._prompt_tokens += prompt
-        if not self._pending:
+        if not self.pending:
             self._moved = time.monotonic()
-        self._pending += 1
+        self.pending += 1
 
     def end(self) -> None:
         """A request has left vLLM, however it ended."""
-        self._pending -= 1
+        self.pending -= 1
 
     def paused(self, began: float, ended: float) -> None:
         """No step ran between these times; vLLM preempts all then, and not because its cache is full."""
@@ -135,16 +136,16 @@ class VllmMeter:
 
     def stuck_s(self) -> float:
         """How long nothing has come though there is work; a reply that waits for its reader is none."""
-        working = self._pending and self._unfinished()
+        working = self.pending and self._unfinished()
         return time.monotonic() - self._moved if working else 0.0
 
     def stats(self) -> EngineStats:
         """As far as it is known."""
-        found = self._scheduler if self._pending else None  # the last step's say nothing when idle
+        found = self._scheduler if self.pending else None  # the last step's say nothing when idle
         running = int(getattr(found, "num_running_reqs", 0))
         skipped = int(getattr(found, "num_skipped_waiting_reqs", 0))
         return EngineStats(
-            running=min(running, self._pending),
+            running=min(running, self.pending),
             waiting=int(getattr(found, "num_waiting_reqs", 0)) + skipped,
             kv_use=float(getattr(found, "kv_cache_usage", 0.0)),
             kv_tokens=self._kv_tokens,
@@ -157,8 +158,8 @@ class VllmMeter:
         return any(began <= when <= ended for began, ended in self._pauses)
 
 
-GATHER_S = 0.002
-"""How long a question waits for company."""
+GATHER_S = 0.0002
+"""For each request under way, how long a question waits for others that end: the engine pauses to answer it."""
 AGAIN_S = 0.005
 """Before what had not come is asked for again."""
 PATIENCE_S = 60.0
@@ -184,9 +185,13 @@ class CollectedTokens:
 class CompletionCollector:
     """Asks for what many concurrent callers want."""
 
-    def __init__(self, ask: Ask, fingerprint: str) -> None:
+    def __init__(
+        self, ask: Ask, fingerprint: str, under_way: Callable[[], int] = lambda: 1
+    ) -> None:
+        """`under_way`: how many requests vLLM has."""
         self._ask = ask
         self._fingerprint = fingerprint
+        self._under_way = under_way
         self._wanted: dict[int, int] = {}
         self._came: dict[int, list[Any]] = {}
         self._forgotten: list[int] = []
@@ -218,7 +223,7 @@ class CompletionCollector:
                 await self._question({})
 
     async def _come(self, key: int) -> None:
-        pause = GATHER_S
+        pause = GATHER_S * max(1, self._under_way())
         while key not in self._came:
             async with self._asking:
                 if key in self._came:
@@ -324,7 +329,7 @@ class VllmCore:
         faults = await self._rpc("primerl_record", fingerprint, *served)
         if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
-        self._collector = CompletionCollector(self._ask, fingerprint)
+        self._collector = CompletionCollector(self._ask, fingerprint, lambda: self._meter.pending)
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""

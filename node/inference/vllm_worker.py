@@ -10,8 +10,8 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,19 @@ import torch
 from safetensors import safe_open
 
 from ..ops.errors import named_line, one_line
-from .handover import POSITIONS, VALUES, WHOLE, read_spans
-from .placement import ParameterPlacement, PendingWrite, Shapes, difference, trace
+from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
+from .placement import ParameterPlacement, PendingWrite, difference, trace
+from .policy_file import PolicyFile
 from .vllm_arguments import INVARIANT
 from .vllm_prefill import PromptReader
 from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0005
+"""After which a thread that runs Python gives way to another; Python's own 5 ms are half a step."""
+ROOM = 2**30
+"""Bytes of a device that an update leaves free."""
 
 
 def _keep_plain_weights() -> None:
@@ -93,6 +99,8 @@ class WorkerExtension:
 
     def primerl_attach(self, node_pid: int) -> int:
         """Make this process end with the node's, however that ends. Returns this process's id."""
+        # threads that read a new version must not keep the one that runs steps waiting for long
+        sys.setswitchinterval(SWITCH_S)
         # a daemon thread: it must die with the process, and has nothing to clean up
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
         return os.getpid()
@@ -181,10 +189,10 @@ class WorkerExtension:
         """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""
         if self._primerl_loaded:
             known = self._primerl_placement
-            fault = difference(known.shapes, _file_shapes(path))
+            fault = difference(known.shapes, PolicyFile(path).shapes())
             return [fault, sorted(known.absent), known.placeless]
-        model = self.model_runner.get_model()
-        found = trace(model.load_weights, dict(model.named_parameters()), tensors_of(path))
+        model, policy = self.model_runner.get_model(), PolicyFile(path)
+        found = trace(model.load_weights, dict(model.named_parameters()), policy.unmerged())
         if isinstance(found, str):
             return [found, [], []]
         self._primerl_placement = found
@@ -193,7 +201,8 @@ class WorkerExtension:
     def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
-            self.model_runner.get_model().load_weights(tensors_of(path))
+            tensors = PolicyFile(path).tensors(self.model_runner.device)
+            self.model_runner.get_model().load_weights(tensors)
         self._primerl_loaded = True
         self._primerl_written(version)
 
@@ -235,12 +244,13 @@ class WorkerExtension:
         placement = self._primerl_placement
         if not placement.still_holds(dict(self.model_runner.get_model().named_parameters())):
             raise RuntimeError("vLLM has moved its parameters")
-        with torch.no_grad(), safe_open(path, framework="pt") as reader:
+        device = self.model_runner.device
+        with torch.no_grad():
             if not torch.cuda.is_available():
-                return _stage(placement, reader)
-            stream = torch.cuda.Stream(self.model_runner.device)
+                return _stage(placement, path, device)
+            stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                staged = _stage(placement, reader)
+                staged = _stage(placement, path, device)
             stream.synchronize()
             return staged
 
@@ -253,17 +263,44 @@ class Staged:
     whole: list[tuple[str, torch.Tensor]]
 
 
-def _stage(placement: ParameterPlacement, reader: Any) -> Staged:
-    whole = [
-        (key.removeprefix(WHOLE), reader.get_tensor(key))
-        for key in reader.keys()
-        if key.startswith(WHOLE)
-    ]
+def _stage(placement: ParameterPlacement, path: str, device: torch.device) -> Staged:
+    policy = PolicyFile(path)
+    if policy.adapted:
+        return _stage_adapted(placement, policy, device)
     writes: list[PendingWrite] = []
-    for dtype, spans in (reader.metadata() or {}).items():
-        positions, values = reader.get_tensor(POSITIONS + dtype), reader.get_tensor(VALUES + dtype)
-        writes += placement.prepare(read_spans(spans), positions, values)
+    with safe_open(path, framework="pt") as reader:
+        whole = [
+            (key.removeprefix(WHOLE), reader.get_tensor(key))
+            for key in reader.keys()
+            if key.startswith(WHOLE)
+        ]
+        for dtype, spans in (reader.metadata() or {}).items():
+            positions, values = (reader.get_tensor(part + dtype) for part in (POSITIONS, VALUES))
+            writes += placement.prepare(read_spans(spans), positions, values)
     return Staged(writes, whole)
+
+
+def _stage_adapted(
+    placement: ParameterPlacement, policy: PolicyFile, device: torch.device
+) -> Staged:
+    """What differs from the weights that the model has now."""
+    staged = Staged([], [])
+    for name, tensor in policy.changing(device):
+        writes = placement.differing(name, tensor)
+        if writes is None or WHOLE_FROM * sum(len(one.offsets) for one in writes) > tensor.numel():
+            staged.whole.append((name, _kept(tensor)))
+        else:
+            staged.writes.extend(
+                PendingWrite(one.flat, _kept(one.offsets), _kept(one.values)) for one in writes
+            )
+    return staged
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` until it is written: on the host where the device has little room left."""
+    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < ROOM:
+        return tensor.cpu()
+    return tensor
 
 
 def _outlives(transfer: Any) -> str:
@@ -308,15 +345,3 @@ def _end_with(pid: int) -> None:
     poll.register(handle, select.POLLIN)
     poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _file_shapes(path: str) -> Shapes:
-    with safe_open(path, framework="pt") as reader:
-        return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
-
-
-def tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, by name."""
-    with safe_open(path, framework="pt") as reader:
-        for name in reader.keys():
-            yield name, reader.get_tensor(name)

@@ -23,9 +23,10 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 
 from ..inference.boundary_states import agrees, project
 from ..inference.device import Mark, download
+from ..inference.policy_file import PolicyFile
 from ..inference.vllm_arguments import SAMPLING
 from ..inference.vllm_sampling import read_step
-from ..inference.vllm_worker import Staged, WorkerExtension, tensors_of
+from ..inference.vllm_worker import Staged, WorkerExtension
 from ..ops.errors import EngineError
 from . import activations, trails
 from .frames import Array, Frame, FrameLimits, Kind
@@ -189,7 +190,7 @@ class StageExtension(WorkerExtension):
         if len(self._primerl_prepared) >= MOST_PREPARED:
             raise EngineError("too many versions wait for their moment: the pipeline stands still")
         if path:
-            staged = Staged([], list(tensors_of(path)))
+            staged = Staged([], list(PolicyFile(path).unmerged()))
         else:
             staged = self._primerl_staging.result(timeout=0)
             del self._primerl_staging

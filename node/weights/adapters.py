@@ -7,7 +7,7 @@ on any processor, with any number of threads.
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,13 @@ class LowRank(Protocol):
     def target_modules(self) -> tuple[str, ...]:
         """Last parts of the names of the layers that have adapters."""
         ...
+
+
+class TensorLayout(NamedTuple):
+    """Of one tensor of a base."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def merge(
     Tensors without adapters, or with a B of zeros, are the base's own objects; those whose adapters are the
     very objects of `before` are its own. Raises EngineError if the adapters are not those of the contract.
     """
-    _check(base, adapters, contract)
+    check_adapters(layout(base), adapters, contract)
     modules = [name[len(PREFIX) : -len(A)] for name in adapters if name.endswith(A)]
     scale = contract.alpha / contract.rank
 
@@ -115,6 +122,28 @@ def merge(
     with ThreadPoolExecutor(max(1, threads)) as pool:
         done = dict(zip(modules, pool.map(one, modules), strict=True))
     return {**base, **{module + WEIGHT: tensor for module, tensor in done.items()}}
+
+
+def layout(base: State) -> dict[str, TensorLayout]:
+    """Of every tensor, by name."""
+    return {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in base.items()}
+
+
+def check_adapters(base: Mapping[str, TensorLayout], adapters: State, contract: LowRank) -> None:
+    """Raises EngineError if the adapters are not those of the contract on a base of this layout."""
+    wanted = adapter_shapes({name: tensor.shape for name, tensor in base.items()}, contract)
+    if odd := sorted(wanted.keys() ^ adapters.keys()):
+        which = "lack" if odd[0] in wanted else "have"
+        raise EngineError(
+            f"the adapters {which} {odd[0]}, against the run's manifest: update the trainer"
+        )
+    for name, shape in wanted.items():
+        module, tensor = name[len(PREFIX) :].removesuffix(A).removesuffix(B), adapters[name]
+        if tensor.shape != shape or {tensor.dtype, base[module + WEIGHT].dtype} != {"BF16"}:
+            raise EngineError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on a {base[module + WEIGHT].dtype} base, "
+                f"the run's manifest says BF16 {list(shape)}: update the trainer"
+            )
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -177,19 +206,3 @@ def narrow(values: NDArray[np.float32]) -> NDArray[Any]:
     if broken.any():
         rounded[broken] = 0x7FC0
     return rounded
-
-
-def _check(base: State, adapters: State, contract: LowRank) -> None:
-    wanted = adapter_shapes({name: tensor.shape for name, tensor in base.items()}, contract)
-    if odd := sorted(wanted.keys() ^ adapters.keys()):
-        which = "lack" if odd[0] in wanted else "have"
-        raise EngineError(
-            f"the adapters {which} {odd[0]}, against the run's manifest: update the trainer"
-        )
-    for name, shape in wanted.items():
-        module, tensor = name[len(PREFIX) :].removesuffix(A).removesuffix(B), adapters[name]
-        if tensor.shape != shape or {tensor.dtype, base[module + WEIGHT].dtype} != {"BF16"}:
-            raise EngineError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)} on a {base[module + WEIGHT].dtype} base, "
-                f"the run's manifest says BF16 {list(shape)}: update the trainer"
-            )

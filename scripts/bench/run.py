@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -245,11 +246,18 @@ def run_whole(
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{directory.name}.log").write_text(tail(directory, 200_000))
+    loaded = [
+        float(found)
+        for log in directory.glob("run/logs/*.log")
+        for found in re.findall(
+            r"policy [1-9]\d* loaded in ([\d.]+)s", log.read_text(errors="replace")
+        )
+    ]
     lines = read_lines(metrics)
     if len(lines) < (WARM_STEPS + 2 if bound else 2):
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
-    return {"began": began, "lines": lines, "looks": looks}
+    return {"began": began, "lines": lines, "looks": looks, "loaded": loaded}
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
@@ -380,6 +388,7 @@ def compare(
         / seconds,
         "seconds per step": fmean(b["time"] - a["time"] for a, b in pairwise(whole["lines"][2:])),
         "publish, s": median(line["time/broadcast_weights"] for line in lines),
+        "a version is in the engine after, s": median(whole["loaded"] or [math.nan]),
         "staleness, mean": fmean(line["off_policy/mean"] for line in lines),
         "staleness, most": max(line["off_policy/max"] for line in lines),
         "rejected": float(lines[-1]["rollouts/rejected"]),
@@ -418,6 +427,8 @@ def judge(found: dict[str, float], options: argparse.Namespace) -> list[dict[str
     ]
     if options.gpus == 2 and found["engine alone, tokens/s"] < found["trainer alone, tokens/s"]:
         goals.append(("engine at least half full, share of time", 0.95, True))
+    if options.gpus:
+        goals.append(("a version is in the engine after, s", 3.0, False))
     if options.gpus and "mismatch KL, synchronous" in found:
         goals.append(("mismatch KL", 1.5 * found["mismatch KL, synchronous"], False))
     return judge_goals(found, goals)

