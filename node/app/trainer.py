@@ -144,11 +144,13 @@ class Verification:
         """End the auditor's process."""
         await self._auditor.close()
 
-    def verifier(self, environment: Environment, publisher: Publisher) -> Verifier:
-        """Make a verifier for the versions that `publisher` holds."""
+    def verifier(
+        self, environment: Environment, publisher: Publisher, clock: PhaseClock
+    ) -> Verifier:
+        """Make a verifier for the versions that `publisher` holds; `clock` counts what audits take."""
         run = self._documents.manifest
         audits = RemoteAuditors(
-            LocalAudits(self._auditor),
+            LocalAudits(self._auditor, clock),
             self.queue,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
@@ -368,7 +370,7 @@ class TrainerNode(Node):
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            verification.verifier(environment, publisher),
+            verification.verifier(environment, publisher, self._clock),
             documents.manifest.proofs,
             verification.test,
             buffer,

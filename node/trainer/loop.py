@@ -226,6 +226,8 @@ class TrainerRole:
         """Arrival numbers up to which the newest checkpoints contain everything."""
         self._saving_s = 0.0
         """Seconds that checkpoints held up the current step."""
+        self._audited_s = 0.0
+        """Of audits, up to the newest step."""
         self._line: dict[str, float | None] = {}
         """The newest step's metrics, without those of saving and publishing it."""
         self._publishing: asyncio.Task[None] | None = None
@@ -383,7 +385,8 @@ class TrainerRole:
         figures: dict[str, float],
     ) -> dict[str, float | None]:
         """Collect the metrics of a step before it is saved and published."""
-        progress = self.progress
+        progress, audited_s = self.progress, self._clock.seconds.get("audit", 0.0)
+        auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
         return {
             "time": round(time.time(), 3),
             "reward/mean": progress.reward,
@@ -395,6 +398,7 @@ class TrainerRole:
             "batch/pruned": batch.pruned,
             "batch/flat": batch.flat,
             "time/wait_for_batch": round(waited, 4),
+            "time/audit": round(auditing_s, 4),
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             "leases/expired": self.scheduler.book.expired,

@@ -25,6 +25,7 @@ from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..environments.environment import Branch
 from ..ops.errors import EngineError
+from ..ops.metrics import PhaseClock
 from ..weights.state import State
 from .checks import CheckedRollout, sampled_runs
 
@@ -344,8 +345,10 @@ class LocalAudits:
     """An AuditService by this node's own auditor. Calls that wait are audited together: each policy version
     that several of them need is loaded once."""
 
-    def __init__(self, auditor: Auditor) -> None:
+    def __init__(self, auditor: Auditor, clock: PhaseClock | None = None) -> None:
+        """`clock` counts the seconds in which something is audited, as "audit"."""
         self._auditor = auditor
+        self._clock = clock or PhaseClock()
         self._waiting: list[_WaitingCall] = []
         self._turn = asyncio.Lock()
 
@@ -378,7 +381,8 @@ class LocalAudits:
         chosen = [target for one in together for target in one.call.chosen]
         items = [item for target in chosen for item in target.items]
         try:
-            measured = iter(await self._auditor.audit(items, states, others))
+            with self._clock.phase("audit"):
+                measured = iter(await self._auditor.audit(items, states, others))
         except EngineError as error:
             for one in together:
                 one.answer = error

@@ -11,8 +11,10 @@ import pytest_asyncio
 from support.protocol_cases import ADAPTED, MANIFEST
 from support.weights_cases import LAYERS, contract, make_adapters, make_base, random_tensor
 
+from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.adapted import AdaptedEngine, adapted
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.adapters import PREFIX, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
@@ -167,3 +169,10 @@ async def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path, inner: Inn
 def test_a_run_of_whole_policies_has_a_plain_engine(inner: Inner) -> None:
     assert adapted(inner, MANIFEST) is inner
     assert isinstance(adapted(inner, RUN), AdaptedEngine)
+
+
+def test_vllm_is_given_adapters_as_they_are_and_other_engines_merged_weights() -> None:
+    vllm, hf = (HostedEngine(EngineConfig(type=kind)) for kind in ("vllm", "hf"))
+    assert adapted(vllm, RUN) is vllm
+    assert isinstance(adapted(hf, RUN), AdaptedEngine)
+    assert adapted(vllm, MANIFEST) is vllm

@@ -55,7 +55,7 @@ def test_numbers_at_the_edges_and_parts_of_a_matrix_are_merged_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_file, "BLOCK", 7)
-    base = make_base()
+    base = dict(make_base())
     rng = np.random.default_rng(3)
     for name, tensor in base.items():
         data = tensor.data.copy()
@@ -68,7 +68,7 @@ def test_numbers_at_the_edges_and_parts_of_a_matrix_are_merged_alike(
 
 
 def test_a_layer_whose_b_is_zero_is_that_of_the_base_to_the_sign_of_a_zero(tmp_path: Path) -> None:
-    base, adapters = make_base(), make_adapters()
+    base, adapters = dict(make_base()), dict(make_adapters())
     first = next(name for name in adapters if name.endswith(B))
     shape = adapters[first].shape
     adapters[first] = Tensor("BF16", shape, np.zeros(adapters[first].data.size, "<u2"))
