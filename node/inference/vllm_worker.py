@@ -22,7 +22,7 @@ from safetensors import safe_open
 from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
-from .policy_file import PolicyFile
+from .policy_file import KeptBase, PolicyFile
 from .vllm_arguments import INVARIANT
 from .vllm_prefill import PromptReader
 from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder
@@ -95,6 +95,7 @@ class WorkerExtension:
     """Of the weights that were loaded last; until then, of those that were checked last."""
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
+    _primerl_base: KeptBase | None = None
     primerl_recorder_type: type[Recorder] = Recorder
 
     def primerl_attach(self, node_pid: int) -> int:
@@ -201,7 +202,7 @@ class WorkerExtension:
     def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
-            tensors = PolicyFile(path).tensors(self.model_runner.device)
+            tensors = self._primerl_policy(path).tensors(self.model_runner.device)
             self.model_runner.get_model().load_weights(tensors)
         self._primerl_loaded = True
         self._primerl_written(version)
@@ -244,15 +245,20 @@ class WorkerExtension:
         placement = self._primerl_placement
         if not placement.still_holds(dict(self.model_runner.get_model().named_parameters())):
             raise RuntimeError("vLLM has moved its parameters")
-        device = self.model_runner.device
+        policy, device = self._primerl_policy(path), self.model_runner.device
         with torch.no_grad():
             if not torch.cuda.is_available():
-                return _stage(placement, path, device)
+                return _stage(placement, policy, device)
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                staged = _stage(placement, path, device)
+                staged = _stage(placement, policy, device)
             stream.synchronize()
             return staged
+
+    def _primerl_policy(self, path: str) -> PolicyFile:
+        if self._primerl_base is None:
+            self._primerl_base = KeptBase.for_device(self.model_runner.device)
+        return PolicyFile(path, self._primerl_base)
 
 
 @dataclass(frozen=True)
@@ -263,12 +269,11 @@ class Staged:
     whole: list[tuple[str, torch.Tensor]]
 
 
-def _stage(placement: ParameterPlacement, path: str, device: torch.device) -> Staged:
-    policy = PolicyFile(path)
+def _stage(placement: ParameterPlacement, policy: PolicyFile, device: torch.device) -> Staged:
     if policy.adapted:
         return _stage_adapted(placement, policy, device)
     writes: list[PendingWrite] = []
-    with safe_open(path, framework="pt") as reader:
+    with safe_open(policy.path, framework="pt") as reader:
         whole = [
             (key.removeprefix(WHOLE), reader.get_tensor(key))
             for key in reader.keys()

@@ -15,16 +15,15 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...protocol.manifests import AdapterContract, RunManifest
+from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig
-from ..inference.handover import HostedPolicy
+from ..inference.handover import AdapterBase, HostedPolicy
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
 from ..inference.numerics import check_exact, exact_engine, kernel_options
@@ -51,7 +50,7 @@ from ..inference.vllm_arguments import (
 )
 from ..models.model_files import layer_count, read_base, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
-from ..weights.adapters import MergedAdapters, changes, merge
+from ..weights.adapters import changes, layout
 from ..weights.state import Changed, State, memory_threads
 from ..weights.state_history import known_changes
 from .auditor import (
@@ -153,10 +152,8 @@ class _Held:
     version: int
     state: State
     same: SameState
-    whole: State
-    """The weights that it computes with; all tensors are kept."""
-    merged: MergedAdapters | None = None
-    """Where `same` is of adapters."""
+    kept: State
+    """All of its tensors."""
 
 
 @dataclass
@@ -181,15 +178,14 @@ class AuditingEngine:
         config: EngineConfig,
         program: Sequence[str],
         timeouts: EngineTimeouts,
-        adapters: AdapterContract | None = None,
-        base: State | None = None,
+        base: AdapterBase | None = None,
     ) -> None:
-        """`adapters` of a run whose states are merged into `base`."""
+        """`base` of a run whose states are adapters."""
         environment = environments_of(config, os.environ)[0]
         self._config = config
         self.child = EngineChild("vllm auditor", "vLLM", environment, program, timeouts)
         self._policy = HostedPolicy()
-        self._adapters, self._base = adapters, base
+        self._policy.base = base
         self._held: _Held | None = None
         self.is_unsure = False
         """Whether its weights are not known: while they change, and after that broke off."""
@@ -217,9 +213,9 @@ class AuditingEngine:
         self._held, self.is_unsure = None, True
         try:
             if changed is None:
-                await self._policy.load([self.child], version, found.whole)
+                await self._policy.load([self.child], version, found.kept)
             else:
-                await self._policy.update([self.child], version, found.whole, changed)
+                await self._policy.update([self.child], version, found.kept, changed)
         except EngineLost:
             raise
         except EngineError:
@@ -235,27 +231,20 @@ class AuditingEngine:
         self, before: _Held | None, version: int, state: State
     ) -> tuple[_Held, Changed | None]:
         """The policy to hold, and where it differs from that before; None: everywhere."""
-        merged, whole = None, dict(state)
-        if self._adapters is not None:
-            assert self._base is not None  # it was read before the engine was made
-            kept = before.merged if before else None
-            whole = merge(self._base, state, self._adapters, before=kept, threads=memory_threads())
-            merged = MergedAdapters(state, whole)
-        found = _Held(version, state, SameState(state), whole, merged)
-        if before is None or _layout(before.whole) != _layout(whole):
+        found = _Held(version, state, SameState(state), dict(state))
+        if before is None or _layout(before.kept) != _layout(found.kept):
             return found, None
-        return found, self._difference(before, found)
+        # an engine that merges adapters finds by itself what they change
+        return found, {} if self._policy.base else self._difference(before, found)
 
     def _difference(self, before: _Held, found: _Held) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
-        if found.merged is not None:
-            return changes(before.whole, found.whole, threads=memory_threads())
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
-        if known is None or not known.is_of(before.whole, found.whole):
+        if known is None or not known.is_of(before.kept, found.kept):
             changed = known_changes(before.state, found.state)
             if changed is None:
-                changed = changes(before.whole, found.whole, threads=memory_threads())
+                changed = changes(before.kept, found.kept, threads=memory_threads())
             known = self._differences[pair] = _Difference((before.same, found.same), changed)
         self._differences.move_to_end(pair)
         if len(self._differences) > MOST_DIFFERENCES:
@@ -381,7 +370,7 @@ class VllmAuditor:
         self._run: RunManifest | None = None
         self._model_dir = Path()
         self._vocabulary = self._layers = 0
-        self._base: State | None = None
+        self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
         self._portions = Portions(self._attempt, timeout_s)
@@ -407,7 +396,8 @@ class VllmAuditor:
         shape = await asyncio.to_thread(read_shape, model_dir)
         self._config = audit_engine(self._config, run, shape)
         if run.adapters is not None:
-            self._base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
+            base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
+            self._base = AdapterBase(model_dir, run.adapters, layout(base))
         self._model_dir, self._run = model_dir, run
         self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
@@ -437,7 +427,6 @@ class VllmAuditor:
             await self._engine.child.kill()
         async with self._busy:
             await self._drop()
-        self._base = None
 
     def _require_started(self) -> RunManifest:
         if self._run is None or self._closed:
@@ -579,14 +568,15 @@ class VllmAuditor:
 
     async def _started(self) -> AuditingEngine:
         """Return an engine that is started. Raises EngineError if there can be none."""
-        run = self._require_started()
+        self._require_started()
         if self._engine is not None and self._engine.child.lost.is_set():
             fault = self._engine.child.fault
             logger.warning("vLLM, which audits, has ended (%s): it is started again", fault)
             await self._drop()
         if self._engine is None:
-            made = partial(AuditingEngine, adapters=run.adapters, base=self._base)
-            engine = self._engine = made(self._config, self._program, self._timeouts)
+            engine = self._engine = AuditingEngine(
+                self._config, self._program, self._timeouts, self._base
+            )
             try:
                 await engine.start(self._model_dir)
             except BaseException:  # also when cancelled: half started, it is of no use
