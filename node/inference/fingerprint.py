@@ -21,7 +21,8 @@ Suite: tests/node/inference/test_fingerprint.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 Hidden = NDArray[np.float32]
 """Hidden states [tokens, width]."""
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
 NUMBERS = 7
 TOKEN_BYTES = NUMBERS + 1
@@ -37,6 +39,8 @@ LENGTH = NUMBERS
 COLUMNS = NUMBERS + 1
 FURTHEST = 4.0
 """The largest distance: one token with an absurd scale says no more than that."""
+AT_ONCE = 32
+"""Replies that are compared together: their numbers stay in a processor's cache."""
 
 _MOST = 127
 _LEAST = 117
@@ -75,6 +79,17 @@ class Compared:
     """The same against the hidden states of other policies, in order, over the same samples."""
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """One reply's proof, and its states as a validator computed and projected them."""
+
+    proof: bytes
+    projected: Hidden
+    """hidden @ signs(width) [tokens, 7]."""
+    others: Sequence[Hidden] = ()
+    """The same under other policies."""
+
+
 class Projection:
     """Make, check and compare proofs of replies. Stateless; safe in any thread."""
 
@@ -89,11 +104,11 @@ class Projection:
 
     def make(self, hidden: Hidden) -> bytes:
         """The proof of the hidden states [tokens, width] of one reply. Raises ProofFailed."""
-        return pack(_project(hidden).astype(np.float32))
+        return pack(_project(hidden))
 
     def check(self, proof: bytes, tokens: int) -> None:
         """Raise BadProof unless every token's bytes are the one encoding of some state."""
-        _decode(proof, tokens)
+        _decode([proof], [tokens])
 
     def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
         """Compare a proof with own hidden states [tokens, width] of the same reply.
@@ -106,13 +121,18 @@ class Projection:
         Raises BadProof; ProofFailed if own or other hidden states are not finite, which is not the sender's
         fault.
         """
-        return _compare(proof, _project(hidden), [_project(one) for one in others])
+        replayed = Replayed(proof, _project(hidden), [_project(one) for one in others])
+        return self.compare_projected([replayed])[0]
 
-    def compare_projected(
-        self, proof: bytes, projected: Hidden, others: Sequence[Hidden] = ()
-    ) -> Compared:
-        """As compare(), of states that were projected already: each is hidden @ signs(width) [tokens, 7]."""
-        return _compare(proof, _finite(projected), [_finite(one) for one in others])
+    def compare_projected(self, replies: Sequence[Replayed]) -> list[Compared]:
+        """As compare() of each reply, of states that were projected already."""
+        found: dict[int, Compared] = {}
+        for others in {len(one.others) for one in replies}:
+            alike = [place for place, one in enumerate(replies) if len(one.others) == others]
+            for start in range(0, len(alike), AT_ONCE):
+                part = alike[start : start + AT_ONCE]
+                found |= zip(part, _compare([replies[place] for place in part]), strict=True)
+        return [found[place] for place in range(len(replies))]
 
 
 def split(proof: bytes, lengths: Sequence[int], fingerprint: Projection) -> list[tuple[bytes, int]]:
@@ -165,7 +185,7 @@ def pack(projected: NDArray[np.float32]) -> bytes:
     return packed.tobytes()
 
 
-def _encode(projected: NDArray[np.float32], largest: Floats) -> tuple[NDArray[np.int64], Floats]:
+def _encode(projected: NDArray[np.floating], largest: Floats) -> tuple[Integers, Floats]:
     """The scale bytes [tokens] and the codes [tokens, 7] of finite states, the largest of each [tokens]."""
     scale = _scale_bytes(largest)
     if scale.max() > 255:
@@ -176,21 +196,42 @@ def _encode(projected: NDArray[np.float32], largest: Floats) -> tuple[NDArray[np
     return np.where(zero, 0, scale), codes
 
 
-def _compare(proof: bytes, projected: Floats, others: Sequence[Floats]) -> Compared:
-    """Compare a proof with states that are projected and finite; see Projection.compare()."""
-    decoded = _decode(proof, len(projected))
-    power = np.mean(projected**2, axis=1)
+def _compare(replies: Sequence[Replayed]) -> list[Compared]:
+    """Compare replies that have as many other policies each; see Projection.compare().
+
+    Their tokens are in a row, since numpy takes as long to begin as for some hundred tokens. What a reply gives
+    does not depend on those beside it, to the last bit.
+    """
+    lengths = [len(one.projected) for one in replies]
+    decoded = _decode([one.proof for one in replies], lengths)
+    policies = zip(*((one.projected, *one.others) for one in replies), strict=True)
+    own, *others = [_finite(np.concatenate(states)) for states in policies]
+    power = np.mean(own**2, axis=1)
     power[power == 0] = 1
-    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (projected, *others)])
-    expected = rounded(projected.astype(np.float32))
+    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (own, *others)])
+    expected = rounded(own)
     explained = (decoded == expected).all(axis=1)
     squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
-    own, *rest = _weighed_sums(squares).tolist()
-    distance = _distance(decoded, expected)
-    return Compared(distance, decoded.size, own, tuple(rest))
+    sizes = [length * NUMBERS for length in lengths]
+    apart = sums(((decoded - expected) ** 2).ravel(), sizes).tolist()
+    length = sums((expected**2).ravel(), sizes).tolist()
+    found = zip(map(_distance, apart, length), sizes, _weighed_sums(squares, lengths), strict=True)
+    return [Compared(distance, size, own, tuple(rest)) for distance, size, (own, *rest) in found]
 
 
-def _scale_bytes(largest: Floats) -> NDArray[np.int64]:
+def sums(values: Floats, lengths: Sequence[int]) -> Floats:
+    """Sum the last axis of `values` over parts of `lengths`, none empty: each to the last bit as np.sum() does.
+
+    np.sum() adds its pairs from the first number on, np.add.reduceat() from the second: so a zero goes before.
+    """
+    ends = list(accumulate(lengths))
+    zero = np.zeros((*values.shape[:-1], 1))
+    parts = (values[..., end - length : end] for end, length in zip(ends, lengths, strict=True))
+    padded = np.concatenate([each for part in parts for each in (zero, part)], axis=-1)
+    return np.add.reduceat(padded, np.array([0, *ends[:-1]]) + np.arange(len(ends)), axis=-1)
+
+
+def _scale_bytes(largest: Floats) -> Integers:
     """The smallest b with largest < 127.5 * 2^((b - 160) / 8); at most 0 means zero."""
     ratio = np.maximum(largest, np.finfo(np.float64).tiny) / _BORDER
     found = np.ceil(_STEPS * np.log2(ratio)).astype(np.int64) + _UNIT_SCALE
@@ -199,75 +240,90 @@ def _scale_bytes(largest: Floats) -> NDArray[np.int64]:
     return found
 
 
-def _scale(scale_bytes: NDArray[np.int64]) -> Floats:
+def _scale(scale_bytes: Integers) -> Floats:
     return np.exp2((scale_bytes - _UNIT_SCALE) / _STEPS)
 
 
-def _project(hidden: Hidden) -> Floats:
+_SCALES = _scale(np.arange(256))
+
+
+def _project(hidden: Hidden) -> Hidden:
     if hidden.ndim != 2 or not hidden.size:
         raise ProofFailed(f"hidden states are [tokens, width], not {hidden.shape}")
     with np.errstate(over="ignore", invalid="ignore"):
-        return _finite(hidden.astype(np.float32, copy=False) @ _signs(hidden.shape[1]))
+        projected = hidden.astype(np.float32, copy=False) @ _signs(hidden.shape[1])
+    _finite(projected)
+    return projected
 
 
-def _finite(projected: NDArray[np.float32]) -> Floats:
+def _finite(projected: Hidden) -> Floats:
+    """Finite numbers in double precision, column by column in memory: sums over each token are faster so."""
     if not np.isfinite(projected).all():
         raise ProofFailed("hidden states are not finite; load the policy again")
-    return projected.astype(np.float64)
+    return projected.astype(np.float64, order="F")
 
 
-def _decode(proof: bytes, tokens: int) -> Floats:
-    """The projected states [tokens, 7] that foreign bytes stand for. Raises BadProof."""
-    if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
-        raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
-    decoded, proper = decode_rows(proof)
+def _decode(proofs: Sequence[bytes], lengths: Sequence[int]) -> Floats:
+    """The projected states [tokens, 7] that the foreign bytes of replies stand for. Raises BadProof."""
+    for proof, tokens in zip(proofs, lengths, strict=True):
+        if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
+            raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
+    decoded, proper = decode_rows(b"".join(proofs))
     if not proper.all():
-        raise BadProof(f"token {int(np.argmin(proper))}: its codes do not fit its scale")
+        places = np.concatenate([np.arange(length) for length in lengths])
+        raise BadProof(f"token {places[np.argmin(proper)]}: its codes do not fit its scale")
     return decoded
 
 
 def decode_rows(proof: bytes) -> tuple[Floats, NDArray[np.bool_]]:
     """The states [tokens, 7] that whole rows of foreign bytes stand for, and which are proper [tokens]."""
-    packed = np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES)
-    scale, codes = packed[:, 0].astype(np.int64), packed[:, 1:].view(np.int8).astype(np.int64)
-    largest = np.abs(codes).max(axis=1)
+    packed = np.asfortranarray(np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES))
+    scale, codes = packed[:, 0], packed[:, 1:].view(np.int8)
+    largest = np.abs(codes).view(np.uint8).max(axis=1)  # of -128, too
     proper = np.where(scale == 0, largest == 0, (largest >= _LEAST) & (largest <= _MOST))
-    return codes * _scale(scale)[:, None], proper
+    return codes * _SCALES[scale][:, None], proper
 
 
-def rounded(projected: NDArray[np.float32]) -> Floats:
+def rounded(projected: NDArray[np.floating]) -> Floats:
     """Finite projected states [tokens, 7] as a proof of them would be read. Raises ProofFailed."""
     scale, codes = _encode(projected, np.abs(projected).max(axis=1).astype(np.float64))
     return codes * _scale(scale)[:, None]
 
 
-def _distance(decoded: Floats, own: Floats) -> float:
-    """|decoded - own| / |own|, at most FURTHEST."""
-    apart, length = float(np.sum((decoded - own) ** 2)), float(np.sum(own**2))
+def _distance(apart: float, length: float) -> float:
+    """|decoded - own| / |own|, at most FURTHEST, of their squares."""
     if apart == 0:
         return 0.0
     if length == 0:
         return FURTHEST
-    return min(FURTHEST, float(np.sqrt(apart / length)))
+    return min(FURTHEST, sqrt(apart / length))
 
 
-def _weighed_sums(squares: Floats) -> Floats:
-    """Sum residuals over the last axis of `squares` [policies, n] by weights that the mean over policies gives.
+def _weighed_sums(squares: Floats, lengths: Sequence[int]) -> list[list[float]]:
+    """Sum residuals of replies of `lengths` by weights that the mean over policies gives: [replies, policies].
 
-    The weights are relative: where no residual stands out, they are about 1. The same weight counts for every
-    policy, so no weight favours one; what it leaves of a single token is bounded.
+    `squares` are [policies, n]. The weights are relative: where no residual of a reply stands out, they are
+    about 1. The same weight counts for every policy, so no weight favours one; what it leaves of a single token
+    is bounded.
     Plain sums would be a matched filter for noise that is alike everywhere. Real noise is not (a token may
     carry three times that of its neighbour), and a cheat could send a few tokens far off on purpose, so that
     the rest say nothing. Weights 1 / (softness * median + residual) are those of Student-t noise: simulated on
     64 tokens of 7 numbers they cost 3 % of the separation where all tokens are alike, and triple it where their
     noise is spread by a factor e (log-normal).
     """
-    if not squares.shape[1]:
-        return np.zeros(len(squares))
     mean = squares.mean(axis=0)
-    typical = max(float(np.median(mean)), _LEAST_RESIDUAL)
+    typical = np.repeat(np.maximum(_medians(mean, lengths), _LEAST_RESIDUAL), lengths)
     weights = (_SOFTNESS + 1) * typical / (_SOFTNESS * typical + mean)
-    return np.sum(squares * weights, axis=1)
+    return sums(squares * weights, lengths).T.tolist()
+
+
+def _medians(values: Floats, lengths: Sequence[int]) -> Floats:
+    """The median of each part of `lengths`."""
+    ordered, count = values.copy(), np.array(lengths)
+    ends = np.cumsum(count)
+    for start, end in pairwise([0, *ends.tolist()]):
+        ordered[start:end].sort()
+    return (ordered[ends - count + (count - 1) // 2] + ordered[ends - count + count // 2]) / 2
 
 
 def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -36,7 +36,8 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
 
 def make_claims(places: Claims, seeds: Claims, tokens: Claims, drawn: NDArray[np.bool_]) -> bytes:
     """Encode claims [N] each."""
-    return np.stack([places, seeds, tokens, drawn]).astype("<i8").tobytes()
+    columns = np.concatenate([places, seeds, tokens, drawn])
+    return columns.astype("<i8", copy=False).tobytes()
 
 
 def read_claims(claims: bytes) -> Claims:
@@ -55,4 +56,7 @@ def read_rows(rows: bytes) -> NDArray[np.float32]:
 
 def not_computed(rows: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Which rows were not computed [N]."""
-    return np.logical_and.reduce(np.isnan(rows[:, PROJECTED:]), axis=1)
+    missing = np.isnan(rows[:, PROJECTED])
+    if missing.any():
+        missing &= np.logical_and.reduce(np.isnan(rows[:, PROJECTED:]), axis=1)
+    return missing

@@ -10,6 +10,7 @@ import asyncio
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from math import inf
 from pathlib import Path
@@ -67,6 +68,11 @@ class AuditItem:
     proof: bytes
     boundaries: Sequence[BoundaryClaim] = ()
     """From the lowest on; empty if one node computed all, or does not say."""
+
+    @cached_property
+    def claimed(self) -> frozenset[int]:
+        """The policy versions that it claims."""
+        return frozenset(self.versions)
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
@@ -149,7 +155,7 @@ class Auditor(Protocol):
 
 def wanted_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
     """List the versions that an item claims and those that it is compared with, ascending."""
-    claimed = set(item.versions)
+    claimed = item.claimed
     return sorted(claimed.union(*(others.get(version, ()) for version in claimed)))
 
 
@@ -158,7 +164,7 @@ def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list
 
     A branch of one version is not compared with itself.
     """
-    claimed = set(item.versions)
+    claimed = item.claimed
     found = set[int]().union(*(others.get(version, ()) for version in claimed))
     return sorted(found if len(claimed) > 1 else found - claimed)
 

@@ -17,7 +17,9 @@ from ..inference.fingerprint import (
     Compared,
     Hidden,
     Projection,
+    Replayed,
     split,
+    sums,
     token_distances,
 )
 from .auditor import AuditItem, Measured, Unreadable
@@ -97,44 +99,68 @@ def _in_order(item: AuditItem) -> bool:
 # -- from the numbers of each token to those of a branch -------------------------------------------
 
 
-def summarize(
-    margins: Numbers, apart: Numbers, compared: Sequence[tuple[int, Compared]]
-) -> Measured:
-    """Sum up one branch of S sampled tokens.
+Compares = Sequence[tuple[int, Compared]]
+"""(tokens, comparison) of each reply of a branch."""
 
-    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of its proof.
+
+def summarize(
+    margins: Sequence[NDArray[np.floating]], apart: Sequence[Numbers], compared: Sequence[Compares]
+) -> list[Measured]:
+    """Sum up branches, one entry each, of S sampled tokens.
+
+    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of the proofs.
     """
-    margins, apart = _infinite(margins), _infinite(np.abs(apart))
-    tokens = len(margins)
-    return Measured(
-        tokens=tokens,
-        fingerprint=_distance(compared),
-        sampling=float(np.minimum(margins, CLIP).sum()) / max(tokens, FEWEST),
-        sampling_max=float(margins.max()),
-        logprob=float(apart.sum()) / max(tokens, FEWEST),
-        logprob_max=float(apart.max()),
-        other_policy=_other_policy([one for _, one in compared]),
+    if not margins:
+        return []
+    tokens = [len(one) for one in margins]
+    margin = _infinite(np.concatenate(margins, dtype=np.float64))
+    logprob = _infinite(np.abs(np.concatenate(apart)))
+    starts = np.cumsum([0, *tokens[:-1]])
+    columns = (
+        sums(np.minimum(margin, CLIP), tokens),
+        np.maximum.reduceat(margin, starts),
+        sums(logprob, tokens),
+        np.maximum.reduceat(logprob, starts),
     )
+    return [
+        Measured(
+            tokens=count,
+            fingerprint=_distance(proof),
+            sampling=sampling / max(count, FEWEST),
+            sampling_max=sampling_max,
+            logprob=logprob / max(count, FEWEST),
+            logprob_max=logprob_max,
+            other_policy=_other_policy([one for _, one in proof]),
+        )
+        for count, proof, sampling, sampling_max, logprob, logprob_max in zip(
+            tokens, compared, *(column.tolist() for column in columns), strict=True
+        )
+    ]
 
 
 def compare_replies(
-    proofs: Sequence[tuple[bytes, int]], projected: Hidden, others: Sequence[Hidden]
-) -> list[tuple[int, Compared]]:
-    """Compare the proof of each reply (bytes, tokens) with projected states: (tokens, comparison) of each.
+    proofs: Sequence[Sequence[tuple[bytes, int]]],
+    projected: Sequence[Hidden],
+    others: Sequence[Sequence[Hidden]],
+) -> list[Compares]:
+    """Compare the proofs of branches, one entry each, with projected states.
 
-    `projected` states and each of `others` are [S, 7]. Empty if the own states are not finite; other policies
-    with states that are not finite are left out. The proofs must have been checked.
+    `proofs` are those of the replies (bytes, tokens); `projected` states and each of `others` are [S, 7].
+    A branch gives nothing if its own states are not finite; other policies with states that are not finite are
+    left out. The proofs must have been checked.
     """
-    if not np.isfinite(projected).all():
-        return []
-    finite = [one for one in others if np.isfinite(one).all()]
-    found: list[tuple[int, Compared]] = []
-    start = 0
-    for proof, tokens in proofs:
-        rows = slice(start, start := start + tokens)
-        rest = [one[rows] for one in finite]
-        found.append((tokens, _PROJECTION.compare_projected(proof, projected[rows], rest)))
-    return found
+    replies: list[Replayed] = []
+    lengths: list[list[int]] = []
+    for parts, own, rest in zip(proofs, projected, others, strict=True):
+        known = parts if np.isfinite(own).all() else []
+        finite = [one for one in rest if np.isfinite(one).all()]
+        lengths.append([tokens for _, tokens in known])
+        start = 0
+        for proof, tokens in known:
+            rows = slice(start, start := start + tokens)
+            replies.append(Replayed(proof, own[rows], [one[rows] for one in finite]))
+    found = iter(_PROJECTION.compare_projected(replies))
+    return [[(tokens, next(found)) for tokens in branch] for branch in lengths]
 
 
 def _infinite(values: Numbers) -> Numbers:
@@ -142,7 +168,7 @@ def _infinite(values: Numbers) -> Numbers:
     return np.where(np.isfinite(values), values, inf)
 
 
-def _distance(compared: Sequence[tuple[int, Compared]]) -> float:
+def _distance(compared: Compares) -> float:
     """Take the root mean square over tokens, FEWEST at least.
 
     Over fewer tokens it scatters, and the honest extremes of short replies would set the bound that other

@@ -289,29 +289,39 @@ class Replay:
         margins, logprobs = flight.numbers.numpy()
         tokens.margins[flight.drawn] = margins
         tokens.logprobs[flight.drawn] = logprobs
-        done: dict[int, Measured] = {}
+        done: list[_Branch] = []
         parts = (found.split(flight.counts) for found in (flight.led, flight.crossed))
         for branch, part, crossed in zip(flight.branches, *parts, strict=True):
             branch.found[flight.version] = part
             branch.crossed[flight.version] = crossed
             branch.waits -= 1
             if not branch.waits:
-                done[branch.number] = self._summarize(branch, tokens)
-                branch.found.clear()
-                branch.crossed.clear()
-        return done
+                done.append(branch)
+        return self._summarize(done, tokens)
 
-    def _summarize(self, branch: _Branch, tokens: _Tokens) -> Measured:
-        versions = tokens.versions[branch.at]
+    def _summarize(self, branches: Sequence[_Branch], tokens: _Tokens) -> dict[int, Measured]:
+        versions = [tokens.versions[one.at] for one in branches]
         compared = compare_replies(
-            split_proof(branch.item),
-            _own_states(branch.found, versions).float().numpy(),
-            [branch.found[version].float().numpy() for version in branch.others],
+            [split_proof(one.item) for one in branches],
+            [
+                _own_states(one.found, claimed).float().numpy()
+                for one, claimed in zip(branches, versions, strict=True)
+            ],
+            [[one.found[other].float().numpy() for other in one.others] for one in branches],
         )
-        apart = tokens.logprobs[branch.at] - np.array(branch.item.logprobs)
-        found = summarize(tokens.margins[branch.at], apart, compared)
-        crossed = _own_states(branch.crossed, versions).numpy()
-        return structs.replace(found, boundaries=distances(branch.item, crossed))
+        found = summarize(
+            [tokens.margins[one.at] for one in branches],
+            [tokens.logprobs[one.at] - np.array(one.item.logprobs) for one in branches],
+            compared,
+        )
+        done: dict[int, Measured] = {}
+        for branch, claimed, each in zip(branches, versions, found, strict=True):
+            crossed = _own_states(branch.crossed, claimed).numpy()
+            boundaries = distances(branch.item, crossed)
+            done[branch.number] = structs.replace(each, boundaries=boundaries)
+            branch.found.clear()
+            branch.crossed.clear()
+        return done
 
 
 def _flatten(

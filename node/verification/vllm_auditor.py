@@ -62,7 +62,7 @@ from .auditor import (
     other_versions,
     wanted_versions,
 )
-from .measures import Numbers, check_item, compare_replies, split_proof, summarize
+from .measures import check_item, compare_replies, split_proof, summarize
 from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
@@ -267,12 +267,10 @@ class _Text:
     places: Claims
     """[S]"""
     seeds: Claims
+    tokens: Claims
     versions: Claims
-    margins: Numbers
-    logprobs: Numbers
-    """Both infinite until they are measured."""
-    projected: dict[int, Rows] = field(default_factory=dict[int, Rows])
-    """version -> projected states [S, 7]."""
+    rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
+    """version -> what was measured under it [S, COLUMNS]."""
 
     @classmethod
     def of(cls, item: AuditItem) -> "_Text":
@@ -280,18 +278,13 @@ class _Text:
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
-        infinite = np.full(len(places), np.inf)
-        return cls(
-            item, places, seeds, np.array(item.versions, np.int64), infinite, infinite.copy()
-        )
+        tokens = np.array(item.token_ids, np.int64)[places]
+        claimed = sorted(item.claimed)
+        versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
+        return cls(item, places, seeds, tokens, versions)
 
-    @property
-    def tokens(self) -> Claims:
-        """The claimed tokens [S]."""
-        return np.array(self.item.token_ids, np.int64)[self.places]
-
-    def claims(self, version: int, chosen: NDArray[np.bool_]) -> bytes:
-        """Encode the claims `chosen` [S], under `version`."""
+    def claims(self, version: int, chosen: NDArray[np.bool_] | slice) -> bytes:
+        """Encode the claims `chosen` of all S, under `version`."""
         columns = (self.places[chosen], self.seeds[chosen], self.tokens[chosen])
         return make_claims(*columns, self.versions[chosen] == version)
 
@@ -299,22 +292,31 @@ class _Text:
         """The tokens that lead to a place."""
         return list(self.item.token_ids[:place])
 
-    def file(self, version: int, rows: Rows) -> None:
-        """Keep what was measured under `version`, all S rows."""
-        own = self.versions == version
-        self.margins[own] = rows[own, MARGIN]
-        self.logprobs[own] = rows[own, LOGPROB]
-        self.projected[version] = rows[:, PROJECTED:]
+    def own(self) -> Rows:
+        """What was measured of each token under the version that it claims."""
+        first, *later = self.item.claimed
+        found = self.rows[first]
+        for version in later:
+            found = np.where((self.versions == version)[:, None], self.rows[version], found)
+        return found
 
-    def measured(self, others: Sequence[int]) -> Measured:
-        """Sum up, beside the versions `others`."""
-        own = self.projected[int(self.versions[0])]
-        for version in set(self.versions.tolist()):
-            own = np.where((self.versions == version)[:, None], self.projected[version], own)
-        compared = compare_replies(
-            split_proof(self.item), own, [self.projected[version] for version in others]
-        )
-        return summarize(self.margins, self.logprobs - np.array(self.item.logprobs), compared)
+
+def sum_up(texts: Sequence[_Text], others: Sequence[Sequence[int]]) -> list[Measured]:
+    """Sum up texts that were measured, each beside the versions `others` of it."""
+    own = [text.own() for text in texts]
+    compared = compare_replies(
+        [split_proof(text.item) for text in texts],
+        [rows[:, PROJECTED:] for rows in own],
+        [
+            [text.rows[version][:, PROJECTED:] for version in versions]
+            for text, versions in zip(texts, others, strict=True)
+        ],
+    )
+    apart = [
+        rows[:, LOGPROB] - np.array(text.item.logprobs, np.float64)
+        for text, rows in zip(texts, own, strict=True)
+    ]
+    return summarize([rows[:, MARGIN] for rows in own], apart, compared)
 
 
 def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
@@ -414,7 +416,9 @@ class VllmAuditor:
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         async with self._busy:
             measured = await self._portions.measure(sound, states, others)
-        found = iter([one if isinstance(one, Unreadable) else await one for one in measured])
+        found = iter(
+            [one if isinstance(one, Unreadable) else await one.found() for one in measured]
+        )
         return [fault or next(found) for fault in faults]
 
     async def close(self) -> None:
@@ -451,7 +455,7 @@ class VllmAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> list["asyncio.Future[Measured]"]:
+    ) -> list["_Sum"]:
         """Measure items at once; a process that is lost, or whose weights are not known, is ended."""
         texts = [_Text.of(item) for item in items]
         wanted = [wanted_versions(item, others) for item in items]
@@ -473,25 +477,21 @@ class VllmAuditor:
             if isinstance(error, EngineLost | _Refused):
                 raise AuditFailed(str(error)) from error
             raise
+        compared = [other_versions(item, others) for item in items]
         loop = asyncio.get_running_loop()  # the sums are made while the next portion is read
-        return [
-            loop.run_in_executor(None, text.measured, other_versions(text.item, others))
-            for text in texts
-        ]
+        sums = loop.run_in_executor(None, sum_up, texts, compared)
+        return [_Sum(sums, number) for number in range(len(texts))]
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the version that the engine holds, and what it had cached once more."""
         heads = shared_heads(texts)
         followers = {one for numbers in heads.values() for one in numbers}
         claims = [
-            text.claims(version, text.places > (text.places[0] if number in followers else 0))
+            text.claims(version, slice(1 if number in followers else 0, None))
             for number, text in enumerate(texts)
         ]
         for leader, numbers in heads.items():
-            parts = [
-                texts[one].claims(version, texts[one].places == texts[one].places[0])
-                for one in numbers
-            ]
+            parts = [texts[one].claims(version, slice(1)) for one in numbers]
             claims[leader] = joined_claims([claims[leader], *parts])
         leads = [text.lead(int(text.places[-1])) for text in texts]
         answers = await self._ask(engine, list(map(self._request, leads, claims)))
@@ -509,7 +509,7 @@ class VllmAuditor:
         if prefixes:
             await self._read_again(engine, version, texts, answers, prefixes)
         for text, rows in zip(texts, answers, strict=True):
-            text.file(version, rows)
+            text.rows[version] = rows
 
     async def _read_again(
         self,
@@ -588,6 +588,17 @@ class VllmAuditor:
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.child.kill()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """One item's place in the sums of a portion."""
+
+    sums: "asyncio.Future[list[Measured]]"
+    number: int
+
+    async def found(self) -> Measured:
+        return (await self.sums)[self.number]
 
 
 class _Refused(Exception):

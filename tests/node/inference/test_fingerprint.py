@@ -1,6 +1,7 @@
 """The fingerprint: small, repeatable, one encoding for each state; near for the same model, far for others."""
 
 import hashlib
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,10 +11,13 @@ from support.fingerprint_cases import changed, exact, measured, model, noisy, ra
 from primerl.node.inference.fingerprint import (
     FURTHEST,
     BadProof,
+    Compared,
     Projection,
     ProofFailed,
+    Replayed,
     pack,
     signs,
+    sums,
 )
 
 PROOF = Projection()
@@ -66,10 +70,65 @@ def test_states_that_were_projected_elsewhere_compare_the_same() -> None:
     proof = PROOF.make(states)
     matrix = signs(states.shape[1])
     assert pack(states @ matrix) == proof, "a worker makes it of parts"
-    found = PROOF.compare_projected(proof, states @ matrix, [other @ matrix])
-    assert found == PROOF.compare(proof, states, [other])
+    found = PROOF.compare_projected([Replayed(proof, states @ matrix, [other @ matrix])])
+    assert found == [PROOF.compare(proof, states, [other])]
     with pytest.raises(ProofFailed, match="not finite"):
-        PROOF.compare_projected(proof, states @ matrix * np.inf)
+        PROOF.compare_projected([Replayed(proof, states @ matrix * np.inf)])
+
+
+def made_up(random: np.random.Generator, tokens: int, others: int) -> Replayed:
+    """States of all sizes, some of nothing, some of which are stated as they are."""
+    size = (tokens, 7)
+    own = random.standard_normal(size) * np.exp2(random.integers(-9, 9, (tokens, 1)))
+    own[random.random(tokens) < 0.1] = 0
+    stated = own * (1 + 0.1 * random.standard_normal(size) * random.integers(0, 2, (tokens, 1)))
+    rest = [(own + random.standard_normal(size)).astype(np.float32) for _ in range(others)]
+    return Replayed(pack(stated.astype(np.float32)), own.astype(np.float32), rest)
+
+
+def alone(reply: Replayed) -> Compared:
+    """The comparison as it is defined, of one reply."""
+    own = reply.projected.astype(np.float64)
+    decoded, expected = states_of(reply.proof), states_of(pack(reply.projected))
+    power = np.mean(own**2, axis=1)
+    power[power == 0] = 1
+    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (own, *reply.others)])
+    explained = (decoded == expected).all(axis=1)
+    squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
+    mean = squares.mean(axis=0)
+    typical = max(float(np.median(mean)), 1e-9)
+    first, *rest = np.sum(squares * (2 * typical / (typical + mean)), axis=1).tolist()
+    apart, length = np.sum((decoded - expected) ** 2), np.sum(expected**2)
+    distance = min(FURTHEST, float(np.sqrt(apart / length))) if length else FURTHEST * (apart > 0)
+    return Compared(distance, decoded.size, first, tuple(rest))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_reply_compares_to_the_last_bit_as_it_would_alone(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    lengths = [1, 2, 8, 9, 127, 128, 129, 3001, *random.integers(1, 300, 60).tolist()]
+    replies = [made_up(random, tokens, int(random.integers(0, 4))) for tokens in lengths]
+    assert PROOF.compare_projected(replies) == [alone(one) for one in replies]
+
+
+def test_one_bad_proof_among_many_is_told_by_its_own_token() -> None:
+    replies = [made_up(np.random.default_rng(tokens), tokens, 0) for tokens in (3, 4, 5)]
+    bad = replies[1].proof[:16] + token(160) + replies[1].proof[24:]
+    with pytest.raises(BadProof, match="token 2: its codes do not fit its scale"):
+        PROOF.compare_projected([replies[0], replace(replies[1], proof=bad), replies[2]])
+    with pytest.raises(BadProof, match="of 4 tokens"):
+        PROOF.compare_projected([replies[0], replace(replies[1], proof=bad[8:]), replies[2]])
+    assert PROOF.compare_projected([]) == []
+
+
+def test_parts_are_summed_as_numpy_sums_each() -> None:
+    random = np.random.default_rng(7)
+    lengths = [*range(1, 140), 1000, 20000, 3]
+    values = random.standard_normal((2, sum(lengths))) ** 2
+    parts = np.split(values, np.cumsum(lengths)[:-1], axis=1)
+    whole = sums(values, lengths)
+    assert (whole == np.stack([part.sum(axis=1) for part in parts], axis=1)).all()
+    assert (sums(values[0], lengths) == whole[0]).all()
 
 
 def test_the_length_of_a_state_is_kept() -> None:

@@ -291,7 +291,8 @@ def measure(
     compared: Sequence[tuple[int, Compared]] = (),
 ) -> Measured:
     off = np.array(apart or [0.0] * len(margins))
-    return summarize(np.array(margins), off, compared or [reply(tokens=len(margins))])
+    [found] = summarize([np.array(margins)], [off], [compared or [reply(tokens=len(margins))]])
+    return found
 
 
 def test_a_mean_is_over_64_tokens_at_least() -> None:
@@ -310,12 +311,17 @@ def test_one_token_adds_at_most_a_nat_to_the_mean_margin() -> None:
 def test_what_is_not_a_number_is_infinite(odd: float) -> None:
     states = np.full((2, 7), odd, np.float32)
     proof = Projection().make(np.ones((2, 8), np.float32))
-    compared = compare_replies([(proof, 2)], states, [])
-    found = summarize(np.array([0.0, odd]), np.array([odd, 0.0]), compared)
+    fine = np.ones((2, 7), np.float32)
+    # beside a branch that is well, and stays so
+    compared = compare_replies([[(proof, 2)]] * 2, [states, fine], [[], []])
+    margins, apart = [np.array([0.0, odd]), np.zeros(2)], [np.array([odd, 0.0]), np.zeros(2)]
+    found, well = summarize(margins, apart, compared)
+    assert (well.sampling_max, well.logprob_max, well.logprob, well.sampling) == (0, 0, 0, 0)
+    assert well.fingerprint < inf
     assert (found.sampling_max, found.logprob_max, found.logprob) == (inf, inf, inf)
     assert found.sampling == 1 / 64
     assert found.fingerprint == inf
-    [(_, rest)] = compare_replies([(proof, 2)], np.ones((2, 7), np.float32), [states])
+    [[(_, rest)]] = compare_replies([[(proof, 2)]], [fine], [[states]])
     assert rest.others == ()
 
 
