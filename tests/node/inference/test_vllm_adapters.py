@@ -1,4 +1,4 @@
-"""vLLM merges adapters into its base by itself: the tokens, logprobs and proofs of the merged weights.
+"""vLLM merges adapters into its base by itself, to generate and to audit, as if it had the merged weights.
 
 Needs vLLM, and about a minute.
 """
@@ -14,15 +14,20 @@ import msgspec
 import numpy as np
 import pytest
 from conformance.engine_factories import Case, make_case
-from support.engine_cases import varied_requests
+from support.auditor_cases import measured
+from support.engine_cases import MAX_LENGTH, request, varied_requests
+from support.exact_cases import play
 from support.protocol_cases import ADAPTED
 
+from primerl.node.config.engine import EngineConfig
 from primerl.node.config.training import LoraConfig
 from primerl.node.inference.adapted import adapted
 from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models.model_files import export
 from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.verification.auditor import AuditItem
+from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import B, adapter_shapes, merge, narrow
 from primerl.node.weights.replica import prove
 from primerl.node.weights.state import State, Tensor
@@ -135,3 +140,32 @@ async def test_an_engine_does_not_start_on_another_base(
             await engine.start(tmp_path / "other")
     finally:
         await engine.close()
+
+
+async def test_an_auditor_measures_each_version_by_its_own_adapters(
+    case: Case, run: RunManifest
+) -> None:
+    base = case.states[0]
+    versions = {version: make_adapters(base, version) for version in (1, 2)}
+    run = msgspec.structs.replace(
+        run,
+        proofs=msgspec.structs.replace(run.proofs, dtype="float32"),
+        sampling=msgspec.structs.replace(run.sampling, temperature=1.0),
+    )
+    config = EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32)
+    # what draws has the merged weights
+    engine, auditor = case.factory.engine(), VllmAuditor(config, timeout_s=DEADLINE_S)
+    try:
+        await auditor.start(case.model_dir, run)
+        await engine.start(case.model_dir, fingerprint="projection")
+        items: list[AuditItem] = []
+        for version, adapters in versions.items():
+            await engine.load(version, merge(base, adapters, LORA))
+            items += await play(engine, [request(seed=seed) for seed in range(8)])
+        claimed = [replace(one, versions=[2] * len(one.versions)) for one in items[:8]]
+        found = measured(await auditor.audit([*items, *claimed], versions, {}))
+    finally:
+        await asyncio.gather(engine.close(), auditor.close())
+    assert max(one.logprob for one in found[:16]) < 1e-4
+    assert max(one.fingerprint for one in found[:16]) < 0.004
+    assert min(one.fingerprint for one in found[16:]) > 0.1
