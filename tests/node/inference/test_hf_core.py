@@ -66,7 +66,7 @@ async def test_files_make_it_compute_what_states_make_the_engine_compute(model: 
             assert (await core.load(0, path)).paused_s >= 0
         assert await drawn(core) == await drawn(plain)
         delta = make_delta(later, changed, ())
-        async with shared_file(delta.tensors, delta.spans) as path:
+        async with shared_file(delta.tensors, delta.metadata) as path:
             assert (await core.stage(path)).fault == ""
             assert (await drawn(core))[0].policy_last == 0  # staged is not written
             await core.write(1)
@@ -98,7 +98,7 @@ async def test_files_that_cannot_be_used_change_nothing(model: Model, tmp_path: 
         with pytest.raises(EngineError):
             await core.load(1, str(short))
         alien = make_delta({"w": Tensor("I64", (9,), np.zeros(9, "<u8"))}, {"w": np.array([1])}, ())
-        write_checkpoint(tmp_path / "alien", alien.tensors, metadata=alien.spans)
+        write_checkpoint(tmp_path / "alien", alien.tensors, metadata=alien.metadata)
         assert "cannot be read" in (await core.stage(str(tmp_path / "alien"))).fault
         assert (await core.generate(request())).policy_first == 0
     finally:
@@ -117,7 +117,7 @@ def test_an_update_is_read_back_as_it_was_made(model: Model, tmp_path: Path) -> 
     _, state, later, changed = model
     before = digests(state)
     delta = make_delta(later, changed, ())
-    write_checkpoint(tmp_path / "delta", delta.tensors, metadata=delta.spans)
+    write_checkpoint(tmp_path / "delta", delta.tensors, metadata=delta.metadata)
     found, where = read_update(tmp_path / "delta", state)
     assert digests(found) == digests(later)
     assert digests(state) == before
