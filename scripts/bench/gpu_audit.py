@@ -1,7 +1,8 @@
 """vLLM as the auditor: honest noise, cheats, and cost, with calibrated numerics and with exact ones.
 
-    bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b] [--hidden N --layers N] [--rollouts 256] [--reply 64]
-        [--numerics exact calibrated] [--eager] [--minutes 4.7] [--small]
+    bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b|8b|moe] [--hidden N --layers N] [--rollouts 256]
+        [--reply 64] [--numerics exact calibrated] [--eager] [--minutes 4.7] [--small]
+        [--trained [--train-seconds 60]] [--honest N [--cheats]]
 
 One engine generates and one audits, on one GPU; random weights, sharp enough that distributions are not flat.
 Groups of eight rollouts share a prompt. A table is printed: honest noise (mean, largest of a rollout, and how
@@ -9,7 +10,11 @@ many have equal bits); how many rollouts of each cheat are rejected by the bound
 and how far they are above the largest honest one; tokens/s of audits beside the roofline (2 x parameters x
 tokens / peak) and of generation; and the seconds of a swap between two versions. Compare both numerics: the
 difference in generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner.
---small is for a machine without a GPU, to see that this runs. What the time does not allow is left out.
+
+--honest judges so many honest rollouts by bounds that --rollouts of them have made (honest.py); speeds and
+cheats follow with --cheats only. --trained trains the model first, on text of a small language, so that
+distributions are as peaked as a real model's. --small is for a machine without a GPU, to see that this runs; a
+mixture of experts is then computed by the embedded engine. What the time does not allow is left out.
 """
 
 import argparse
@@ -20,51 +25,50 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from audit_bench import (  # pyright: ignore
+    BEFORE,
+    BEGAN,
+    CUDA,
+    DEVICE,
+    HONEST,
+    OTHER,
+    OWN,
+    Bench,
+    Model,
+    calibrate,
+    honest_row,
+    is_embedded,
+    make_bench,
+    make_policies,
+    rejections,
+    say,
+)
 from goals import judge_goals, show_goals  # pyright: ignore
-from msgspec import structs
+from honest import JUDGED, honest_goals, judge_honest  # pyright: ignore
 from shapes import SHAPES  # pyright: ignore
-from update import make_model  # pyright: ignore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.auditor_cases import make_run, measured
 from support.exact_cases import (
     altered,
     claiming,
     low_rank,
     near_ties,
     play,
-    requests,
     shifted,
     stepped,
 )
 
-from primerl.node.config.run import EngineConfig, RunConfig
-from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.numerics import numerics_of
-from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.ops.errors import NodeError
-from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, evidence
-from primerl.node.verification.bounds import proof_contract
-from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import judge
-from primerl.node.verification.self_calibration import Reference, make_bounds
-from primerl.node.verification.vllm_auditor import VllmAuditor
+from primerl.node.verification.auditor import AuditItem, Measured
 from primerl.node.weights.adapters import changes
-from primerl.node.weights.state import State
-from primerl.protocol.manifests import ProofContract, RunManifest
-from primerl.protocol.rollouts import Evidence
 
-OWN, BEFORE, OTHER = 1, 0, 9
-PROMPT = 64
-SEQUENCES = 256
+SPEEDS_S = 60.0
+"""Speeds take about so long."""
 CHEATED = 64
 """Rollouts of each cheat."""
-HONEST = "honest rollouts that are rejected"
 SEEN = {
     **dict.fromkeys(
         ("temperature 1.03", "logprobs + 0.075", "low rank, 1 %", "a step of lr 1e-6"), CHEATED
@@ -73,7 +77,6 @@ SEEN = {
 }
 """Rollouts of each cheat that have to be suspect at least: all, but a reply with no token that top-p would cut
 is honest. What is smaller is measured, not promised."""
-GAIN = 2.0
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16, dense."""
 SMALL = {
@@ -85,80 +88,7 @@ SMALL = {
     "intermediate_size": 256,
     "vocab_size": 512,
 }
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-BEGAN = time.monotonic()
-
-
-def say(line: str) -> None:
-    """Print a line with the seconds since the start."""
-    print(f"[{time.monotonic() - BEGAN:4.0f} s] {line}", flush=True)
-
-
-@dataclass
-class Bench:
-    """Two engines over one model."""
-
-    directory: Path
-    states: dict[int, State]
-    run: RunManifest
-    contract: ProofContract
-    """The bounds that judge."""
-    config: EngineConfig
-    engine: HostedEngine
-    auditor: VllmAuditor
-    options: argparse.Namespace
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens."""
-        return self.states[OWN]["model.embed_tokens.weight"].shape[0]
-
-    @property
-    def left_s(self) -> float:
-        """Of the time that was given."""
-        return 60 * self.options.minutes - (time.monotonic() - BEGAN)
-
-    async def audit(self, items: Sequence[AuditItem], *, beside: bool = False) -> list[Measured]:
-        """Measure rollouts of OWN."""
-        others = {OWN: [BEFORE]} if beside else {}
-        return measured(await self.auditor.audit(items, self.states, others))
-
-
-def make_bench(directory: Path, states: dict[int, State], numerics: str, options: Any) -> Bench:
-    """Engines that are not started."""
-    vllm: dict[str, Any] = {"enforce_eager": True} if options.eager else {}
-    if CUDA:
-        vllm["gpu_memory_utilization"] = 0.45
-    exact, length = numerics == "exact", PROMPT + options.reply + 64
-    config = EngineConfig(
-        type="vllm",
-        dtype="bfloat16",
-        max_batch=SEQUENCES,
-        max_model_len=length,
-        batch_invariant=exact,
-        vllm=vllm,
-    )
-    told = {"engine": config.model_dump(), "verification": {"numerics": numerics}}
-    run = make_run("bfloat16")
-    run = structs.replace(
-        run,
-        proofs=proof_contract(RunConfig.model_validate(told), ""),
-        sampling=structs.replace(run.sampling, temperature=1.0),
-        limits=structs.replace(run.limits, max_model_len=length),
-    )
-    engine, auditor = HostedEngine(config), VllmAuditor(config, timeout_s=240.0)
-    return Bench(directory, states, run, run.proofs, config, engine, auditor, options)
-
-
-def make_states(directory: Path, options: argparse.Namespace) -> dict[int, State]:
-    """The policy, that before it, and two that cheats use."""
-    made = make_model(directory, options.shape)
-    own = {
-        name: from_torch((to_torch(one).to(DEVICE) * GAIN).cpu()) if len(one.shape) == 2 else one
-        for name, one in made.items()
-    }
-    return {OWN: own, BEFORE: altered(own, stepped(1e-6), DEVICE)}
+SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
@@ -176,7 +106,7 @@ async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
 
 async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, float]:
     """Tokens/s of generation and of audits, with and without shared prompts, and a swap."""
-    wanted = requests(len(items), PROMPT, bench.options.reply, bench.vocabulary)
+    wanted = bench.requests(len(items))
     tokens = sum(len(one.logprobs) for one in items)
     read = sum(len(one.token_ids) for one in items)
     drawn = await seconds(lambda: play(bench.engine, wanted))
@@ -194,12 +124,13 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
         await bench.audit(items)
         alone.append(time.perf_counter() - began)
     beside = await seconds(lambda: bench.audit(items, beside=True))
+    vocabulary = bench.states[OWN]["model.embed_tokens.weight"].shape[0]
     apart = [replace(one, token_ids=list(one.token_ids)) for one in items]
     for number, other in enumerate(
         apart
     ):  # prompts that nobody shares; what they measure is of no interest
-        other.token_ids[0] = number % bench.vocabulary  # type: ignore[index]
-        other.token_ids[1] = number // bench.vocabulary  # type: ignore[index]
+        other.token_ids[0] = number % vocabulary  # type: ignore[index]
+        other.token_ids[1] = number // vocabulary  # type: ignore[index]
     await bench.auditor.audit(claiming([one], BEFORE), bench.states, {})
     await bench.audit([one])
     began = time.perf_counter()
@@ -223,41 +154,10 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
     return found
 
 
-def honest_row(found: Sequence[Measured]) -> str:
-    """Mean and largest of each measure; rollouts whose states are equal to the last bit."""
-    equal = sum(one.fingerprint == 0 for one in found) / len(found)
-    parts = [
-        f"{name} {sum(getattr(one, name) for one in found) / len(found):.2e}"
-        f"/{max(getattr(one, name) for one in found):.2e}"
-        for name in MEASURES
-    ]
-    return f"{', '.join(parts)}; rollouts with equal bits {equal:.1%}"
-
-
-def evidences(found: Sequence[Measured]) -> list[Evidence]:
-    """One of each rollout."""
-    return [evidence(CheckedRollout(0, 0, [], 0.0), [one]) for one in found]
-
-
-def calibrate(bench: Bench, honest: Sequence[Measured]) -> None:
-    """Judge by bounds that are measured on these rollouts, as a run does."""
-    numerics = numerics_of(bench.config)
-    seen = [Reference(b"", OWN, one) for one in evidences(honest)]
-    bounds = make_bounds(numerics, seen, bench.run.proofs, number=1, term=0)
-    say(f"bounds of {numerics}: suspect {bounds.suspect}, reject {bounds.reject}")
-    bench.contract = bounds.applied(bench.run.proofs)
-
-
-def rejections(bench: Bench, found: Sequence[Measured]) -> tuple[int, int]:
-    """How many are rejected, and how many are suspect."""
-    judged = [judge(seen, bench.contract) for seen in evidences(found)]
-    return sum(one.reason is not None for one in judged), sum(one.suspect for one in judged)
-
-
 async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measured]]:
     """The measures of some rollouts of each cheat."""
     own, few = bench.states[OWN], items[:CHEATED]
-    wanted = requests(CHEATED, PROMPT, bench.options.reply, bench.vocabulary)
+    wanted = bench.requests(CHEATED)
     found: dict[str, list[Measured]] = {}
     for warmer in (1.003, 1.01, 1.03):
         hot = await play(bench.engine, [replace(one, temperature=warmer) for one in wanted])
@@ -280,10 +180,27 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
         found[name] = await bench.audit(bad, beside=first)
     if bench.left_s > 30:
         tied = await near_ties(
-            bench.auditor, few[:16], bench.directory, own, dtype="bfloat16", device=DEVICE
+            bench.auditor, few[:16], bench.model.directory, own, dtype="bfloat16", device=DEVICE
         )
         found["nearest tie of 64 picked"] = await bench.audit(tied)
     return found
+
+
+async def show_noise(
+    bench: Bench, items: list[AuditItem], numerics: str
+) -> tuple[dict[str, float], list[Measured]]:
+    """Rows of honest rollouts, of which half make the bounds if they are calibrated, and their measures."""
+    honest = await bench.audit(items, beside=True)
+    if numerics != "exact":
+        half = len(honest) // 2
+        calibrate(bench, honest[:half])
+        honest = honest[half:]
+    rejected, suspected = rejections(bench, honest)
+    say(f"{numerics}: honest, {len(honest)} rollouts, mean/largest: {honest_row(honest)}")
+    say(f"{numerics}: honest: {rejected} rejected, {suspected} suspect")
+    alone = [(await bench.audit([one]))[0] for one in items[:8]]
+    say(f"{numerics}: honest, audited one by one: {honest_row(alone)}")
+    return {HONEST: float(rejected)}, honest
 
 
 async def measure(bench: Bench, numerics: str) -> dict[str, float]:
@@ -291,34 +208,28 @@ async def measure(bench: Bench, numerics: str) -> dict[str, float]:
     options = bench.options
     began = time.perf_counter()
     await asyncio.gather(
-        bench.engine.start(bench.directory, fingerprint="projection"),
-        bench.auditor.start(bench.directory, bench.run),
+        bench.engine.start(bench.model.directory, fingerprint="projection"),
+        bench.auditor.start(bench.model.directory, bench.run),
     )
     try:
         await bench.engine.load(OWN, bench.states[OWN])
-        items = await play(
-            bench.engine, requests(options.rollouts, PROMPT, options.reply, bench.vocabulary)
-        )
+        items = await play(bench.engine, bench.requests(options.rollouts))
         say(
             f"{numerics}: the engine that generates is warm after {time.perf_counter() - began:.0f} s"
         )
         began = time.perf_counter()
         await bench.audit(items[:8])
         say(f"{numerics}: that which audits after {time.perf_counter() - began:.0f} s more")
-        honest = await bench.audit(items, beside=True)
-        if numerics != "exact":
-            half = len(honest) // 2
-            calibrate(bench, honest[:half])
-            honest = honest[half:]
-        rejected, suspected = rejections(bench, honest)
-        say(f"{numerics}: honest, {len(honest)} rollouts, mean/largest: {honest_row(honest)}")
-        say(f"{numerics}: honest: {rejected} rejected, {suspected} suspect")
-        alone = [(await bench.audit([one]))[0] for one in items[:8]]
-        say(f"{numerics}: honest, audited one by one: {honest_row(alone)}")
+        if options.honest:
+            result, honest = await judge_honest(bench, items, numerics)
+        else:
+            result, honest = await show_noise(bench, items, numerics)
+        if options.honest and (not options.cheats or bench.left_s < SPEEDS_S):
+            return result
         speeds = await show_speeds(bench, items)
         for name, value in speeds.items():
             say(f"{numerics}: {name:44} {value:12.4g}")
-        result = {HONEST: float(rejected), **speeds}
+        result |= speeds
         for name, found in (await cheats(bench, items)).items():
             rejected, suspected = rejections(bench, found)
             ratios = ", ".join(
@@ -349,14 +260,14 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        states = await asyncio.to_thread(make_states, directory, options)
-        parameters = sum(tensor.data.size for tensor in states[OWN].values())
+        model: Model = await asyncio.to_thread(make_policies, directory, options)
+        parameters = sum(tensor.data.size for tensor in model.states[OWN].values())
         say(f"{options.shape}: {parameters / 1e9:.2f} G parameters, {DEVICE}")
         for numerics in options.numerics:
             if found and 60 * options.minutes - (time.monotonic() - BEGAN) < 75:
                 say(f"left out: {numerics} numerics")
                 continue
-            bench = make_bench(directory, states, numerics, options)
+            bench = make_bench(model, numerics, options)
             say(f"{numerics}: {bench.run.proofs.engine_class or 'any engine'}")
             try:
                 found[numerics] = await measure(bench, numerics)
@@ -371,22 +282,39 @@ def main() -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--hidden", type=int, help="width, in place of the shape's")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
-    parser.add_argument("--rollouts", type=int, default=256)
+    parser.add_argument(
+        "--rollouts", type=int, default=256, help="with --honest: that make the bounds"
+    )
     parser.add_argument("--reply", type=int, default=64, help="tokens of each")
     parser.add_argument(
         "--numerics", nargs="+", choices=["exact", "calibrated"], default=["exact", "calibrated"]
     )
     parser.add_argument("--eager", action="store_true", help="compile nothing, in both engines")
+    parser.add_argument("--honest", type=int, default=0, metavar="N", help="rollouts to judge")
+    parser.add_argument(
+        "--cheats", action="store_true", help="with --honest: speeds and cheats, too"
+    )
+    parser.add_argument("--trained", action="store_true", help="train the model first")
+    parser.add_argument("--train-seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=4.7)
     parser.add_argument("--small", action="store_true", help="for a machine without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all measures there")
     options = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message).160s", level=logging.INFO)
+    options.cheats = options.cheats or not options.honest
     if options.small:
-        SHAPES["small"], options.shape = SMALL, "small"
+        SHAPES["small"], options.shape = small(options.shape), "small"
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     SHAPES[options.shape] = SHAPES[options.shape] | {k: v for k, v in sizes.items() if v}
-    found = asyncio.run(run(options))
+    if is_embedded(options.shape):
+        options.numerics = ["calibrated"]
+        say(
+            "the embedded engine generates and audits: vLLM without a GPU has no mixtures of experts"
+        )
+    try:
+        found = asyncio.run(run(options))
+    except NodeError as error:
+        raise SystemExit(f"{error}") from error
     rows = {
         f"{numerics}: {name}": value
         for numerics, of_one in found.items()
@@ -397,7 +325,7 @@ def main() -> int:
         [
             (f"{numerics}: {name}", goal, at_least)
             for numerics in found
-            for name, goal, at_least in goals_of(options.shape)
+            for name, goal, at_least in goals_of(options, found[numerics])
         ],
     )
     show_goals(goals)
@@ -408,13 +336,20 @@ def main() -> int:
     return 0 if complete and all(goal["ok"] for goal in goals) else 1
 
 
-def goals_of(shape: str) -> list[tuple[str, float, bool]]:
+def small(shape: str) -> dict[str, int]:
+    """A small model with experts, or with a head of its own, where that shape has them."""
+    wanted = SHAPES[shape]
+    head = {"tie_word_embeddings": wanted.get("tie_word_embeddings", True)}
+    return SMALL | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
+
+
+def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[tuple[str, float, bool]]:
     """Nobody honest rejected, every cheat seen, and what it costs."""
     return [
-        (HONEST, 0.0, False),
+        *(honest_goals(options.honest, rows) if JUDGED in rows else [(HONEST, 0.0, False)]),
         *((f"{name}: suspect", float(least), True) for name, least in SEEN.items()),
         ("audited / roofline", 0.6, True),
-        ("audited / generated", 12.0 if shape == "4b" else 8.0, True),
+        ("audited / generated", 12.0 if options.shape in ("4b", "8b") else 8.0, True),
         ("swap and one rollout, s", 1.0, False),
     ]
 

@@ -29,4 +29,28 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 9728,
         "vocab_size": 151936,
     },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "moe": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1024,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
 }
+"""`moe` has 2.9 G parameters, of which a token is computed with 1.1 G."""

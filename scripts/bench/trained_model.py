@@ -8,6 +8,7 @@ What is trained is kept on disk by its recipe, in fp32 as a trainer holds it; a 
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -267,6 +268,48 @@ def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
         total += float(loss.detach()) / targets.numel()
     hidden.backward(leaf.grad)
     return total
+
+
+@dataclass(frozen=True)
+class Course:
+    """How train_for() trains."""
+
+    seconds: float
+    rows: int
+    """Sequences per step."""
+    length: int
+    lr: float
+    device: str
+
+
+def train_for(
+    model_dir: Path, corpus: Corpus, course: Course, *, say: Callable[[str], None] = print
+) -> State:
+    """The bf16 state of the model of a directory after cross entropy by the project's own learner."""
+    from primerl.node.training.learner import Learner
+
+    # nothing is compiled: that would take as long as the training
+    config = TrainingConfig(device=course.device, seq_len=4096, compile=False)
+    learner = Learner.build(model_dir, config, max_steps=1, seed=0, temperature=1.0)
+    try:
+        began = said = time.monotonic()
+        step, loss, text = 0, 0.0, list[list[int]]()
+        while (spent := time.monotonic() - began) < course.seconds:
+            if step % 64 == 0:
+                text = corpus.rows(step, 64 * course.rows, course.length).tolist()
+            first = step % 64 * course.rows
+            examples = [(row[:1], row[1:]) for row in text[first : first + course.rows]]
+            left = 1 - spent / course.seconds
+            lr = course.lr * min(1.0, (step + 1) / 20, 0.05 + 1.5 * left)
+            loss = learner.supervised_step(examples, lr)
+            step += 1
+            if time.monotonic() - said > 5:
+                said = time.monotonic()
+                say(f"training: step {step}, loss {loss:.3f}")
+        say(f"trained for {spent:.0f} s: {step} steps of {course.rows} rows, loss {loss:.3f}")
+        return learner.state()
+    finally:
+        learner.close()
 
 
 def _bf16(directory: Path) -> State:

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from shapes import SHAPES
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EXPERT_FIELDS, EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.handover import HostedPolicy
 from primerl.node.inference.hf import HfEngine
@@ -55,20 +56,48 @@ Frozens = list[tuple[float, float]]
 # -- a model and two policies ----------------------------------------------------------------------
 
 
-def make_model(directory: Path, shape: str, **changes: Any) -> State:
-    """Config, with `changes`, and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it."""
-    huggingface.create(directory, ModelCreateConfig(), 0)
+def make_model(directory: Path, shape: str, **changes: Any) -> dict[str, Tensor]:
+    """Config, with `changes`, and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it.
+
+    A shape with `num_experts` makes a Qwen3-MoE.
+    """
+    experts = {name: value for name, value in SHAPES[shape].items() if name in EXPERT_FIELDS}
+    huggingface.create(directory, ModelCreateConfig.model_validate(experts), 0)
     (directory / "model.safetensors").unlink()
     path = directory / "config.json"
     config = json.loads(path.read_text()) | SHAPES[shape] | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
     pool = np.random.default_rng(0).normal(0, 0.02, (1 << 22) + 7).astype(np.float32)
     bits = (pool.view(np.uint32) >> 16).astype("<u2")
+    twice = np.concatenate([bits, bits])
     state: dict[str, Tensor] = {}
-    for name, size in shapes(huggingface.load_config(directory)).items():
-        data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(bits, size)
+    for number, (name, size) in enumerate(all_shapes(huggingface.load_config(directory)).items()):
+        # experts that are equal would make it meaningless which of them a router chooses
+        first = 10007 * number % len(bits) if ".experts." in name else 0
+        drawn = twice[first : first + min(len(bits), math.prod(size))]
+        data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(drawn, size)
         state[name] = Tensor("BF16", size, data.reshape(-1))
     return state
+
+
+def all_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes of a Qwen3, or of a Qwen3-MoE whose layers all have experts."""
+    found = shapes(config)
+    experts, inner = getattr(config, "num_experts", 0), getattr(config, "moe_intermediate_size", 0)
+    hidden = config.hidden_size
+    sizes = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    for at in [f"model.layers.{layer}.mlp" for layer in range(config.num_hidden_layers)]:
+        if not experts:
+            break
+        for name, size in sizes.items():
+            del found[f"{at}.{name}.weight"]
+            found |= {f"{at}.experts.{one}.{name}.weight": size for one in range(experts)}
+        found[f"{at}.gate.weight"] = (experts, hidden)
+    return found
 
 
 def moved(state: State, share: float) -> tuple[State, Changed]:

@@ -7,6 +7,9 @@
 #   tests     1      pytest -m gpu
 #   audits    1, 2   audits by vLLM: honest noise, cheats, speed; 0.6B, and 4B on a second GPU
 #   exact     1, 2   the same with exact numerics
+#   honest    1, 2   5,120 honest rollouts judged by bounds that 256 others made: 0.6B, and 4B on a second GPU
+#   honest-8b 1, 2   the same: 8B, and a mixture of experts of 3B on a second GPU
+#   honest-trained 1, 2   the same with models that are trained first: 0.6B, and the mixture on a second GPU
 #   worker    1, 2   a worker beside bare vLLM, replies of 1,000; 256 sequences, and 512 on a second GPU
 #   run       1      a whole run of 0.6B whose trainer and worker share a GPU; on a second one 4B with adapters
 #   run2      2      a whole run of 0.6B, a GPU each
@@ -46,6 +49,7 @@ bench() {
 all=$(seq -s, 0 $((gpus - 1)))
 whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 330"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
+honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
     tests) bench 0 tests pytest -m gpu tests/gpu -o addopts=--import-mode=importlib ;;
     audits)
@@ -55,6 +59,18 @@ case $part in
     exact)
         bench 0 exact-0.6b gpu_audit --shape 0.6b --numerics exact calibrated --reply 256 --minutes 8
         bench 1 exact-4b gpu_audit --shape 4b --numerics exact calibrated --reply 256 --minutes 8
+        ;;
+    honest)
+        bench 0 honest-0.6b gpu_audit --shape 0.6b $honest
+        bench 1 honest-4b gpu_audit --shape 4b $honest
+        ;;
+    honest-8b)
+        bench 0 honest-8b gpu_audit --shape 8b $honest
+        bench 1 honest-moe gpu_audit --shape moe $honest
+        ;;
+    honest-trained)
+        bench 0 honest-trained-0.6b gpu_audit --shape 0.6b --trained $honest
+        bench 1 honest-trained-moe gpu_audit --shape moe --trained $honest
         ;;
     worker)
         bench 0 worker-256 worker --sequences 256 --tokens 1000 --length 1088
@@ -71,7 +87,7 @@ case $part in
     ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
     options) bench "$all" options gpu_options ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,20p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,23p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 

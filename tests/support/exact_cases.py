@@ -20,6 +20,8 @@ from primerl.node.weights.state import State
 SURELY_OFF = 1e-5
 """Nats; more than the noise of a logprob."""
 Weights = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+Text = Callable[[Sequence[int], int], list[int]]
+"""(number of a text, tokens) -> its first tokens."""
 
 
 def altered(state: State, change: Weights, device: str = "cpu") -> State:
@@ -60,16 +62,32 @@ def stepped(lr: float) -> Weights:
 
 
 def requests(
-    count: int, prompt: int, reply: int, vocabulary: int, temperature: float = 1.0, group: int = 8
+    count: int,
+    prompt: int,
+    reply: int,
+    vocabulary: int,
+    temperature: float = 1.0,
+    group: int = 8,
+    *,
+    portion: int = 0,
+    text: Text | None = None,
 ) -> list[GenerateRequest]:
-    """Groups of `group` that share a random prompt, of `prompt` tokens or, every other one, 5 more."""
-    rng = np.random.default_rng(3)
+    """Groups of `group` that share a prompt, of `prompt` tokens or, every other one, 5 more.
+
+    Prompts are random tokens, or what `text` makes. Portions differ in prompts and in seeds.
+    """
+    rng = np.random.default_rng(3 + portion)
+
+    def random(_: Sequence[int], tokens: int) -> list[int]:
+        return rng.integers(0, vocabulary, tokens).tolist()
+
     prompts = [
-        tuple(rng.integers(0, vocabulary, prompt + 5 * (number % 2)).tolist())
+        tuple((text or random)((portion, number), prompt + 5 * (number % 2)))
         for number in range(-(-count // group))
     ]
+    first = 10**12 + 10**6 * portion
     return [
-        GenerateRequest(prompts[number // group], reply, temperature, 10**12 + number, ())
+        GenerateRequest(prompts[number // group], reply, temperature, first + number, ())
         for number in range(count)
     ]
 
