@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...protocol.manifests import RunManifest
+from ..models.model_files import read_base
 from ..ops.errors import EngineError, EngineLost, StorageError
-from ..weights.adapters import LowRank, TensorLayout, check_adapters
+from ..weights.adapters import LowRank, TensorLayout, check_adapters, layout
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered
 from ..weights.state import BITS, Changed, State, Tensor, memory_threads, state_bytes
@@ -62,6 +64,17 @@ class AdapterBase:
         """Of a file of adapters."""
         scale = self.contract.alpha / self.contract.rank
         return {ADAPTERS: json.dumps({"directory": str(self.directory), "scale": scale})}
+
+
+def read_adapter_base(directory: Path, run: RunManifest) -> AdapterBase | None:
+    """The base of a run whose policies are adapters, its weights proved; None for another run.
+
+    Raises EngineError.
+    """
+    if run.adapters is None:
+        return None
+    base = read_base(directory, run.model.base_state)
+    return AdapterBase(directory, run.adapters, layout(base))
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,7 @@ class HostedPolicy:
         if self.base is None:
             delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
         else:  # an engine that merges them finds by itself what they change
+            check_adapters(self.base.layout, state, self.base.contract)
             delta = Delta(state, self._metadata)
         async with shared_file(delta.tensors, delta.metadata) as path:
             staged = await _of_all(engines, lambda one: one.stage(path))

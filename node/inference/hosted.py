@@ -20,12 +20,10 @@ from msgspec.structs import replace
 from ...protocol.manifests import RunManifest
 from ..config.engine import EngineConfig
 from ..memory_plan.memory import refuse_what_cannot_fit
-from ..models.model_files import read_base
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
 from ..pipeline.place import StagePlace, check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
-from ..weights.adapters import layout
 from ..weights.state import Changed, State
 from .engine import (
     Completion,
@@ -35,7 +33,7 @@ from .engine import (
     check_update,
     find_fingerprint,
 )
-from .handover import AdapterBase, HostedPolicy
+from .handover import HostedPolicy, read_adapter_base
 from .host_messages import ApiOptions, EngineSetUp
 from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .vllm_arguments import read_shape, resolve_parallel
@@ -162,11 +160,8 @@ class HostedEngine:
 
     async def _read_base(self, model_dir: Path) -> None:
         """Check the base that the engines merge adapters into; only its layout is kept."""
-        run = self._run
-        if run is None or run.adapters is None:
-            return
-        base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
-        self._policy.base = AdapterBase(model_dir, run.adapters, layout(base))
+        if self._run is not None:
+            self._policy.base = await asyncio.to_thread(read_adapter_base, model_dir, self._run)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """As load(), but only what changed goes to the engines, where it is got ready beside generation.

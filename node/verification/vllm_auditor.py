@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig
-from ..inference.handover import AdapterBase, HostedPolicy
+from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
 from ..inference.numerics import check_exact, exact_engine, kernel_options
@@ -48,9 +48,9 @@ from ..inference.vllm_arguments import (
     resolve_parallel,
     visible_gpus,
 )
-from ..models.model_files import layer_count, read_base, vocab_size
+from ..models.model_files import layer_count, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
-from ..weights.adapters import changes, layout
+from ..weights.adapters import changes
 from ..weights.state import Changed, State, memory_threads
 from ..weights.state_history import known_changes
 from .auditor import (
@@ -397,9 +397,7 @@ class VllmAuditor:
         self._layers = await asyncio.to_thread(layer_count, model_dir)
         shape = await asyncio.to_thread(read_shape, model_dir)
         self._config = audit_engine(self._config, run, shape)
-        if run.adapters is not None:
-            base = await asyncio.to_thread(read_base, model_dir, run.model.base_state)
-            self._base = AdapterBase(model_dir, run.adapters, layout(base))
+        self._base = await asyncio.to_thread(read_adapter_base, model_dir, run)
         self._model_dir, self._run = model_dir, run
         self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
