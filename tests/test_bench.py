@@ -74,7 +74,7 @@ def test_the_bench_of_the_worker_runs_at_toy_size_and_all_that_it_made_is_accept
     tmp_path: Path,
 ) -> None:
     told = bench("worker.py", tmp_path / "r.json", "--rounds", "1", timeout=1100)
-    names = ["full worker", "bare", "bare, logprobs", "bare, seeds and logprobs"]
+    names = ["full worker", "bare", "bare, logprobs"]
     assert [row["row"] for row in told["rows"]] == names
     assert all(row["tokens_per_s"] > 0 for row in told["rows"])
     assert [goal["ok"] for goal in told["goals"]][1:] == [True]
@@ -114,11 +114,11 @@ def judged(rounds: list[dict[str, Any]], *, cuda: bool) -> dict[str, tuple[float
 
 def test_the_ratio_is_that_of_the_medians_at_the_same_number_of_sequences() -> None:
     rounds = [one("full worker", rate) for rate in (90.0, 10.0, 92.0)]
-    rounds += [one("bare, logprobs", rate) for rate in (100.0, 101.0, 5.0)]
-    rounds += [one("bare, logprobs", 1000.0, 512)]
-    name = "full worker / bare, logprobs, 256"
+    rounds += [one("bare", rate) for rate in (100.0, 101.0, 5.0)]
+    rounds += [one("bare", 1000.0, 512)]
+    name = "full worker / bare, 256"
     assert judged(rounds, cuda=True)[name] == (0.9, False)
-    rounds = [one("full worker", 25.0), one("bare, logprobs", 100.0)]
+    rounds = [one("full worker", 25.0), one("bare", 100.0)]
     assert judged(rounds, cuda=False)[f"{name}, by CPU time"] == (0.25, False)
     without_vllm = judged([one("full worker", 90.0)], cuda=True)
     assert without_vllm == {"accepted of what was generated, 256": (1.0, True)}

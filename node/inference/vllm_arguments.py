@@ -475,6 +475,13 @@ ENVIRONMENT = (
         "gpu",
         "FlashInfer's sampler is compiled on first use, and this package draws by its own",
     ),
+    Variable(
+        "TRITON_CACHE_DIR",
+        os.path.expanduser("~/.triton/cache"),
+        "gpu",
+        "torch.compile names another directory in the first start than in the second, which then compiles "
+        "vLLM's kernels again: 8 s",
+    ),
 )
 
 

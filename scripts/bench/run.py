@@ -283,20 +283,20 @@ async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str
     """Tokens/s of the engine with nothing beside it, as many sequences in flight."""
     config = settings(directory, directory / "model", options, options.bound)["engine"]
     generation = json.loads((directory / "model" / "generation_config.json").read_text())
-    program = "worker_bare.py" if options.engine == "vllm" else "run_engine.py"
     child = Child("engine", directory / "engine.log")
-    command = (str(HERE / program), str(directory / "model"), json.dumps(config))
-    await child.start(sys.executable, *command)
+    arguments = (options.engine, str(directory / "model"), json.dumps(config))
+    await child.start(sys.executable, str(HERE / "engine_alone.py"), *arguments)
     try:
         await child.event("ready", START_S)
         answer = await child.ask(
             "measure",
-            timeout_s=options.window * 4 + 60,
+            timeout_s=options.window * 4 + 2 * START_S,
             **{"sequences": options.inflight, "mode": "bare", "group": options.group_size},
             **{"prompts": [[1, 2, 3, 4, 5, 6, 7, n % 250] for n in range(512)]},
             **{"max_tokens": options.most, "temperature": 1.0},
             **{"stop_token_ids": [generation["eos_token_id"]]},
-            **{"warm_s": options.window / 2, "window_s": options.window},
+            **{"warm_s": options.window / 2, "warm_completions": 2 * options.inflight},
+            window_s=options.window,
         )
     finally:
         await child.end()

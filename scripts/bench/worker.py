@@ -7,7 +7,7 @@ Full worker: a real `WorkerNode` over iroh that leases, generates with seeds and
 reverse-text taskset, signs and uploads; a real trainer on this machine leases out, verifies, and publishes a
 version per batch. The trainer trains nothing and audits nothing (worker_nodes.py): the engine has the GPU to
 itself.
-Bare: AsyncLLM.generate on the prompts that the worker got, same lengths, as many at a time (worker_bare.py).
+Bare: AsyncLLM.generate on the prompts that the worker got, same lengths, as many at a time (engine_alone.py).
 Both engines are up all the time and work in turns. Random weights of the shape, made here; tokens of the
 bytes are made likely, so that there is text to score.
 """
@@ -82,7 +82,8 @@ class Bench:
         """Bare vLLM, ready."""
         child = await self.child(
             "bare",
-            "worker_bare.py",
+            "engine_alone.py",
+            "vllm",
             str(self.directory / "model"),
             json.dumps(engine(self.options)),
         )
@@ -96,7 +97,6 @@ class Bench:
         self.trainer = await self.child("trainer", "worker_nodes.py", "trainer", settings)
         ticket = await self.trainer.event("ticket", START_S)
         await self.until(lambda: self.status("trainer").get("version", -1) >= 0, START_S, "version")
-        await self.trainer.ask("go")
         return ticket["ticket"]
 
     async def start_worker(self, sequences: int, ticket: str) -> None:
@@ -124,14 +124,13 @@ class Bench:
         await self.start_worker(sequences, ticket)
         for number in range(self.options.rounds):
             await self.full_round(sequences, number)
-            await self.trainer.ask("hold")
+            await self.worker.ask("hold")
             await self.idle()
             await self.bare_rounds(sequences, number)
-            await self.trainer.ask("go")
-        await self.trainer.ask("hold")
+            await self.worker.ask("go")
+        await self.worker.ask("hold")
         await self.idle()
         await self.end_worker(sequences)
-        await self.trainer.ask("go")
 
     async def full_round(self, sequences: int, number: int) -> None:
         """One window of the worker while it is full."""
@@ -170,7 +169,8 @@ class Bench:
             "group": self.options.group,
             "prompts": asked["prompts"],
         }
-        command |= {"warm_s": self.options.warm, "window_s": self.options.window}
+        command |= {"warm_s": self.options.warm, "warm_completions": 0}
+        command |= {"window_s": self.options.window}
         for row, mode in MODES.items():
             found = await self.bare.ask("measure", START_S, mode=mode, **command)
             self.add(row, sequences, number, found["seconds"], found)
@@ -203,7 +203,7 @@ class Bench:
             await asyncio.sleep(0.2)
 
     async def idle(self) -> None:
-        """Wait until the worker has nothing to do: the trainer holds its next batch."""
+        """Wait until the engine of a worker that is held has nothing to do."""
         deadline = time.monotonic() + IDLE_S
         quiet = 0
         while quiet < 3:

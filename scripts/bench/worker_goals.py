@@ -3,8 +3,8 @@
 from statistics import median
 from typing import Any
 
-LOGPROBS = "bare, logprobs"
-MODES = {"bare": "plain", LOGPROBS: "logprobs", "bare, seeds and logprobs": "seeds, logprobs"}
+BARE = "bare"
+MODES = {BARE: "plain", "bare, logprobs": "logprobs"}
 """Rows of bare vLLM: what is asked for beside tokens."""
 FULL = "full worker"
 ON_GPU = 0.95
@@ -48,13 +48,13 @@ def judge(
         )
 
     for row, sequences in by:
-        bare, full = by.get((LOGPROBS, sequences)), by[row, sequences]
+        bare, full = by.get((BARE, sequences)), by[row, sequences]
         if row == FULL and bare and cuda:
             ratio = full["tokens_per_s"] / bare["tokens_per_s"]
-            goal(f"full worker / {LOGPROBS}, {sequences}", ratio, ON_GPU, "x")
+            goal(f"full worker / {BARE}, {sequences}", ratio, ON_GPU, "x")
         elif row == FULL and bare:
             ratio = bare["cpu_ms_per_token"] / full["cpu_ms_per_token"]
-            goal(f"full worker / {LOGPROBS}, {sequences}, by CPU time", ratio, ON_CPU, "x")
+            goal(f"full worker / {BARE}, {sequences}, by CPU time", ratio, ON_CPU, "x")
     for end in ends:
         goal(f"accepted of what was generated, {end['sequences']}", end["accepted"], ACCEPTED, "")
     return goals

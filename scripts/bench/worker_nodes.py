@@ -41,10 +41,9 @@ PROMPTS = 512
 
 
 class IdleBackend:
-    """TrainBackend that learns nothing: each step waits until it may pass, and leaves the weights alone."""
+    """TrainBackend that learns nothing: each step leaves the weights alone."""
 
     def __init__(self) -> None:
-        self.gate = asyncio.Event()
         self._state: State = {}
         self._seen = False
 
@@ -54,8 +53,7 @@ class IdleBackend:
         self._seen = False
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Wait at the gate."""
-        await self.gate.wait()
+        """Nothing is done."""
         return StepMetrics({"optim/skipped": 0.0})
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -132,6 +130,8 @@ class WatchedEngine:
         self._told: set[str] = set()
         self._changed, self.filled = time.perf_counter(), 0.0
         self.tokens = self.completions = self.inflight = self.updates = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.prompts: dict[tuple[int, ...], None] = {}
         self.request: GenerateRequest | None = None
 
@@ -159,6 +159,7 @@ class WatchedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine."""
+        await self.gate.wait()
         self._first("leased")
         self.request = request
         if len(self.prompts) < PROMPTS:
@@ -225,15 +226,7 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
     async def where(command: Event) -> Event:
         return {"does": sampler.read(), "processes": cpu_by_process(os.getpid())}
 
-    async def hold(command: Event) -> Event:
-        backend.gate.clear()
-        return {}
-
-    async def go(command: Event) -> Event:
-        backend.gate.set()
-        return {}
-
-    await until_told(wire, node, {"hold": hold, "go": go, "where": where})
+    await until_told(wire, node, {"where": where})
 
 
 async def worker(wire: Wire, settings: dict[str, Any]) -> None:
@@ -255,7 +248,8 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         one.note()
         return {
             "filled": one.filled,
-            "tokens": one.tokens,
+            # of replies that have not ended, too, where the engine tells
+            "tokens": one.stats().generated_tokens or one.tokens,
             "completions": one.completions,
             "inflight": one.inflight,
             "updates": one.updates,
@@ -266,6 +260,14 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
 
     async def where(command: Event) -> Event:
         return {"does": sampler.read(), "processes": cpu_by_process(os.getpid())}
+
+    async def hold(command: Event) -> Event:
+        engines[0].gate.clear()
+        return {}
+
+    async def go(command: Event) -> Event:
+        engines[0].gate.set()
+        return {}
 
     async def asked(command: Event) -> Event:
         one = engines[0].request
@@ -278,7 +280,9 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         }
 
     wire.tell("up")
-    await until_told(wire, node, {"count": count, "asked": asked, "where": where})
+    await until_told(
+        wire, node, {"count": count, "asked": asked, "where": where, "hold": hold, "go": go}
+    )
 
 
 async def until_told(

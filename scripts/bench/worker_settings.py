@@ -53,7 +53,7 @@ def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]
             "groups_per_batch": 4 * max(options.sequences) // group,
             "groups_per_lease": options.lease,
             "max_off_policy_steps": 16,
-            "lease_timeout_s": 120.0,
+            "lease_timeout_s": 600.0,
             "leases_per_worker": 64,
         },
         # rewards of random weights are all 0: every batch makes a version all the same
