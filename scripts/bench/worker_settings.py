@@ -79,7 +79,7 @@ def join_settings(
 
 
 def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
-    """Random weights in which the tokenizer's own tokens are likely.
+    """Random weights in which the tokenizer's own tokens are likely, and others where replies are to be longer.
 
     Some of them end a completion, so that lengths differ as they do in a run: else all that begin together
     would end together, and every pause between two completions would be the engine's.
@@ -94,7 +94,7 @@ def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
     huggingface.create(directory, config, seed=0)
     path = directory / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
-    tensors["lm_head.weight"][:TOKENIZER] *= LIKELY
+    tensors["lm_head.weight"][: max(TOKENIZER, tokens)] *= LIKELY
     save_file(tensors, path, metadata={"format": "pt"})
     generation = directory / "generation_config.json"
     settings = json.loads(generation.read_text())
