@@ -61,6 +61,7 @@ from .vllm_arguments import (
     keeps_elsewhere,
     read_shape,
     set_environment,
+    shared_model_dir,
 )
 
 if TYPE_CHECKING:
@@ -619,6 +620,7 @@ class _Library:
     """The names of vLLM that are used here. Importing them takes seconds."""
 
     def __init__(self) -> None:
+        from vllm import envs  # pyright: ignore
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore
         from vllm.v1.engine import EngineCoreEventType  # pyright: ignore
@@ -628,6 +630,7 @@ class _Library:
             EngineGenerateError,
         )
 
+        self.cache_root: str = envs.VLLM_CACHE_ROOT
         self.AsyncEngineArgs: Any = AsyncEngineArgs
         self.AsyncLLM: Any = AsyncLLM
         self.SamplingParams: Any = SamplingParams
@@ -691,6 +694,8 @@ def prepare_library(
         check_cpu(shape)
         _check_head_size(head_size(shape))
     arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)
+    if api is None and not cpu:
+        arguments["model"] = str(shared_model_dir(model_dir, Path(vllm.cache_root)))
     if config.sleep_after_s:
         arguments["enable_sleep_mode"] = True
     check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))

@@ -8,8 +8,10 @@
 
 import ast
 import difflib
+import hashlib
 import importlib.util
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +26,8 @@ from ..ops.gpus import is_slice, visible
 
 if TYPE_CHECKING:
     from .host_messages import ApiOptions
+
+logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 """Releases: 0.25.1 was run on an H200, 0.32 on CPUs, the others are known by their source."""
@@ -355,6 +359,26 @@ def read_shape(model_dir: Path) -> dict[str, Any]:
         if not isinstance(shape, dict) or not isinstance(shape.get(name), int):
             raise EngineError(f"{path} has no {name}: use a causal language model")
     return shape
+
+
+def shared_model_dir(model_dir: Path, cache_root: Path) -> Path:
+    """A directory with the config.json of `model_dir` that all models of the same one share; `model_dir` itself
+    where it cannot be made.
+
+    vLLM files what it compiles under the path of the model, and a run has a directory of its own: the next run,
+    or the trainer's auditor after a worker, would compile the same again for half a minute.
+    """
+    config = (model_dir / "config.json").read_bytes()
+    shared = cache_root / "primerl" / hashlib.sha256(config).hexdigest()[:16]
+    whole, part = shared / "config.json", shared / f"config.json.{os.getpid()}"
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(config)
+        part.replace(whole)
+    except OSError as error:
+        logger.warning("vLLM compiles for %s alone: %s", model_dir, error)
+        return model_dir
+    return shared
 
 
 def head_size(shape: Mapping[str, Any]) -> int:

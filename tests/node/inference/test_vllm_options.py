@@ -19,6 +19,7 @@ from primerl.node.inference.vllm_arguments import (
     head_size,
     read_shape,
     set_environment,
+    shared_model_dir,
 )
 from primerl.node.ops.errors import EngineError, UsageError
 
@@ -140,6 +141,7 @@ def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatc
     set_environment(cpu=False)
     assert "TORCHDYNAMO_DISABLE" not in os.environ
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert os.environ["TRITON_CACHE_DIR"] == str(Path.home() / ".triton" / "cache")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
@@ -184,3 +186,29 @@ async def test_a_refused_override_stops_the_start(
     with pytest.raises(UsageError, match="logprobs_mode"):
         await engine.start(tmp_path)
     await engine.close()
+
+
+# -- what vLLM compiles is kept --------------------------------------------------------------------
+
+
+def model_dir(path: Path, config: str) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config)
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def test_models_of_the_same_config_share_a_directory_for_what_is_compiled(tmp_path: Path) -> None:
+    first, second = (model_dir(tmp_path / name, '{"a": 1}') for name in ("one", "two"))
+    other = model_dir(tmp_path / "three", '{"a": 2}')
+    shared = shared_model_dir(first, tmp_path / "cache")
+    assert shared == shared_model_dir(second, tmp_path / "cache")
+    assert shared != shared_model_dir(other, tmp_path / "cache")
+    assert [path.name for path in shared.iterdir()] == ["config.json"]
+    assert (shared / "config.json").read_text() == '{"a": 1}'
+
+
+def test_a_model_keeps_its_own_directory_where_the_cache_cannot_be_written(tmp_path: Path) -> None:
+    own = model_dir(tmp_path / "one", "{}")
+    (tmp_path / "cache").write_text("a file")
+    assert shared_model_dir(own, tmp_path / "cache") == own
