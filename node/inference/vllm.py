@@ -25,7 +25,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +46,6 @@ from .engine import (
 from .fingerprint import ProofFailed
 from .host_messages import ApiOptions
 from .prefill import PREFILL, PrefillRequest
-from .prefill_batcher import PrefillBatcher
 from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
@@ -279,8 +278,6 @@ class VllmCore:
         self._llm: Any = None
         self._pids: list[int] = []
         self._collector: CompletionCollector | None = None
-        self._batcher = PrefillBatcher(1)
-        """Of the size that start() finds."""
         self._meter = VllmMeter()
         self._serial = itertools.count()
         self._fault = ""
@@ -334,9 +331,6 @@ class VllmCore:
         if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
         self._collector = CompletionCollector(self._ask, fingerprint, lambda: self._meter.pending)
-        vllm_config = self._llm.vllm_config
-        ranks = vllm_config.parallel_config.data_parallel_size
-        self._batcher = PrefillBatcher(ranks * vllm_config.scheduler_config.max_num_seqs)
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
@@ -371,8 +365,7 @@ class VllmCore:
         assert collector is not None  # start() makes it
         try:
             await collector.tidy()
-            async with self._batcher.admitted():
-                output = await self._drawn(request, key)
+            output = await self._drawn(request, key)
         except BaseException:  # also when cancelled: its records will not be collected
             collector.forget(key)
             raise
@@ -431,8 +424,7 @@ class VllmCore:
 
     def stats(self) -> EngineStats:
         """How busy it is."""
-        found = self._meter.stats()
-        return replace(found, waiting=found.waiting + self._batcher.waiting)
+        return self._meter.stats()
 
     def stuck_s(self) -> float:
         """How long vLLM has given nothing though there is work."""
