@@ -63,17 +63,41 @@ class PolicyFile:
                     yield name, reader
 
     def _merged(self, device: torch.device, *, others: bool = True) -> Iterator[tuple[str, Tensor]]:
-        kept = self._kept or KeptBase()
-        with safe_open(self.path, framework="pt") as adapters:
-            have = set(adapters.keys())
-            for name, reader in self._readers():
-                module = PREFIX + name.removesuffix(WEIGHT)
-                if module + A in have:
-                    a, b = (adapters.get_tensor(module + part).to(device) for part in (A, B))
-                    weight = kept.get(name, reader).to(device, non_blocking=True)
-                    yield name, add_product(weight, a, b, self._scale)
-                elif others:
-                    yield name, reader.get_tensor(name)
+        kept, adapters = self._kept or KeptBase(), self._adapters(device)
+        for name, reader in self._readers():
+            module = name.removesuffix(WEIGHT)
+            if module in adapters:
+                weight, pair = (
+                    kept.get(name, reader).to(device, non_blocking=True),
+                    adapters[module],
+                )
+                yield name, add_product(weight, *pair, self._scale) if pair else weight
+            elif others:
+                yield name, reader.get_tensor(name)
+
+    def _adapters(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """A and B on `device` by module; None where B has no bit set.
+
+        They are copied at once, and nothing is asked of the device: each copy or question for itself would wait
+        until others who use it have had their turn.
+        """
+        with safe_open(self.path, framework="pt") as reader:
+            tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in reader.keys()}
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        if device.type == "cuda":
+            flat = flat.pin_memory().to(device, non_blocking=True)
+        parts = flat.split([tensor.numel() for tensor in tensors.values()])
+        copies = {
+            name: part.view(tensor.shape)
+            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+        }
+        modules = [name.removesuffix(A) for name in tensors if name.endswith(A)]
+        return {
+            module.removeprefix(PREFIX): (copies[module + A], copies[module + B])
+            if bool(tensors[module + B].view(torch.int16).any())
+            else None
+            for module in modules
+        }
 
 
 class KeptBase:
@@ -103,9 +127,10 @@ class KeptBase:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The bits of weights/adapters.add_product(), by torch: bf16 W [out, in], A [rank, in], B [out, rank]."""
-    if not bool((b != 0).any()):
-        return weight
+    """The bits of weights/adapters.add_product(), by torch, where B has a bit set.
+
+    All bf16: W [out, in], A [rank, in], B [out, rank].
+    """
     rows, columns = weight.shape
     merged, left, right = torch.empty_like(weight), b.double(), a.double()
     step = max(1, BLOCK // max(1, columns))

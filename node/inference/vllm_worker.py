@@ -200,9 +200,12 @@ class WorkerExtension:
         return ["", sorted(found.absent), found.placeless]
 
     def primerl_load(self, version: int, path: str) -> None:
-        """Copy the weights of a file that primerl_check() found right into the model."""
+        """Copy the weights of a file that primerl_check() found right into the model: only those that adapters
+        can change where it has their base."""
+        device, policy = self.model_runner.device, self._primerl_policy(path)
         with torch.no_grad():
-            tensors = self._primerl_policy(path).tensors(self.model_runner.device)
+            again = self._primerl_loaded and policy.adapted
+            tensors = policy.changing(device) if again else policy.tensors(device)
             self.model_runner.get_model().load_weights(tensors)
         self._primerl_loaded = True
         self._primerl_written(version)

@@ -41,7 +41,7 @@ from .auditor import (
     check_versions,
     wanted_versions,
 )
-from .portions import AuditFailed, Portions
+from .portions import AuditFailed, Portions, prefill_costs
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class HfAuditor:
         self._most_states = 0
         self._running: tuple[AuditChild, HeldStates] | None = None
         self._busy = asyncio.Lock()
-        self._portions = Portions(self._attempt, timeout_s)
+        self._portions = Portions(timeout_s)
         self._closed = False
 
     @property
@@ -173,7 +173,11 @@ class HfAuditor:
         """See Auditor. One audit runs at a time, the others wait."""
         check_versions(items, states, others)
         async with self._busy:
-            return await self._portions.measure(items, states, others)
+            return await self._portions.measure(
+                items,
+                prefill_costs(items, others),
+                lambda part: self._attempt(part, states, others),
+            )
 
     async def close(self) -> None:
         """See Auditor. An audit that runs ends with an EngineError."""

@@ -7,10 +7,9 @@ once, what follows a failure, and when none of it is worth another try.
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from ..ops.errors import EngineError, NodeError
-from ..weights.state import State
 from .auditor import AuditItem, Unreadable, wanted_versions
 
 logger = logging.getLogger(__name__)
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 MOST_DEADLY = 4
 """After this many items of a portion that each end the process alone, the rest is not tried."""
 LARGEST_PORTION = 2**18
-"""Tokens times versions to prefill in one go; one longer item is still a portion."""
+"""Tokens to prefill in one go, under each version; one longer item is still a portion."""
 FIRST_PORTION = 2**13
 """The same for the first portion, before the device's speed is known."""
 SMALLEST_PORTION = 2**10
@@ -27,12 +26,12 @@ PORTION_PARTS = 4
 PORTION_TIME_SHARE = 4
 """A portion should take this fraction (1/4) of the time that it has."""
 
+W = TypeVar("W")
+"""What is measured: an item, or one under a single version."""
 T = TypeVar("T")
-"""The result of an item."""
-Attempt = Callable[
-    [Sequence[AuditItem], Mapping[int, State], Mapping[int, Sequence[int]]], Awaitable[Sequence[T]]
-]
-"""Measures items at once. Raises AuditFailed, and EngineError where no item can ever be measured."""
+"""The result of it."""
+Attempt = Callable[[Sequence[W]], Awaitable[Sequence[T]]]
+"""Measures some at once. Raises AuditFailed, and EngineError where none can ever be measured."""
 
 
 class AuditFailed(NodeError):
@@ -58,75 +57,80 @@ class Pace:
         self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
 
 
-def portion_size(
-    items: Sequence[AuditItem],
-    others: Mapping[int, Sequence[int]],
-    limit: int = LARGEST_PORTION,
-) -> int:
-    """Count the items to take next: about `limit` tokens times versions, but one at least."""
+def prefill_costs(items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]) -> list[int]:
+    """Tokens to prefill of each item, under all versions that it needs."""
+    return [len(item.token_ids) * len(wanted_versions(item, others)) for item in items]
+
+
+def portion_size(costs: Sequence[int], limit: int = LARGEST_PORTION) -> int:
+    """Count those to take next, by what each costs: `limit` together, but one at least."""
     room = limit
-    for number, item in enumerate(items):
-        room -= _cost(item, others)
+    for number, cost in enumerate(costs):
+        room -= cost
         if room < 0:
             return max(1, number)
-    return len(items)
+    return len(costs)
 
 
-def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
-    """Tokens times versions to prefill."""
-    return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
+class Portions:
+    """Measures portion by portion, and in smaller ones where a portion fails.
 
-
-class Portions(Generic[T]):
-    """Measures items portion by portion with `attempt`, and in smaller ones where a portion fails.
-
-    One audit at a time. After AuditFailed the next attempt() must be able to work: it replaces a process that
-    is lost.
+    One audit at a time. After AuditFailed the next attempt must be able to work: it replaces a process that is
+    lost.
     """
 
-    def __init__(self, attempt: Attempt[T], timeout_s: float) -> None:
+    def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is the time that one attempt has."""
-        self._attempt = attempt
         self._pace = Pace(timeout_s)
 
     async def measure(
         self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        work: Sequence[W],
+        costs: Sequence[int],
+        attempt: Attempt[W, T],
+        *,
+        works: bool = False,
     ) -> list[T | Unreadable]:
-        """See Auditor.audit(). Raises EngineError when no item can be measured."""
+        """The results of `work`, in order; `costs` are its tokens to prefill. `works`: this audit has measured
+        something before.
+
+        Raises EngineError when nothing can be measured.
+        """
         found: list[T | Unreadable] = []
-        while len(found) < len(items):
-            rest = items[len(found) :]
-            portion = rest[: portion_size(rest, others, self._pace.limit)]
-            found += await self._portion(portion, states, others)
+        while len(found) < len(work):
+            rest = costs[len(found) :]
+            part = slice(len(found), len(found) + portion_size(rest, self._pace.limit))
+            answers, answered = await self._portion(work[part], costs[part], attempt)
+            works = works or answered
+            if len(answers) > 1 and not works:
+                fault = next(one.detail for one in answers if isinstance(one, Unreadable))
+                raise EngineError(
+                    f"no audit succeeds ({fault}): check engine.device and free memory"
+                )
+            found += answers
         return found
 
     async def _portion(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
-    ) -> list[T | Unreadable]:
-        """Measure a portion at once; what fails goes on in quarters, down to single items."""
+        self, work: Sequence[W], costs: Sequence[int], attempt: Attempt[W, T]
+    ) -> tuple[list[T | Unreadable], bool]:
+        """Measure a portion at once; what fails goes on in quarters, down to single ones. Also whether any was
+        answered."""
         found: list[T | Unreadable] = []
         faults: list[str] = []
         answered = retried = False
-        sizes = [len(items)]
+        sizes = [len(work)]
         while sizes:
             size = sizes.pop(0)
-            part = items[len(found) : len(found) + size]
+            part = slice(len(found), len(found) + size)
             if len(faults) == MOST_DEADLY:
                 found += [Unreadable("too many beside it ended the audit", proof=False)] * size
                 continue
             began = time.monotonic()
             try:
-                found += await self._attempt(part, states, others)
+                found += await attempt(work[part])
                 answered = True
                 if not retried:  # smaller ones say nothing of what the next portion may want
-                    cost = sum(_cost(one, others) for one in part)
-                    self._pace.done(cost, time.monotonic() - began)
+                    self._pace.done(sum(costs[part]), time.monotonic() - began)
             except AuditFailed as error:
                 if size == 1 and retried:
                     faults.append(str(error))
@@ -138,8 +142,4 @@ class Portions(Generic[T]):
                 fewer = -(-size // PORTION_PARTS)
                 logger.warning("%s; its %d branches are tried %d at a time", error, size, fewer)
                 sizes[:0] = [min(fewer, size - first) for first in range(0, size, fewer)]
-        if len(items) > 1 and not answered:
-            raise EngineError(
-                f"no audit succeeds ({faults[0]}): check engine.device and free memory"
-            )
-        return found
+        return found, answered

@@ -1,7 +1,8 @@
 """An Auditor that reads with vLLM: the worker's engine, so that most of the rounding is the same on both sides.
 
-vLLM holds one set of weights at a time. An audit goes through the versions that its items need, that which is
-held first, and between two of them hands over what differs (inference/handover.py). Claimed text is read as a
+vLLM holds one set of weights at a time. An audit goes through the versions that its items need once, that which
+is held first, and between two of them hands over what differs (inference/handover.py); under each it reads the
+items that need it, portion by portion. Claimed text is read as a
 prompt whose last token is left out, so nothing is computed in vain; rollouts of a group share their prompt in
 vLLM's prefix cache. The process with vLLM is replaced when it hangs or dies.
 
@@ -9,6 +10,7 @@ States at the boundaries of a pipeline cannot be measured: vLLM shows what leave
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -232,10 +234,10 @@ class AuditingEngine:
     ) -> tuple[_Held, Changed | None]:
         """The policy to hold, and where it differs from that before; None: everywhere."""
         found = _Held(version, state, SameState(state), dict(state))
-        if before is None or _layout(before.kept) != _layout(found.kept):
+        # nothing is generated that adapters merged anew would interrupt, so what they change is not looked for
+        if self._policy.base or before is None or _layout(before.kept) != _layout(found.kept):
             return found, None
-        # an engine that merges adapters finds by itself what they change
-        return found, {} if self._policy.base else self._difference(before, found)
+        return found, self._difference(before, found)
 
     def _difference(self, before: _Held, found: _Held) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
@@ -264,6 +266,10 @@ class _Text:
     """One item, and what was measured of its S sampled tokens."""
 
     item: AuditItem
+    wanted: list[int]
+    """The versions to read it under."""
+    others: list[int]
+    """Those that it is compared with."""
     places: Claims
     """[S]"""
     seeds: Claims
@@ -271,9 +277,13 @@ class _Text:
     versions: Claims
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
     """version -> what was measured under it [S, COLUMNS]."""
+    fault: Unreadable | None = None
+    """Why it cannot be measured under one of them."""
+    sums: "_Sum | None" = None
+    """Once it was read under all."""
 
     @classmethod
-    def of(cls, item: AuditItem) -> "_Text":
+    def of(cls, item: AuditItem, others: Mapping[int, Sequence[int]]) -> "_Text":
         """Take apart an item that was checked."""
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
@@ -281,7 +291,8 @@ class _Text:
         tokens = np.array(item.token_ids, np.int64)[places]
         claimed = sorted(item.claimed)
         versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
-        return cls(item, places, seeds, tokens, versions)
+        wanted, compared = wanted_versions(item, others), other_versions(item, others)
+        return cls(item, wanted, compared, places, seeds, tokens, versions)
 
     def claims(self, version: int, chosen: NDArray[np.bool_] | slice) -> bytes:
         """Encode the claims `chosen` of all S, under `version`."""
@@ -301,16 +312,24 @@ class _Text:
         return found
 
 
-def sum_up(texts: Sequence[_Text], others: Sequence[Sequence[int]]) -> list[Measured]:
-    """Sum up texts that were measured, each beside the versions `others` of it."""
+@dataclass(frozen=True)
+class _Sum:
+    """One text's place in the sums of several."""
+
+    sums: "asyncio.Future[list[Measured]]"
+    number: int
+
+    async def found(self) -> Measured:
+        return (await self.sums)[self.number]
+
+
+def sum_up(texts: Sequence[_Text]) -> list[Measured]:
+    """Sum up texts that were read."""
     own = [text.own() for text in texts]
     compared = compare_replies(
         [split_proof(text.item) for text in texts],
         [rows[:, PROJECTED:] for rows in own],
-        [
-            [text.rows[version][:, PROJECTED:] for version in versions]
-            for text, versions in zip(texts, others, strict=True)
-        ],
+        [[text.rows[version][:, PROJECTED:] for version in text.others] for text in texts],
     )
     apart = [
         rows[:, LOGPROB] - np.array(text.item.logprobs, np.float64)
@@ -375,7 +394,7 @@ class VllmAuditor:
         self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
-        self._portions = Portions(self._attempt, timeout_s)
+        self._portions = Portions(timeout_s)
         self._salts = itertools.count(1)
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
@@ -412,12 +431,18 @@ class VllmAuditor:
         check_versions(items, states, others)
         faults = await asyncio.to_thread(lambda: [self._fault(item) for item in items])
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
+        texts = await asyncio.to_thread(lambda: [_Text.of(item, others) for item in sound])
         async with self._busy:
-            measured = await self._portions.measure(sound, states, others)
-        found = iter(
-            [one if isinstance(one, Unreadable) else await one.found() for one in measured]
-        )
+            await self._measure(texts, states)
+        found = iter([await self._found(text) for text in texts])
         return [fault or next(found) for fault in faults]
+
+    @staticmethod
+    async def _found(text: _Text) -> Measured | Unreadable:
+        if text.fault is not None:
+            return text.fault
+        assert text.sums is not None  # it was read under all versions
+        return await text.sums.found()
 
     async def close(self) -> None:
         """See Auditor. An audit that runs ends with an EngineError."""
@@ -446,27 +471,30 @@ class VllmAuditor:
             return Unreadable(detail, proof=False)
         return Unreadable(NO_BOUNDARIES, proof=False) if item.boundaries else None
 
-    # -- one portion -------------------------------------------------------------------------------
+    # -- one audit ---------------------------------------------------------------------------------
 
-    async def _attempt(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
-    ) -> list["_Sum"]:
-        """Measure items at once; a process that is lost, or whose weights are not known, is ended."""
-        texts = [_Text.of(item) for item in items]
-        wanted = [wanted_versions(item, others) for item in items]
+    async def _measure(self, texts: Sequence[_Text], states: Mapping[int, State]) -> None:
+        """Read texts under all versions that they need, and sum them up."""
         engine = await self._started()
-        versions = sorted(
-            {version for each in wanted for version in each},
-            key=lambda one: (not engine.holds(one, states[one]), one),
-        )
+        needed = {version for text in texts for version in text.wanted}
+        for version in sorted(needed, key=lambda one: (not engine.holds(one, states[one]), one)):
+            chosen = [text for text in texts if version in text.wanted and text.fault is None]
+            faults = await self._portions.measure(
+                chosen,
+                [len(text.item.token_ids) for text in chosen],
+                functools.partial(self._attempt, version, states[version]),
+                works=any(text.rows for text in texts),
+            )
+            for text, fault in zip(chosen, faults, strict=True):
+                text.fault = fault
+
+    async def _attempt(self, version: int, state: State, texts: Sequence[_Text]) -> list[None]:
+        """Read texts at once under one version; a process that is lost, or whose weights are not known, is
+        ended."""
+        engine = await self._started()
         try:
-            for version in versions:
-                await engine.hold(version, states[version])
-                chosen = [text for text, each in zip(texts, wanted, strict=True) if version in each]
-                await self._read(engine, version, chosen)
+            await engine.hold(version, state)
+            await self._read(engine, version, texts)
         except BaseException as error:  # also when cancelled
             if engine.is_unsure or engine.child.lost.is_set():
                 await self._drop()
@@ -475,10 +503,12 @@ class VllmAuditor:
             if isinstance(error, EngineLost | _Refused):
                 raise AuditFailed(str(error)) from error
             raise
-        compared = [other_versions(item, others) for item in items]
-        loop = asyncio.get_running_loop()  # the sums are made while the next portion is read
-        sums = loop.run_in_executor(None, sum_up, texts, compared)
-        return [_Sum(sums, number) for number in range(len(texts))]
+        if done := [text for text in texts if len(text.rows) == len(text.wanted)]:
+            # made while the next texts are read
+            sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
+            for number, text in enumerate(done):
+                text.sums = _Sum(sums, number)
+        return [None] * len(texts)
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the version that the engine holds, and what it had cached once more."""
@@ -586,17 +616,6 @@ class VllmAuditor:
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.child.kill()
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """One item's place in the sums of a portion."""
-
-    sums: "asyncio.Future[list[Measured]]"
-    number: int
-
-    async def found(self) -> Measured:
-        return (await self.sums)[self.number]
 
 
 class _Refused(Exception):

@@ -11,7 +11,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.ops.errors import EngineError, one_line
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.portions import portion_size
+from primerl.node.verification.portions import portion_size, prefill_costs
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 
@@ -47,7 +47,7 @@ class PrefillCore:
         try:
             while len(found) < len(items):
                 rest = items[len(found) :]
-                portion = rest[: portion_size(rest, others)]
+                portion = rest[: portion_size(prefill_costs(rest, others))]
                 found += await self._thread.run(self._replay.measure, portion, states, others)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(

@@ -175,16 +175,13 @@ async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
 
 
 def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
-    items = [
-        replace(item(fake.FINE), token_ids=[0] * size) for size in (10, 20, 500, 30, 60, 20, 90)
-    ]
+    costs = [10, 20, 500, 30, 60, 20, 90]
     taken: list[int] = []
-    while sum(taken) < len(items):
-        taken.append(portion_size(items[sum(taken) :], {}, limit=100))
+    while sum(taken) < len(costs):
+        taken.append(portion_size(costs[sum(taken) :], limit=100))
     assert taken == [2, 1, 2, 1, 1]
-    assert portion_size(items[4:], {}, limit=170) == 3
-    assert portion_size(items[4:], {1: [0]}, limit=170) == 2, "each version costs as much"
-    assert portion_size([], {}, limit=100) == 0
+    assert portion_size(costs[4:], limit=170) == 3
+    assert portion_size([], limit=100) == 0
 
 
 def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
@@ -206,14 +203,14 @@ def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
 async def test_a_portion_that_wants_too_much_memory_is_measured_in_smaller_ones() -> None:
     sizes: list[int] = []
 
-    async def attempt(items: Sequence[AuditItem], *_: object) -> list[Measured | Unreadable]:
+    async def attempt(items: Sequence[AuditItem]) -> list[Measured | Unreadable]:
         sizes.append(len(items))
         if len(items) > 8:
             raise AuditFailed("out of memory")
         return [Unreadable(str(one.token_ids[0]), proof=False) for one in items]
 
     items = [replace(item(fake.FINE), token_ids=[number]) for number in range(64)]
-    found = await Portions(attempt, 60.0).measure(items, STATES, {})
+    found = await Portions(60.0).measure(items, [1] * len(items), attempt)
     assert [one.detail for one in found if isinstance(one, Unreadable)] == list(map(str, range(64)))
     assert sizes == [64, *[16, 4, 4, 4, 4] * 4]
 

@@ -20,6 +20,7 @@ from support.engine_cases import FP32
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.fingerprint import NUMBERS, pack
 from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.verification import portions
 from primerl.node.verification.auditor import (
     AuditItem,
     BoundaryClaim,
@@ -31,7 +32,12 @@ from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.measures import FEWEST
 from primerl.node.verification.portions import MOST_DEADLY
 from primerl.node.verification.routed_auditor import RoutedAuditor
-from primerl.node.verification.vllm_auditor import NO_BOUNDARIES, VllmAuditor, audit_engine
+from primerl.node.verification.vllm_auditor import (
+    NO_BOUNDARIES,
+    AuditingEngine,
+    VllmAuditor,
+    audit_engine,
+)
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import RunManifest
 
@@ -129,6 +135,26 @@ async def test_versions_are_swapped_by_what_differs_and_not_loaded_again(
     assert (found.fingerprint < 0.01, found.logprob_max) == (True, 1)
 
 
+async def test_an_audit_of_many_portions_swaps_each_version_in_once(
+    auditor: VllmAuditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portions, "LARGEST_PORTION", 20)
+    monkeypatch.setattr(portions, "SMALLEST_PORTION", 20)
+    await auditor.audit([item(FINE)], STATES, {})
+    held: list[int] = []
+    hold = AuditingEngine.hold
+
+    async def noted(engine: AuditingEngine, version: int, state: State) -> None:
+        if not engine.holds(version, state):
+            held.append(version)
+        await hold(engine, version, state)
+
+    monkeypatch.setattr(AuditingEngine, "hold", noted)
+    items = [item(FINE, version) for version in (3, 1, 2) * 8]
+    assert well(await auditor.audit(items, STATES, {3: [2], 2: [1]})) == [True] * 24
+    assert held == [2, 3]
+
+
 async def test_a_place_that_was_cached_is_read_once_for_all_texts_that_begin_so(
     auditor: VllmAuditor,
 ) -> None:
@@ -173,6 +199,13 @@ async def test_an_item_that_hangs_meets_the_deadline(auditor: VllmAuditor) -> No
 async def test_many_deadly_items_do_not_hold_up_the_auditor_for_long(auditor: VllmAuditor) -> None:
     items = [item(FINE), *[item(fake.DIES)] * MOST_DEADLY, item(FINE)]
     assert well(await auditor.audit(items, STATES, {})) == [True, *[False] * (MOST_DEADLY + 1)]
+
+
+async def test_deadly_items_of_one_version_leave_those_of_another_alone(
+    auditor: VllmAuditor,
+) -> None:
+    items = [item(FINE), item(FINE), *[item(fake.DIES, 2)] * 2]
+    assert well(await auditor.audit(items, STATES, {})) == [True, True, False, False]
 
 
 async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: VllmAuditor) -> None:
