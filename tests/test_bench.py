@@ -121,7 +121,7 @@ def test_the_ratio_is_that_of_the_medians_at_the_same_number_of_sequences() -> N
     rounds = [one("full worker", 25.0), one("bare", 100.0)]
     assert judged(rounds, cuda=False)[f"{name}, by CPU time"] == (0.25, False)
     without_vllm = judged([one("full worker", 90.0)], cuda=True)
-    assert without_vllm == {"accepted of what was generated, 256": (1.0, True)}
+    assert without_vllm == {"accepted of what was judged, 256": (1.0, True)}
 
 
 # -- child processes -------------------------------------------------------------------------------

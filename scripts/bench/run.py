@@ -386,7 +386,7 @@ def compare(
             line["time/wait_for_batch"] for line in lines
         )
         / seconds,
-        "audits, share of the run's device time": sum(line["time/audit"] for line in lines)
+        "an audit runs, share of time": sum(line["time/audit"] for line in lines)
         / (seconds * max(1, options.gpus)),
         "seconds per step": fmean(b["time"] - a["time"] for a, b in pairwise(whole["lines"][2:])),
         "publish, s": median(line["time/broadcast_weights"] for line in lines),

@@ -35,6 +35,8 @@ from primerl.node.ops.errors import NetworkError
 HERE = Path(__file__).parent
 START_S = 400.0
 IDLE_S = 90.0
+QUIET_S = 3.0
+"""Without another verdict, after which none is awaited."""
 FULL_S = 30.0
 PHASES = {
     "begin of the process": "begun",
@@ -213,20 +215,22 @@ class Bench:
             quiet = quiet + 1 if not (await self.worker.ask("count"))["inflight"] else 0
 
     async def end_worker(self, sequences: int) -> None:
-        """What became of what it generated, once the trainer has looked at everything."""
+        """What became of what it handed in, once the trainer has looked at everything.
+
+        Groups that were held when some of their replies had ended are never handed in.
+        """
         made = (await self.worker.ask("count"))["completions"]
         name = self.worker.name
-        seen = lambda: self.status(name).get("accepted", 0) >= made  # noqa: E731
-        try:
-            await self.until(seen, 15.0, "verdicts")
-        except RuntimeError:
-            pass  # then the goal says so
+        looked, before = -1, -2
+        while looked != before:
+            await asyncio.sleep(QUIET_S)
+            looked, before = judged(self.status(name)), looked
         status = self.status(name)
         self.ends.append(
             {
                 "sequences": sequences,
                 "generated": made,
-                "accepted": status.get("accepted", 0) / max(1, made),
+                "accepted": status.get("accepted", 0) / max(1, judged(status)),
                 "rejected": status.get("rejected", {}),
                 "lag": status.get("event_loop_lag", {}),
             }
@@ -263,6 +267,11 @@ class Bench:
             return control.ask(where, "status")
         except NetworkError:
             return {}
+
+
+def judged(status: dict[str, Any]) -> int:
+    """Rollouts of a worker that have a verdict, by its status."""
+    return status.get("accepted", 0) + sum(status.get("rejected", {}).values())
 
 
 def show_where(one: dict[str, Any]) -> None:

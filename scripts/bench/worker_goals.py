@@ -12,7 +12,7 @@ ON_CPU = 0.4
 """Of CPU time, all processes of a worker against all of bare vLLM: on a shared machine the clock says nothing,
 and of a tiny model everything around it is a large part."""
 ACCEPTED = 0.98
-"""Of what was generated; what is still under way at the end is not counted."""
+"""Of what was handed in and judged."""
 
 
 def rates(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,5 +56,5 @@ def judge(
             ratio = bare["cpu_ms_per_token"] / full["cpu_ms_per_token"]
             goal(f"full worker / {BARE}, {sequences}, by CPU time", ratio, ON_CPU, "x")
     for end in ends:
-        goal(f"accepted of what was generated, {end['sequences']}", end["accepted"], ACCEPTED, "")
+        goal(f"accepted of what was judged, {end['sequences']}", end["accepted"], ACCEPTED, "")
     return goals
