@@ -1,11 +1,12 @@
 """Which models are trained exactly, decided from config.json alone, before anything starts.
 
 The trainer runs a model's own layers as transformers has them, and computes two things by itself: attention
-within each sequence of a packed row (causal, over the whole sequence, no caps, no sinks), and logits as
-the last hidden states times the head's weights. Everything is off by default: an architecture is listed
-in ARCHITECTURES once a test has compared its packed logprobs with transformers' own, and a key of config.json
-that is not known for it is refused, unless it is switched off. `--dry-run`, `doctor`, `train`, `rl`, `sft` and
-each rank of a trainer ask the same function.
+within each sequence of a packed row (causal, over all tokens before or a window of them, with soft caps and
+sinks where a model has them), and logits as the last hidden states times the head's weights, with a soft cap
+where a model has one. Everything is off by default: an architecture is listed in ARCHITECTURES once a test has
+compared its packed logprobs with transformers' own, and a key of config.json that is not known for it is
+refused, unless it is switched off. `--dry-run`, `doctor`, `train`, `rl`, `sft` and each rank of a trainer ask
+the same function.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,9 @@ CHECKED = frozenset(
 NEUTRAL: Mapping[str, object] = {"is_causal": True}
 """Keys that may only have this value: masks of transformers follow them, whatever the architecture."""
 
+WINDOWS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that are trained."""
+
 EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts""".split()
@@ -66,10 +70,6 @@ class Architecture:
 
     keys: frozenset[str] = frozenset()
     """Further keys that transformers' layers read, the same in training."""
-    window: int | None = None
-    """`sliding_window` where config.json does not say."""
-    switched: bool = False
-    """Whether a window counts only with `use_sliding_window`."""
     neutral: tuple[tuple[str, object], ...] = ()
     """Keys that may only have the value that transformers' layers compute."""
 
@@ -80,25 +80,49 @@ ARCHITECTURES: dict[str, Architecture] = {
         neutral=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
     ),
     "gemma": Architecture(frozenset({"hidden_activation"})),
+    "gemma2": Architecture(
+        frozenset(
+            """attn_logit_softcapping final_logit_softcapping hidden_activation
+            query_pre_attn_scalar""".split()
+        ),
+        neutral=(("use_bidirectional_attention", False),),
+    ),
+    "gemma3_text": Architecture(
+        frozenset(
+            """_sliding_window_pattern final_logit_softcapping hidden_activation query_pre_attn_scalar
+            sliding_window_pattern""".split()
+        ),
+        # attention of transformers has no cap here
+        neutral=(("attn_logit_softcapping", 0), ("use_bidirectional_attention", False)),
+    ),
     "glm": Architecture(),
     "glm4": Architecture(),
+    "glm4_moe": Architecture(
+        EXPERTS
+        | frozenset(
+            """first_k_dense_replace n_group n_routed_experts n_shared_experts routed_scaling_factor
+            topk_group use_qk_norm""".split()
+        ),
+    ),
+    "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
     "granite": Architecture(
         frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
         neutral=(("logits_scaling", 1),),
     ),
     "llama": Architecture(),
-    "mistral": Architecture(window=4096),
+    "mistral": Architecture(),
     "mixtral": Architecture(EXPERTS, neutral=(("router_jitter_noise", 0),)),
     "olmo2": Architecture(),
+    "olmo3": Architecture(),
     "phi3": Architecture(neutral=(("embd_pdrop", 0), ("resid_pdrop", 0))),
-    "qwen2": Architecture(window=4096, switched=True),
+    "qwen2": Architecture(),
     "qwen2_moe": Architecture(
-        EXPERTS | {"qkv_bias", "shared_expert_intermediate_size"}, window=4096, switched=True
+        EXPERTS | {"qkv_bias", "shared_expert_intermediate_size"},
     ),
-    "qwen3": Architecture(window=4096, switched=True),
-    "qwen3_moe": Architecture(EXPERTS, window=4096, switched=True),
+    "qwen3": Architecture(),
+    "qwen3_moe": Architecture(EXPERTS),
     "smollm3": Architecture(
-        frozenset({"no_rope_layer_interval", "no_rope_layers"}), window=4096, switched=True
+        frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
 }
 """By `model_type`: those whose logprobs test_architectures.py compares with transformers' own."""
@@ -153,7 +177,7 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
         return
     if config.get("quantization_config"):
         yield "its weights are quantized: take the model in bf16"
-    yield from _windows(config, known, longest)
+    yield from _layers(config)
     yield from _positions(config, longest)
     neutral = {**NEUTRAL, **dict(known.neutral)}
     for key, value in config.items():
@@ -166,23 +190,17 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
             )
 
 
-def _windows(config: Mapping[str, Any], known: Architecture, longest: int) -> Iterator[str]:
-    """Layers that see other tokens than all before, in sequences of up to `longest` tokens."""
+def _layers(config: Mapping[str, Any]) -> Iterator[str]:
+    """Layers that see other tokens than all before or the last of them."""
     listed: Any = config.get("layer_types") or ()
     kinds: set[str] = set(map(str, listed if isinstance(listed, list | tuple) else [listed]))
-    if others := kinds - {"full_attention", "sliding_attention"}:
-        yield f"it has layers of {', '.join(sorted(others))}: only full attention is trained"
-    windowed = "sliding_attention" in kinds
-    if not known.switched:
-        windowed = windowed or config.get("sliding_window", known.window) is not None
-    elif config.get("use_sliding_window", False):
-        windowed = True
-    window = config.get("sliding_window", known.window)
-    if windowed and not (isinstance(window, int) and window >= longest):
+    if others := kinds - WINDOWS:
         yield (
-            f"its layers see a window of {window} tokens, and sequences may have {longest}: only full "
-            f"attention is trained, so lower training.seq_len to {window} or choose another model"
+            f"it has layers of {', '.join(sorted(others))}: only full and sliding attention are trained"
         )
+    window = config.get("sliding_window")
+    if not (window is None or (isinstance(window, int) and window >= 0)):
+        yield f"its sliding_window is {window!r}: that is no number of tokens"
 
 
 def _positions(config: Mapping[str, Any], longest: int) -> Iterator[str]:
@@ -194,8 +212,11 @@ def _positions(config: Mapping[str, Any], longest: int) -> Iterator[str]:
 def _scaling(rope: Any, config: Mapping[str, Any], longest: int) -> Iterator[str]:
     """Positions that are scaled in a way that depends on more than the position."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values()):
-        yield "its layers turn positions in different ways (rope_parameters): that is not trained"
+    if isinstance(rope, dict) and rope and rope.keys() <= WINDOWS:
+        for one in rope.values():  # of each kind of layer
+            yield from _scaling(one or {}, config, longest)
+    elif isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values()):
+        yield "its layers turn positions in ways that are not known here (rope_parameters)"
     elif kind in GROWING_ROPE:
         within = rope.get("original_max_position_embeddings") or config.get(
             "original_max_position_embeddings", config.get("max_position_embeddings")

@@ -2,6 +2,10 @@
 
 Sequences lie one after the other in one row; nothing of one may ever reach another, whatever the kernel. On
 CUDA the kernels stand behind one custom operator, so that compilation and checkpointing see one opaque step.
+
+Layers may differ in three ways from causal attention over the whole sequence. A window: a token sees that many,
+itself included. A sink: a learned score per head in the softmax's sum, whose value is 0 (Xiao et al. 2023, as
+in gpt-oss). A soft cap: scores s become c tanh(s / c) (Gemma 2).
 """
 
 import functools
@@ -50,6 +54,17 @@ class Layout:
         return cls(ends, F.pad(ends, (1, 0)).to(device, non_blocking=True))
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How the scores of a layer are made."""
+
+    scale: float
+    window: int = 0
+    """Tokens that one sees, itself included; 0: all before."""
+    cap: float = 0.0
+    """0: none."""
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -60,22 +75,29 @@ def attend(
     scaling: float,
     sequence_ends: Tensor,
     sequence_offsets: Tensor,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     context: DeviceMesh | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it: query [1, H, T, D], key and value [1, KV, T, D].
 
-    Returns [1, T, H, D]. There is no mask: the layout says everything. With `context` each of its ranks
-    has a part of the row's tokens; between two exchanges each has all tokens of a part of the heads
-    (Ulysses, Jacobs et al. 2023).
+    Returns [1, T, H, D]. There is no mask: the layout says everything. `s_aux` [H] are sinks. With `context`
+    each of its ranks has a part of the row's tokens; between two exchanges each has all tokens of a part of the
+    heads (Ulysses, Jacobs et al. 2023).
     """
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     if context is not None:
         q, k, v = (_all_tokens(one, context) for one in (q, k, v))
-    if q.is_cuda and q.dtype in HALF:
-        mixed, _lse = _ours.packed_attention(q, k, v, sequence_ends, sequence_offsets, scaling)
+        s_aux = None if s_aux is None else s_aux.chunk(context.size())[context.get_local_rank()]
+    rules = Rules(scaling, sliding_window or 0, softcap or 0.0)
+    if q.is_cuda and q.dtype in HALF and not rules.cap:
+        mixed, _lse = _ours.packed_attention(
+            q, k, v, s_aux, sequence_ends, sequence_offsets, scaling, rules.window
+        )
     else:
-        mixed = attend_plainly(q, k, v, sequence_ends, scaling)
+        mixed = attend_plainly(q, k, v, sequence_ends, rules, s_aux)
     if context is not None:
         mixed = _all_heads(mixed, context)
     return mixed[None], None
@@ -106,24 +128,36 @@ def _exchange(rows: Tensor, context: DeviceMesh) -> Tensor:
 
 @torch.library.custom_op("primerl::packed_attention", mutates_args=())
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, offsets: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ends: Tensor,
+    offsets: Tensor,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k and v [T, KV, D] -> mixed [T, H, D] and the logsumexp [H, T] that backward needs."""
+    """q [T, H, D], k and v [T, KV, D], sinks [H] -> mixed [T, H, D], and the logsumexp [H, T] for backward.
+
+    `window` is 0 for all tokens before.
+    """
     parts = _parts(ends)
-    if _are_long(parts):
+    if _are_long(parts, window):
         found = [_cudnn(q[part], k[part], v[part], scale) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1)
-    most = _longest(parts)
-    out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, offsets, offsets, most, most, 0.0, True, False, scale=scale
-    )
-    return out, lse
+        out, lse = found[0]
+        if len(found) > 1:
+            out = torch.cat([one for one, _ in found])
+            lse = torch.cat([one for _, one in found], 1)
+    else:
+        most = _longest(parts)
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, offsets, offsets, most, most, 0.0, True, False, scale=scale, **_seen(window)
+        )
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
 
 
 @packed_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, offsets: Tensor, scale: float) -> Any:
+def _(q: Tensor, *_: Any) -> Any:
     mixed = q.new_empty(q.shape)  # contiguous, as the kernels give it
     return mixed, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
@@ -139,10 +173,11 @@ def packed_attention_backward(
     ends: Tensor,
     offsets: Tensor,
     scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v. Sinks are in `out` and `lse`: a kernel need not know of them."""
     parts = _parts(ends)
-    if _are_long(parts):
+    if _are_long(parts, window):
         found = [
             _cudnn_backward(grad[part], q[part], k[part], v[part], out[part], lse[:, part], scale)
             for part in parts
@@ -155,7 +190,9 @@ def packed_attention_backward(
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
     unused = torch.empty(0, device=q.device)
     arguments = (grad.contiguous(), q, k, v, out, lse, offsets, offsets, most, most)
-    return _aten._flash_attention_backward(*arguments, 0.0, True, random, unused, scale=scale)
+    return _aten._flash_attention_backward(
+        *arguments, 0.0, True, random, unused, scale=scale, **_seen(window)
+    )
 
 
 @packed_attention_backward.register_fake
@@ -164,17 +201,45 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ends, offsets, scale = inputs
-    ctx.save_for_backward(q, k, v, *output, ends, offsets)
-    ctx.scale = scale
+    q, k, v, sinks, ends, offsets, scale, window = inputs
+    ctx.save_for_backward(q, k, v, *output, ends, offsets, sinks)
+    ctx.scale, ctx.window = scale, window
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-    found = _ours.packed_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return *found, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    found = _ours.packed_attention_backward(grad, *saved, ctx.scale, ctx.window)
+    out, lse = saved[3], saved[4]
+    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+    return *found, of_sinks, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _seen(window: int) -> dict[str, int]:
+    """The flash operator's words for a window."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention without sinks [T, H, D] and its logsumexp [H, T], with them.
+
+    A sink adds exp(sink) to the softmax's sum and nothing to what is mixed.
+    """
+    scores = sinks.to(lse.dtype)[:, None]
+    kept = torch.sigmoid(lse - scores)
+    return (out * kept.T[..., None]).to(out.dtype), torch.logaddexp(lse, scores.expand_as(lse))
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: minus the sink's share of the softmax times grad . out, summed over tokens.
+
+    `out` [T, H, D] and `lse` [H, T] are with sinks.
+    """
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    pulled = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * pulled.T).sum(1).to(sinks.dtype)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -211,11 +276,15 @@ def _cudnn_backward(
 # -- CPUs, and fp32 -------------------------------------------------------------------------------------------
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, rules: Rules, sinks: Tensor | None = None
+) -> Tensor:
     parts = _parts(ends)
     longest = _longest(parts)
     if longest * len(parts) > LOOSE * len(q):
-        each = [_sdpa(q[part][None], k[part][None], v[part][None], scale)[0] for part in parts]
+        each = [
+            _mixed(q[part][None], k[part][None], v[part][None], rules, sinks)[0] for part in parts
+        ]
         return torch.cat(each)
     starts = torch.tensor([part.start for part in parts])
     places = starts[:, None] + torch.arange(longest)
@@ -223,14 +292,46 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float)
     # a row of zeros stands behind the last token
     places, inside = places.where(inside, len(q)).to(q.device), inside.to(q.device)
     q, k, v = (F.pad(one, (0, 0, 0, 0, 0, 1))[places] for one in (q, k, v))
-    return _sdpa(q, k, v, scale)[inside]
+    return _mixed(q, k, v, rules, sinks)[inside]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
     """Causal attention of [S, L, H, D]: nothing sees the padding on its right."""
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    length = q.shape[2]
+    window = rules.window if rules.window < length else 0
+    if sinks is not None or rules.cap:
+        mixed = _softmax_mixed(q, k, v, _window_mask(length, window, q.device), rules, sinks)
+    else:
+        mask = _window_mask(length, window, q.device) if window else None
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
+        )
     return mixed.transpose(1, 2)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L]: whether a token (row) sees another; `window` 0: all before."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal.triu(1 - window) if window else causal
+
+
+def _softmax_mixed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules, sinks: Tensor | None
+) -> Tensor:
+    """[S, H, L, D] of q [S, H, L, D], k and v [S, KV, L, D]; all scores exist at once."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
+    scores = q @ k.transpose(2, 3)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * rules.scale
+    if rules.cap:
+        scores = torch.tanh(scores / rules.cap) * rules.cap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
 
 
 attend_plainly: Any = torch.compiler.disable(_attend_plainly)  # it asks for the layout in Python
@@ -248,9 +349,9 @@ def _longest(parts: list[slice]) -> int:
     return max(part.stop - part.start for part in parts)
 
 
-def _are_long(parts: list[slice]) -> bool:
-    """Whether cuDNN's kernel is for them; it has no deterministic form, the flash kernel has."""
-    long = parts[-1].stop >= LONG * len(parts)
+def _are_long(parts: list[slice], window: int) -> bool:
+    """Whether cuDNN's kernel is for them; it has no deterministic form and no windows, the flash kernel has."""
+    long = parts[-1].stop >= LONG * len(parts) and not window
     return long and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -317,11 +418,11 @@ def agrees(device: torch.device) -> bool:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    return attend_plainly(q, k, v, layout.ends, SCALE)
+    return attend_plainly(q, k, v, layout.ends, Rules(SCALE))
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    return torch.ops.primerl.packed_attention(q, k, v, layout.ends, layout.offsets, SCALE)[0]
+    return _ours.packed_attention(q, k, v, None, layout.ends, layout.offsets, SCALE, 0)[0]
 
 
 def _near(one: Tensor, other: Tensor) -> bool:

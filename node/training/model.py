@@ -74,20 +74,32 @@ class Masters:
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) of `targets`, and the entropies (nats, no gradient).
+    """log softmax(logits / temperature) of `targets`, and the entropies (nats, no gradient).
 
+    Logits l are hidden @ weight.T, with a `cap` c > 0 c tanh(l / c).
     `hidden` [N, d] and `weight` [V, d] share a dtype; both results are [N] float32, softmax and sums included.
     At most `chunk` x V logits exist at a time, in the dtype of `hidden`.
     """
-    return _HeadLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk)  # type: ignore[no-any-return]
+    return _HeadLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cap)  # type: ignore[no-any-return]
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        chunk: int,
+        cap: float,
     ) -> tuple[Tensor, Tensor]:
         read, _ = _kernels(hidden.is_cuda)
         # three tensors, not rows of one: autograd must not take the results for views
@@ -95,9 +107,9 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(len(hidden), chunk):
             logits = hidden[part] @ weight.T
-            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], scale)
+            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], scale, cap)
         ctx.save_for_backward(hidden, weight, targets, log_z)
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.scale, ctx.chunk, ctx.cap = scale, chunk, cap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -111,29 +123,39 @@ class _HeadLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for part in _chunks(len(hidden), ctx.chunk):
             logits = hidden[part] @ weight.T
-            of_logits = pull(logits, targets[part], log_z[part], grad[part], ctx.scale)
+            of_logits = pull(logits, targets[part], log_z[part], grad[part], ctx.scale, ctx.cap)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[part]
         found = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, found, None, None, None
+        return of_hidden, found, None, None, None, None
 
 
-def _read(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _read(
+    logits: Tensor, targets: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of the targets, entropies and log of the partition function, [N] each."""
-    scaled = logits.float() * scale
+    scaled = _capped(logits.float(), cap) * scale
     log_z = scaled.logsumexp(-1)
     mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
-    chosen = logits.gather(-1, targets[:, None])[:, 0].float() * scale
+    chosen = _capped(logits.gather(-1, targets[:, None])[:, 0].float(), cap) * scale
     return chosen - log_z, log_z - mean, log_z
 
 
-def _pull(logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, scale: float) -> Tensor:
-    """The gradient of the logits: (one-hot - softmax) x grad x scale."""
-    probabilities = (logits.float() * scale - log_z[:, None]).exp()
+def _pull(
+    logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, scale: float, cap: float
+) -> Tensor:
+    """The gradient of the logits: (one-hot - softmax) x grad x scale, and what a cap makes of it."""
+    capped = _capped(logits.float(), cap)
+    probabilities = (capped * scale - log_z[:, None]).exp()
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns[None] == targets[:, None]).float()
-    return ((hit - probabilities) * (grad * scale)[:, None]).to(logits.dtype)
+    found = (hit - probabilities) * (grad * scale)[:, None]
+    return (found * (1 - (capped / cap) ** 2) if cap else found).to(logits.dtype)
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 @cache
@@ -166,6 +188,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal: Any = causal
         self._chunk = config.head_chunk
+        self._cap = logit_cap(causal)
         self._world = world
         self._masters: Masters | None = None
         self.expert_load = ExpertLoad([], world)
@@ -228,7 +251,7 @@ class TrainedModel(nn.Module):
             context=self._world.context,
         ).last_hidden_state[0]
         weight = self.causal.get_output_embeddings().weight
-        return head_logprobs(hidden[rows], weight, targets, temperature, self._chunk)
+        return head_logprobs(hidden[rows], weight, targets, temperature, self._chunk, self._cap)
 
     def read(self, row: MicroBatch, temperature: float) -> TokenInputs:
         """The trained tokens of this rank's part of a row; gradient flows through `logprobs`."""
@@ -319,9 +342,14 @@ def layers_of(causal: Any) -> list[nn.Module]:
     return found
 
 
+def logit_cap(causal: Any) -> float:
+    """The soft cap of a model's logits; 0: none."""
+    return float(getattr(causal.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+
+
 @torch.no_grad()
 def check_head(causal: Any) -> None:
-    """Raise EngineError unless the logits are the last hidden states times the head's weights, and no more."""
+    """Raise EngineError unless the logits are the last hidden states times the head's weights, capped or not."""
     head = causal.get_output_embeddings()
     device = next(causal.parameters()).device
     ids = (
@@ -329,13 +357,15 @@ def check_head(causal: Any) -> None:
     )
     hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
     plain = (
-        None if head is None or getattr(head, "bias", None) is not None else hidden @ head.weight.T
+        None
+        if head is None or getattr(head, "bias", None) is not None
+        else _capped(hidden @ head.weight.T, logit_cap(causal))
     )
     own = causal(input_ids=ids, use_cache=False).logits
     if plain is None or not torch.allclose(plain.float(), own.float(), atol=PROBE_NATS, rtol=1e-3):
         raise EngineError(
-            f"{type(causal).__name__} does more between hidden states and logits than a matrix product: "
-            "it cannot be trained here"
+            f"{type(causal).__name__} does more between hidden states and logits than a matrix product and a "
+            "soft cap: it cannot be trained here"
         )
 
 

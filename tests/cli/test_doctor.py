@@ -19,7 +19,7 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
 }
-WINDOWED = {**QWEN3_8B, "model_type": "mistral", "sliding_window": 64}
+HYBRID = {**QWEN3_8B, "layer_types": ["linear_attention", "full_attention"]}
 WORKER = ("--engine", "vllm", "--engine.dtype", "bfloat16")
 
 
@@ -86,16 +86,16 @@ def test_a_plan_loads_nothing_heavy(model: str) -> None:
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     cli: Cli, home: Path, model: str, command: str, dry: list[str]
 ) -> None:
-    Path(model, "config.json").write_text(json.dumps(WINDOWED))
+    Path(model, "config.json").write_text(json.dumps(HYBRID))
     data = ["--data.files", "rows.jsonl"] if command == "sft" else []
     ran = cli(command, "--model.name", model, "--output-dir", str(home / "outputs"), *data, *dry)
-    ran.refused(2, "its layers see a window of 64 tokens")
+    ran.refused(2, "it has layers of linear_attention")
     assert not (home / "outputs").exists()
 
 
 @pytest.mark.parametrize(
     ("config", "state"),
-    [(QWEN3_8B, "ok"), (WINDOWED, "problem"), ({"model_type": "gpt2", "n_embd": 768}, "problem")],
+    [(QWEN3_8B, "ok"), (HYBRID, "problem"), ({"model_type": "gpt2", "n_embd": 768}, "problem")],
 )
 def test_doctor_says_that_a_model_cannot_be_trained(
     cli: Cli, model: str, config: dict[str, object], state: str

@@ -35,9 +35,9 @@ def drawn(tokens: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
 
 
-def mixed(parts: list[Tensor], lengths: list[int]) -> Tensor:
+def mixed(parts: list[Tensor], lengths: list[int], **rules: Any) -> Tensor:
     layout = Layout.of(lengths, CPU)
-    query, key, value = parts
+    query, key, value, *sinks = parts
     found, weights = attention.attend(
         None,
         query,
@@ -47,27 +47,41 @@ def mixed(parts: list[Tensor], lengths: list[int]) -> Tensor:
         scaling=SCALE,
         sequence_ends=layout.ends,
         sequence_offsets=layout.offsets,
+        s_aux=sinks[0] if sinks else None,
         is_causal=True,  # models say more than is asked for
+        **rules,
     )
     assert weights is None
     return found
 
 
-def alone(parts: list[Tensor], lengths: list[int]) -> Tensor:
+def alone(
+    parts: list[Tensor],
+    lengths: list[int],
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Each sequence by the definition: a masked softmax, one after the other."""
     found: list[Tensor] = []
-    for q, k, v in zip(*(one.split(lengths, dim=2) for one in parts), strict=True):
+    sinks = parts[3] if len(parts) > 3 else torch.full((HEADS,), -torch.inf, dtype=torch.float64)
+    for q, k, v in zip(*(one.split(lengths, dim=2) for one in parts[:3]), strict=True):
         keys, values = (one.repeat_interleave(HEADS // KEYS, dim=1) for one in (k, v))
         length = q.shape[2]
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = (q @ keys.transpose(2, 3) * SCALE).masked_fill(later, -torch.inf).softmax(-1)
-        found.append((weights @ values).transpose(1, 2))
+        places = torch.arange(length)
+        ahead = places[None] - places[:, None]
+        scores = q @ keys.transpose(2, 3) * SCALE
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        unseen = (ahead > 0) | (ahead <= -(sliding_window or length))
+        powers = scores.masked_fill(unseen, -torch.inf).exp()
+        total = powers.sum(-1, keepdim=True) + sinks.exp()[None, :, None, None]
+        found.append((powers / total @ values).transpose(1, 2))
     return torch.cat(found, 1)
 
 
-def gradients(how: Any, parts: list[Tensor], lengths: list[int]) -> list[Tensor]:
+def gradients(how: Any, parts: list[Tensor], lengths: list[int], **rules: Any) -> list[Tensor]:
     leaves = [one.clone().requires_grad_() for one in parts]
-    found = how(leaves, lengths)
+    found = how(leaves, lengths, **rules)
     pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(9), dtype=found.dtype)
     found.backward(pull)
     return [found.detach(), *(one.grad for one in leaves if one.grad is not None)]
@@ -87,6 +101,72 @@ def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int]) -> 
 def test_layouts_at_the_edges_are_read_right(lengths: list[int]) -> None:
     parts = drawn(sum(lengths))
     assert torch.allclose(mixed(parts, lengths), alone(parts, lengths), atol=1e-12)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "a window": {"sliding_window": 3},
+    "a window of one": {"sliding_window": 1},
+    "a soft cap": {"softcap": 0.7},
+    "both": {"sliding_window": 4, "softcap": 0.7},
+}
+
+
+@pytest.mark.parametrize("lengths", [PADDED, ONE_BY_ONE, [1]])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_windows_caps_and_sinks_are_those_of_the_definition(
+    name: str, sinks: bool, lengths: list[int]
+) -> None:
+    parts = drawn(sum(lengths), 4) + ([torch.linspace(-1, 2, HEADS).double()] if sinks else [])
+    packed = gradients(mixed, parts, lengths, **RULES[name])
+    apart = gradients(alone, parts, lengths, **RULES[name])
+    assert len(packed) == len(apart) == len(parts) + 1
+    for one, other in zip(packed, apart, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_a_token_outside_its_window_is_not_seen() -> None:
+    parts = drawn(9)
+    changed = [one.clone() for one in parts]
+    for one in changed:
+        one[:, :, :4] = 5.0
+    before, after = (mixed(one, [9], sliding_window=3) for one in (parts, changed))
+    assert torch.equal(before[:, 6:], after[:, 6:])
+    assert not torch.equal(before[:, 5], after[:, 5])
+
+
+def test_kernels_that_know_no_sinks_are_right_with_what_they_are_given() -> None:
+    """They mix without sinks; backward makes weights from scores and logsumexp, and subtracts grad . out."""
+    length, heads = 7, 3
+    rng = torch.Generator().manual_seed(2)
+    q, k, v, pull = (
+        torch.randn(length, heads, WIDTH, generator=rng, dtype=torch.float64) for _ in range(4)
+    )
+    sinks = torch.tensor([-1.0, 0.5, 3.0], dtype=torch.float64)
+    leaves = [one.clone().requires_grad_() for one in (q, k, v, sinks)]
+    parts = [one.transpose(0, 1)[None] for one in leaves[:3]]
+    scores = parts[0] @ parts[1].transpose(2, 3) * SCALE
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    total = scores.exp().sum(-1, keepdim=True) + leaves[3].exp()[None, :, None, None]
+    wanted = (scores.exp() / total @ parts[2])[0].transpose(0, 1)
+    wanted.backward(pull)
+
+    scores = scores.detach()[0]
+    plain, lse = (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1), scores.logsumexp(-1)
+    out, lse = attention._with_sinks(plain, lse, sinks)
+    weights = torch.exp(scores - lse[..., None])
+    products = pull.transpose(0, 1) @ v.permute(1, 2, 0) - (pull * out).sum(-1).T[..., None]
+    of_scores = weights * products * SCALE
+    found = [
+        (of_scores @ k.transpose(0, 1)).transpose(0, 1),
+        (of_scores.transpose(1, 2) @ q.transpose(0, 1)).transpose(0, 1),
+        (weights.transpose(1, 2) @ pull.transpose(0, 1)).transpose(0, 1),
+        attention.gradient_of_sinks(pull, out, lse, sinks),
+    ]
+    assert torch.allclose(out, wanted.detach(), atol=1e-12)
+    for one, leaf in zip(found, leaves, strict=True):
+        assert leaf.grad is not None
+        assert torch.allclose(one, leaf.grad, atol=1e-12)
 
 
 @given(lengths=LENGTHS)
@@ -273,12 +353,12 @@ def test_the_comparison_notices_a_kernel_that_is_wrong(monkeypatch: pytest.Monke
     def plainly(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: attention.Layout
     ) -> torch.Tensor:
-        return attention.attend_plainly(q, k, v, at.ends, 0.125)
+        return attention.attend_plainly(q, k, v, at.ends, attention.Rules(0.125))
 
     def leaking(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at: attention.Layout
     ) -> torch.Tensor:
-        return attention.attend_plainly(q, k, v, at.ends[-1:], 0.125)
+        return attention.attend_plainly(q, k, v, at.ends[-1:], attention.Rules(0.125))
 
     monkeypatch.setattr(attention, "_packed", plainly)
     assert attention.agrees(torch.device("cpu"))

@@ -20,8 +20,11 @@ def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[Te
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    logits = hidden.double() @ weight.double().T / temperature
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float = 0.0
+) -> Tensor:
+    logits = hidden.double() @ weight.double().T
+    logits = (cap * torch.tanh(logits / cap) if cap else logits) / temperature
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
@@ -31,15 +34,16 @@ def pulled(logprobs: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
     return torch.autograd.grad(logprobs, (hidden, weight), pull)
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_are_those_of_log_softmax(
-    chunk: int, temperature: float, dtype: torch.dtype
+    chunk: int, temperature: float, dtype: torch.dtype, cap: float
 ) -> None:
     hidden, weight, targets = inputs(dtype=dtype)
-    found, _ = head_logprobs(hidden, weight, targets, temperature, chunk)
-    wanted = plain(hidden, weight, targets, temperature)
+    found, _ = head_logprobs(hidden, weight, targets, temperature, chunk, cap)
+    wanted = plain(hidden, weight, targets, temperature, cap)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), wanted, atol=1e-5)
     for one, other in zip(
