@@ -52,6 +52,10 @@ EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts""".split()
 )
+LINEAR = frozenset(
+    """full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+    linear_num_value_heads linear_value_head_dim""".split()
+)
 LATENT = frozenset(
     """first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts
     norm_topk_prob num_experts_per_tok num_local_experts q_lora_rank qk_head_dim qk_nope_head_dim
@@ -70,6 +74,8 @@ class Architecture:
 
     keys: frozenset[str] = frozenset()
     """Further keys that transformers' layers read, the same in training."""
+    linear: bool = False
+    """Whether layers of linear attention are trained."""
     neutral: tuple[tuple[str, object], ...] = ()
     """Keys that may only have the value that transformers' layers compute."""
 
@@ -121,6 +127,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(),
     "qwen3_moe": Architecture(EXPERTS),
+    "qwen3_next": Architecture(EXPERTS | LINEAR | {"shared_expert_intermediate_size"}, linear=True),
+    "qwen3_5_text": Architecture(LINEAR | {"attn_output_gate"}, linear=True),
     "smollm3": Architecture(
         frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
@@ -177,7 +185,7 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
         return
     if config.get("quantization_config"):
         yield "its weights are quantized: take the model in bf16"
-    yield from _layers(config)
+    yield from _layers(config, known)
     yield from _positions(config, longest)
     neutral = {**NEUTRAL, **dict(known.neutral)}
     for key, value in config.items():
@@ -190,14 +198,13 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
             )
 
 
-def _layers(config: Mapping[str, Any]) -> Iterator[str]:
-    """Layers that see other tokens than all before or the last of them."""
+def _layers(config: Mapping[str, Any], known: Architecture) -> Iterator[str]:
+    """Layers of kinds that are not trained, and windows that are none."""
     listed: Any = config.get("layer_types") or ()
     kinds: set[str] = set(map(str, listed if isinstance(listed, list | tuple) else [listed]))
-    if others := kinds - WINDOWS:
-        yield (
-            f"it has layers of {', '.join(sorted(others))}: only full and sliding attention are trained"
-        )
+    trained = WINDOWS | ({"linear_attention"} if known.linear else set[str]())
+    if others := kinds - trained:
+        yield f"it has layers of {', '.join(sorted(others))}: {', '.join(sorted(trained))} are trained"
     window = config.get("sliding_window")
     if not (window is None or (isinstance(window, int) and window >= 0)):
         yield f"its sliding_window is {window!r}: that is no number of tokens"

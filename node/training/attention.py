@@ -279,20 +279,27 @@ def _cudnn_backward(
 def _attend_plainly(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, rules: Rules, sinks: Tensor | None = None
 ) -> Tensor:
+    return sequence_by_sequence(lambda rows: _mixed(*rows, rules, sinks), [q, k, v], ends)
+
+
+def sequence_by_sequence(
+    compute: Callable[[list[Tensor]], Tensor], rows: list[Tensor], ends: Tensor
+) -> Tensor:
+    """`compute` [S, L, ...] of packed `rows` [T, ...], packed again; it must not look to the right.
+
+    Sequences are padded with zeros to the longest, or read one by one where that makes too many tokens.
+    """
     parts = _parts(ends)
     longest = _longest(parts)
-    if longest * len(parts) > LOOSE * len(q):
-        each = [
-            _mixed(q[part][None], k[part][None], v[part][None], rules, sinks)[0] for part in parts
-        ]
-        return torch.cat(each)
+    if longest * len(parts) > LOOSE * len(rows[0]):
+        return torch.cat([compute([one[part][None] for one in rows])[0] for part in parts])
     starts = torch.tensor([part.start for part in parts])
     places = starts[:, None] + torch.arange(longest)
     inside = places < ends[:, None]
+    device = rows[0].device
     # a row of zeros stands behind the last token
-    places, inside = places.where(inside, len(q)).to(q.device), inside.to(q.device)
-    q, k, v = (F.pad(one, (0, 0, 0, 0, 0, 1))[places] for one in (q, k, v))
-    return _mixed(q, k, v, rules, sinks)[inside]
+    places, inside = places.where(inside, len(rows[0])).to(device), inside.to(device)
+    return compute([F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1))[places] for one in rows])[inside]
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:

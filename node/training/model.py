@@ -25,7 +25,7 @@ from ..models.architectures import untrainable
 from ..models.json_files import read_json
 from ..models.tensors import torch_dtype
 from ..ops.errors import EngineError
-from . import attention, experts
+from . import attention, experts, linear_attention
 from .attention import Layout
 from .experts import ExpertLoad
 from .losses import TokenInputs
@@ -218,6 +218,10 @@ class TrainedModel(nn.Module):
         causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
         check_head(causal)
         huggingface.use_attention(causal, attention.ATTENTION_NAME)
+        if linear_attention.reset_between_sequences(causal) and config.context_parallel > 1:
+            raise EngineError(
+                "its linear attention reads whole sequences: set training.context_parallel to 1"
+            )
         if attach is not None:
             attach(causal)
         causal.train(not frozen).requires_grad_(False) if frozen else causal.train()
@@ -349,7 +353,7 @@ def logit_cap(causal: Any) -> float:
 
 @torch.no_grad()
 def check_head(causal: Any) -> None:
-    """Raise EngineError unless the logits are the last hidden states times the head's weights, capped or not."""
+    """Raise EngineError unless logits are the last hidden states times the head's weights, capped or not."""
     head = causal.get_output_embeddings()
     device = next(causal.parameters()).device
     ids = (

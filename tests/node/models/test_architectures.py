@@ -21,6 +21,8 @@ from primerl.node.training.packing import pack
 LENGTHS = [60, 23, 40]
 LONGEST = 128
 VOCABULARY = 96
+NOTHING = 1e-4
+"""Gradients below it are rounding."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -72,6 +74,14 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
+}
+HYBRID = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 MIXED = ["sliding_attention", "full_attention"]
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -137,6 +147,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    ("qwen3_next", {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24}),
+    ("qwen3_5_text", HYBRID),
     ("smollm3", {"no_rope_layer_interval": 2}),
 ]
 
@@ -155,24 +167,30 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": family, **SIZES, **changes}
 
 
-def apart(directory: Path) -> float:
-    """The farthest that a logprob of a packed row in training is from transformers' own, in nats."""
+def apart(directory: Path) -> tuple[float, float]:
+    """How far training on a packed row is from transformers' forward and backward of each sequence: at most,
+    of the logprobs (nats) and of the gradients of their sum, as a part of the largest of each tensor."""
     rng = random.Random(0)
     rows = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
     config = TrainingConfig(threads=1, device="cpu", seq_len=LONGEST)
     learner: Any = Learner.build(directory, config, max_steps=1, seed=0, temperature=1.0)
     samples = [Sample(row, [True] * len(row), [-1.0] * len(row), 1.0) for row in rows]
     (packed,) = pack(samples, LONGEST).rank(0)
-    with torch.no_grad():
-        found = learner._model.read(packed, 1.0).logprobs
+    found = learner._model.read(packed, 1.0).logprobs
+    found.sum().backward()
     plain: Any = huggingface.load_model(directory)
     wanted: list[torch.Tensor] = []
     for row in sorted(rows, key=len, reverse=True):  # packed in this order
         ids = torch.tensor([row])
-        with torch.no_grad():
-            logits = plain(input_ids=ids, use_cache=False).logits[0, :-1]
+        logits = plain(input_ids=ids, use_cache=False).logits[0, :-1]
         wanted.append(-F.cross_entropy(logits, ids[0, 1:], reduction="none"))
-    return float((found - torch.cat(wanted)).abs().max())
+        wanted[-1].sum().backward()
+    own = dict(learner._model.causal.named_parameters())
+    gradients = [0.0]
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None and (most := float(parameter.grad.abs().max())) > NOTHING:
+            gradients.append(float((own[name].grad - parameter.grad).abs().max()) / most)
+    return float((found - torch.cat(wanted)).detach().abs().max()), max(gradients)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=lambda one: str(one)[:40])
@@ -181,7 +199,9 @@ def test_what_is_accepted_is_computed_as_transformers_does(
 ) -> None:
     directory = saved(family, changes, tmp_path)
     assert untrainable(json.loads((directory / "config.json").read_text()), LONGEST) == ""
-    assert apart(directory) < 1e-4
+    logprobs, gradients = apart(directory)
+    assert logprobs < 1e-4
+    assert gradients < 1e-3
 
 
 def test_every_architecture_on_the_list_was_compared() -> None:
@@ -217,7 +237,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (config_of("qwen3", is_causal=False), "is_causal is False"),
     (config_of("llama", is_causal=True), ""),
-    (config_of("qwen3", layer_types=5), "layers of 5: only full and sliding attention"),
+    (
+        config_of("qwen3", layer_types=5),
+        "layers of 5: full_attention, sliding_attention are trained",
+    ),
     (config_of("qwen3", layer_types="full_attention"), ""),
     (config_of("llama", alibi=True), "sets 'alibi'"),
     (config_of("llama", attn_logit_softcapping=50.0), "sets 'attn_logit_softcapping'"),
