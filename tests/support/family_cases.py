@@ -1,0 +1,165 @@
+"""Families of models: a small random one of each, what it can do here, and the table of that in docs/models.md.
+
+python -m support.family_cases      (prints the table)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.engine_cases import SHAPE, STOP
+
+from primerl.node.models import huggingface
+from primerl.node.weights.state import State
+
+SIZES: dict[str, Any] = {
+    "vocab_size": SHAPE.vocab_size,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "initializer_range": 0.1,
+}
+"""Heads of 32: vLLM without a GPU computes few sizes."""
+WINDOW = 12
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 2,
+}
+GATES = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ON_CPUS, ON_GPUS = "yes", "on a GPU, not tried"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of its config, from SIZES."""
+    what: str = "full attention"
+    vllm: str = ON_CPUS
+    adapters: tuple[str, ...] = (*ATTENTION, *GATES)
+    """Linear layers that get adapters."""
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(
+        LATENT,
+        "latent attention, experts",
+        ON_GPUS,
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    ),
+    "gemma": Family({"head_dim": 32}),
+    "gemma2": Family(
+        {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32},
+        "windows in every second layer, soft caps",
+    ),
+    "gemma3_text": Family(
+        {"head_dim": 32, "query_pre_attn_scalar": 32, **MIXED}, "windows in most layers"
+    ),
+    "glm": Family({"head_dim": 32}, adapters=(*ATTENTION, "gate_up_proj", "down_proj")),
+    "glm4": Family({"head_dim": 32}, adapters=(*ATTENTION, "gate_up_proj", "down_proj")),
+    "glm4_moe": Family(
+        {
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        "experts",
+        ON_GPUS,
+        ATTENTION,
+    ),
+    "gpt_oss": Family(
+        {"head_dim": 32, "sliding_window": WINDOW, **LOCAL},
+        "windows in every second layer, sinks, experts",
+        ON_GPUS,
+        ATTENTION,
+    ),
+    "granite": Family(),
+    "llama": Family(),
+    "mistral": Family({"sliding_window": WINDOW}, "windows"),
+    "mixtral": Family({"sliding_window": None, **LOCAL}, "experts", ON_GPUS, ATTENTION),
+    "olmo2": Family(),
+    "olmo3": Family(MIXED, "windows in most layers"),
+    "phi3": Family(adapters=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "qwen2": Family(),
+    "qwen2_moe": Family(
+        {**EXPERTS, "shared_expert_intermediate_size": 32}, "experts", ON_GPUS, ATTENTION
+    ),
+    "qwen3": Family({"head_dim": 32}),
+    "qwen3_5_text": Family(LINEAR, "linear attention in most layers", ON_GPUS),
+    "qwen3_moe": Family({**EXPERTS, "head_dim": 32}, "experts", ON_GPUS, ATTENTION),
+    "qwen3_next": Family(
+        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32},
+        "linear attention in most layers, experts",
+        ON_GPUS,
+        ATTENTION,
+    ),
+    "smollm3": Family(),
+}
+
+
+def make_family(name: str, directory: Path, seed: int = 0) -> State:
+    """A random model of a family in `directory`, with tokenizer; its bf16 state."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.create(directory, SHAPE, seed)  # for the tokenizer
+    make: Any = AutoConfig.for_model
+    config = make(name, **{**SIZES, **FAMILIES[name].changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # all alike in a new model
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(torch.bfloat16).float().save_pretrained(directory)
+    return huggingface.policy_state(model)
+
+
+def table() -> str:
+    """The table of docs/models.md."""
+    rows = [
+        "| `model_type` | layers | trained | embedded engine and audits | vLLM | adapters on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, family in sorted(FAMILIES.items()):
+        targets = ", ".join(f"`{one}`" for one in family.adapters)
+        rows.append(f"| `{name}` | {family.what} | yes | yes | {family.vllm} | {targets} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
