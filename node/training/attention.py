@@ -153,7 +153,7 @@ def packed_attention(
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, offsets, offsets, most, most, 0.0, True, False, scale=scale, **_seen(window)
         )
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 @packed_attention.register_fake
@@ -222,7 +222,7 @@ def _seen(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention without sinks [T, H, D] and its logsumexp [H, T], with them.
 
     A sink adds exp(sink) to the softmax's sum and nothing to what is mixed.
@@ -279,7 +279,11 @@ def _cudnn_backward(
 def _attend_plainly(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, rules: Rules, sinks: Tensor | None = None
 ) -> Tensor:
-    return sequence_by_sequence(lambda rows: _mixed(*rows, rules, sinks), [q, k, v], ends)
+    def mixed(rows: list[Tensor]) -> Tensor:
+        q, k, v = rows
+        return _mixed(q, k, v, rules, sinks)
+
+    return sequence_by_sequence(mixed, [q, k, v], ends)
 
 
 def sequence_by_sequence(

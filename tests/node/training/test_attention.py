@@ -153,7 +153,7 @@ def test_kernels_that_know_no_sinks_are_right_with_what_they_are_given() -> None
 
     scores = scores.detach()[0]
     plain, lse = (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1), scores.logsumexp(-1)
-    out, lse = attention._with_sinks(plain, lse, sinks)
+    out, lse = attention.with_sinks(plain, lse, sinks)
     weights = torch.exp(scores - lse[..., None])
     products = pull.transpose(0, 1) @ v.permute(1, 2, 0) - (pull * out).sum(-1).T[..., None]
     of_scores = weights * products * SCALE
