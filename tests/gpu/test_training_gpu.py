@@ -93,10 +93,35 @@ def pulled(out: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, parts, pull)]
 
 
-def packed(parts: list[Tensor], lengths: list[int]) -> Tensor:
+def packed(parts: list[Tensor], lengths: list[int], window: int = 0) -> Tensor:
     layout = Layout.of(lengths, CUDA)
-    q, k, v = parts
-    return attention.packed_attention(q, k, v, layout.ends, layout.offsets, SCALE)[0]
+    q, k, v, *sinks = parts
+    return attention.packed_attention(
+        q, k, v, sinks[0] if sinks else None, layout.ends, layout.offsets, SCALE, window
+    )[0]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 100])
+@pytest.mark.parametrize("name", ["long ones", "short ones"])
+def test_kernels_mix_by_windows_and_sinks_as_the_mathematics_does(
+    name: str, window: int, sinks: bool
+) -> None:
+    lengths = LAYOUTS[name]
+    parts = drawn(sum(lengths))
+    if sinks:
+        scores = torch.linspace(-2, 6, HEADS, device=CUDA, dtype=torch.bfloat16)
+        parts.append(scores.requires_grad_())
+    mine = pulled(packed(parts, lengths, window), parts)
+    q, k, v, *rest = (one.float() for one in parts)
+    rules = attention.Rules(SCALE, window)
+    ends = Layout.of(lengths, CUDA).ends
+    wanted = pulled(
+        attention.attend_plainly(q, k, v, ends, rules, rest[0] if rest else None), parts
+    )
+    assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [
+        True
+    ] * len(mine)
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -129,7 +154,8 @@ def test_a_neighbour_s_tokens_change_nothing(name: str) -> None:
 def test_the_operator_is_sound(name: str) -> None:
     lengths = LAYOUTS[name]
     layout = Layout.of(lengths, CUDA)
-    arguments = (*drawn(sum(lengths)), layout.ends, layout.offsets, SCALE)
+    sinks = torch.zeros(HEADS, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    arguments = (*drawn(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(attention.packed_attention, arguments, test_utils=checks)
 

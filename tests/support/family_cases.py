@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.engine_cases import SHAPE, STOP
 
 from primerl.node.models import huggingface
-from primerl.node.weights.state import State
+from primerl.node.weights.state import Changed, State, Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": SHAPE.vocab_size,
@@ -28,7 +29,9 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 """Heads of 32: vLLM without a GPU computes few sizes."""
+PROMPT = tuple(b"tell me more about all of it")
 WINDOW = 12
+"""Shorter than the prompt."""
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -147,6 +150,19 @@ def make_family(name: str, directory: Path, seed: int = 0) -> State:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(torch.bfloat16).float().save_pretrained(directory)
     return huggingface.policy_state(model)
+
+
+def stepped(old: State, new: State) -> tuple[State, Changed]:
+    """One element in twenty of every tensor from `new`, and where."""
+    rng = np.random.default_rng(0)
+    state: State = {}
+    changed: dict[str, np.ndarray | None] = {}
+    for name, tensor in old.items():
+        positions = np.flatnonzero(rng.random(tensor.data.size) < 0.05)
+        data = tensor.data.copy()
+        data[positions] = new[name].data[positions]
+        state[name], changed[name] = Tensor(tensor.dtype, tensor.shape, data), positions
+    return state, changed
 
 
 def table() -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.auditor_cases import item_of, make_run, measured
 from support.engine_cases import FP32, reference_logprobs
-from support.family_cases import FAMILIES, ON_CPUS, make_family, table
+from support.family_cases import FAMILIES, ON_CPUS, PROMPT, make_family, stepped, table
 from support.prefill_core import PrefillCore
 from support.weights_cases import applied, infos
 
@@ -28,11 +28,9 @@ from primerl.node.training.model import TrainedModel
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.codec import encode_delta
-from primerl.node.weights.state import Changed, State, Tensor, digests
+from primerl.node.weights.state import State, digests
 
 TEMPERATURE = 0.8
-PROMPT = tuple(b"tell me more about all of it")
-"""Longer than a window."""
 NATS = {"hf": 1e-4, "vllm": 2e-3}
 """vLLM rounds Gemma 2's soft caps to a few decimals."""
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
@@ -42,19 +40,6 @@ VLLM = EngineConfig(
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 NEW = ("gemma2", "gemma3_text", "mistral", "olmo3")
 """Served in every CI run, the others before a release."""
-
-
-def stepped(old: State, new: State) -> tuple[State, Changed]:
-    """One element in twenty of every tensor from `new`, and where."""
-    rng = np.random.default_rng(0)
-    state: State = {}
-    changed: dict[str, np.ndarray | None] = {}
-    for name, tensor in old.items():
-        positions = np.flatnonzero(rng.random(tensor.data.size) < 0.05)
-        data = tensor.data.copy()
-        data[positions] = new[name].data[positions]
-        state[name], changed[name] = Tensor(tensor.dtype, tensor.shape, data), positions
-    return state, changed
 
 
 async def drawn(engine: Engine, seed: int) -> tuple[GenerateRequest, Completion]:
