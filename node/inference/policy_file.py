@@ -67,10 +67,8 @@ class PolicyFile:
         for name, reader in self._readers():
             module = name.removesuffix(WEIGHT)
             if module in adapters:
-                weight, pair = (
-                    kept.get(name, reader).to(device, non_blocking=True),
-                    adapters[module],
-                )
+                weight = kept.get(name, reader).to(device, non_blocking=True)
+                pair = adapters[module]
                 yield name, add_product(weight, *pair, self._scale) if pair else weight
             elif others:
                 yield name, reader.get_tensor(name)

@@ -8,11 +8,8 @@ itself included. A sink: a learned score per head in the softmax's sum, whose va
 in gpt-oss). A soft cap: scores s become c tanh(s / c) (Gemma 2).
 """
 
-import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-
-from ..ops.errors import named_line
 
 ATTENTION_NAME = "primerl_packed"
 """What transformers' models call this attention."""
@@ -364,91 +359,3 @@ def _are_long(parts: list[slice], window: int) -> bool:
     """Whether cuDNN's kernel is for them; it has no deterministic form and no windows, the flash kernel has."""
     long = parts[-1].stop >= LONG * len(parts) and not window
     return long and not torch.are_deterministic_algorithms_enabled()
-
-
-logger = logging.getLogger(__name__)
-
-PACKAGE = "flash_attn_interface"
-"""The module of FlashAttention-3."""
-NAME = "FA3"
-"""What torch calls it."""
-HOPPER = 9
-"""The generation of GPUs that it is for, as torch counts them."""
-LENGTHS = (5, 130, 64)
-SCALE = 0.125
-TOLERANCE = 2e-2
-"""bf16 numbers around 1 are 0.008 apart."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, Layout], Tensor]
-
-_FAULTS = (AttributeError, ImportError, RuntimeError, TypeError, ValueError)
-"""What torch raises that lacks this, for a package that lacks it, or for a GPU that cannot."""
-
-
-@functools.cache
-def use_flash_attention_3(device: torch.device) -> bool:
-    """Have the flash operator computed by the package from now on, if it is there and right."""
-    if device.type != "cuda" or find_spec(PACKAGE) is None:
-        return False
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return False
-    return activate(_api("activate"), _api("restore"), lambda: agrees(device))
-
-
-def activate(
-    switch_on: Callable[[str], object], switch_off: Callable[[], object], right: Callable[[], bool]
-) -> bool:
-    """Switch it on and keep it if it is right; else everything is as before, and the log says so."""
-    try:
-        switch_on(NAME)
-        if right():
-            logger.info("attention is computed by FlashAttention-3")
-            return True
-        fault = "it computes something else than plain attention"
-    except _FAULTS as error:
-        fault = named_line(error)
-    logger.warning("FlashAttention-3 is installed but not used: %s", fault)
-    switch_off()
-    return False
-
-
-def agrees(device: torch.device) -> bool:
-    """Whether the operator on `device` and plain attention give the same outputs and gradients."""
-    layout = Layout.of(list(LENGTHS), device)
-    made = torch.Generator().manual_seed(0)
-    shapes = [(sum(LENGTHS), heads, 64) for heads in (4, 2, 2)]
-    given = [torch.randn(shape, generator=made).to(device, torch.bfloat16) for shape in shapes]
-
-    def computed(attend: Attend) -> list[Tensor]:
-        leaves = [one.clone().requires_grad_() for one in given]
-        mixed = attend(leaves[0], leaves[1], leaves[2], layout)
-        mixed.float().square().mean().backward()
-        return [mixed.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    return all(map(_near, computed(_packed), computed(_plain)))
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    return attend_plainly(q, k, v, layout.ends, Rules(SCALE))
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    return _ours.packed_attention(q, k, v, None, layout.ends, layout.offsets, SCALE, 0)[0]
-
-
-def _near(one: Tensor, other: Tensor) -> bool:
-    scale = other.float().abs().max().clamp(min=1e-6)
-    return bool(((one.float() - other.float()).abs().max() / scale) < TOLERANCE)
-
-
-def _api(what: str) -> Callable[..., object]:
-    """torch.nn.attention's function of that kind; older releases have none."""
-    import torch.nn.attention as known
-
-    found = getattr(known, f"{what}_flash_attention_impl", None)
-
-    def missing(*_: object) -> None:
-        if what == "activate":
-            raise AttributeError(f"torch {torch.__version__} cannot be told to use it")
-
-    return found or missing

@@ -212,7 +212,6 @@ class TrainedModel(nn.Module):
         if reason := untrainable(read_json(model_dir / "config.json"), config.seq_len):
             raise EngineError(f"the model cannot be trained: {reason}")
         dtype = compute_dtype(config, world) if frozen else torch.float32
-        attention.use_flash_attention_3(world.device)
         huggingface.register_attention(attention.ATTENTION_NAME, attention.attend)
         check_context(huggingface.load_config(model_dir), config)
         causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
