@@ -23,6 +23,11 @@ class Family:
     norms: int = 2  # per layer, over the hidden size
     tied: bool = False  # embeddings, where config.json does not say
     sliding: bool = False  # `sliding_window` alone switches windows on, for all layers
+    wide_norms: bool = False  # a norm over all queries and one over all keys
+    sinks: bool = False  # a number per head
+    plain_output: bool = False  # `attention_bias` is of query, key and value only
+    expert_bias: bool = False  # experts and router have biases
+    shared_gate: bool = True  # what a shared expert gives is weighed
 
 
 FAMILIES: dict[str, Family] = {
@@ -36,6 +41,15 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(tied=True),
     "gemma2": Family(norms=4, tied=True),
     "gemma3_text": Family(norms=4, head_norms=True, tied=True),
+    "glm": Family(plain_output=True),
+    "glm4": Family(norms=4, plain_output=True),
+    "glm4_moe": Family(plain_output=True, shared_gate=False),
+    "gpt_oss": Family(sinks=True, expert_bias=True),
+    "granite": Family(),
+    "olmo2": Family(wide_norms=True),
+    "olmo3": Family(wide_norms=True),
+    "phi3": Family(sliding=True),
+    "smollm3": Family(),
 }
 """By `model_type`; each is compared with transformers' own model in the tests."""
 
@@ -63,6 +77,7 @@ class ModelShape:
     windowed_layers: int = 0
     qkv_biases: bool = False
     output_bias: bool = False
+    head_norms: bool = False
     mlp_bias: bool = False
 
     @property
@@ -128,8 +143,9 @@ class ModelShape:
 
     @property
     def _norms(self) -> int:
-        heads = 2 * self.head_dim if self._family.head_norms else 0
-        return self._family.norms * self.hidden + heads
+        heads = 2 * self.head_dim * self.head_norms + self.heads * self._family.sinks
+        wide = (self.attention_width + self.kv_width) * self._family.wide_norms
+        return self._family.norms * self.hidden + heads + wide
 
     def _attention(self, tp: int) -> int:
         """Parameters of one rank's projections in a layer; a key head is not cut: ranks hold copies."""
@@ -143,9 +159,13 @@ class ModelShape:
         return 3 * self.hidden * width + (2 * width + self.hidden) * self.mlp_bias
 
     def _moe(self, tp: int) -> int:
-        experts = self.experts * 3 * self.hidden * (self.expert_width // tp)
+        width = self.expert_width // tp
+        experts = self.experts * 3 * self.hidden * width
+        if self._family.expert_bias:
+            experts += self.experts * (2 * width + self.hidden + 1)
         shared = 3 * self.hidden * (self.shared_width // tp)
-        return experts + shared + self.hidden * (self.experts + bool(self.shared_width))
+        gate = bool(self.shared_width) and self._family.shared_gate
+        return experts + shared + self.hidden * (self.experts + gate)
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -181,14 +201,21 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         experts_per_token=_first(text, "num_experts_per_tok") if experts else 0,
         expert_width=_first(text, "moe_intermediate_size", "intermediate_size") if experts else 0,
-        shared_width=_first(text, "shared_expert_intermediate_size") if experts else 0,
+        shared_width=_shared(text) if experts else 0,
         sparse_layers=_sparse(text, layers) if experts else 0,
         window=window,
         windowed_layers=windowed,
         qkv_biases=family.qkv_bias or bias,
-        output_bias=bias and not family.qkv_bias,
+        output_bias=bias and not (family.qkv_bias or family.plain_output),
+        head_norms=family.head_norms or bool(text.get("use_qk_norm")),
         mlp_bias=bool(text.get("mlp_bias", False)),
     )
+
+
+def _shared(text: Mapping[str, Any]) -> int:
+    """Width of what every token visits, of all shared experts together."""
+    own = _first(text, "n_shared_experts") * _first(text, "moe_intermediate_size")
+    return _first(text, "shared_expert_intermediate_size") or own
 
 
 def _sparse(text: Mapping[str, Any], layers: int) -> int:

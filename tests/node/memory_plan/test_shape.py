@@ -37,6 +37,26 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"head_dim": 32}),
     ("gemma2", {"head_dim": 32}),
     ("gemma3_text", {"head_dim": 32}),
+    ("glm", {"head_dim": 32, "attention_bias": True, "pad_token_id": 0}),
+    ("glm4", {"head_dim": 32, "pad_token_id": 0}),
+    (
+        "glm4_moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    ("gpt_oss", {"head_dim": 32, "num_local_experts": 4}),
+    ("granite", {}),
+    ("olmo2", {"pad_token_id": 0}),
+    ("olmo3", {"head_dim": 32, "pad_token_id": 0}),
+    ("phi3", {"pad_token_id": 0}),
+    ("smollm3", {"pad_token_id": 0}),
 ]
 
 
