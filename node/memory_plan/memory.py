@@ -186,11 +186,11 @@ def plan_engine(
 
 
 def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
-    """Count the cache of one token on one rank, in the layers without a window.
+    """Count the cache of one token on one rank, in the layers that see all tokens.
 
     2 (key and value) x layers x key-value heads x head size x element size.
     """
-    layers = -(-(shape.layers - shape.windowed_layers) // config.pp)
+    layers = -(-(shape.layers - shape.windowed_layers - shape.linear.layers) // config.pp)
     return layers * _layer_token_bytes(config, shape)
 
 
@@ -199,7 +199,7 @@ def sequence_bytes(
 ) -> int:
     """Count the cache of a sequence of `length` tokens on one rank, in whole blocks.
 
-    A layer with a window holds the window and what one step adds to it.
+    A layer with a window holds the window and what one step adds to it, one of linear attention its state.
     """
     block = int(config.vllm.get("block_size") or BLOCK_TOKENS[kind])
     found = token_bytes(config, shape) * -(-length // block) * block
@@ -207,7 +207,12 @@ def sequence_bytes(
         seen = min(shape.window - 1 + step_tokens(config, kind), length)
         layers = -(-shape.windowed_layers // config.pp)
         found += layers * _layer_token_bytes(config, shape) * (-(-seen // block) + 1) * block
-    return found
+    linear = -(-shape.linear.layers // config.pp)
+    return found + linear * STATE_BYTES * shape.linear.state // tensor_parallel(config)
+
+
+STATE_BYTES = 4
+"""Of an element of linear attention's state, which vLLM keeps in fp32."""
 
 
 def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:

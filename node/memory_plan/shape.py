@@ -28,6 +28,7 @@ class Family:
     plain_output: bool = False  # `attention_bias` is of query, key and value only
     expert_bias: bool = False  # experts and router have biases
     shared_gate: bool = True  # what a shared expert gives is weighed
+    gated: bool = False  # queries come with a gate of their size
 
 
 FAMILIES: dict[str, Family] = {
@@ -49,9 +50,43 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(wide_norms=True),
     "olmo3": Family(wide_norms=True),
     "phi3": Family(sliding=True),
+    "qwen3_5_text": Family(head_norms=True, gated=True),
+    "qwen3_next": Family(head_norms=True, gated=True),
     "smollm3": Family(),
 }
 """By `model_type`; each is compared with transformers' own model in the tests."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Sizes of layers of gated linear attention (a gated delta rule behind a short convolution)."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def state(self) -> int:
+        """Elements that a sequence has in one layer, however long it is."""
+        return self._mixed * (self.kernel - 1) + self.value_heads * self.key_dim * self.value_dim
+
+    def parameters(self, hidden: int) -> int:
+        """Of one layer's module."""
+        values = self.value_heads * self.value_dim
+        inputs = hidden * (self._mixed + values + 2 * self.value_heads)
+        decay = 2 * self.value_heads
+        return inputs + self._mixed * self.kernel + decay + self.value_dim + values * hidden
+
+    @property
+    def _mixed(self) -> int:
+        """Elements of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+NO_LINEAR = LinearAttention(0, 0, 0, 0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +114,7 @@ class ModelShape:
     output_bias: bool = False
     head_norms: bool = False
     mlp_bias: bool = False
+    linear: LinearAttention = NO_LINEAR
 
     @property
     def exact(self) -> bool:
@@ -108,7 +144,7 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters; a tied embedding counts once."""
         tables = self.embedding * (1 if self.tied else 2)
-        layers = self.layers * (self._attention(1) + self._norms)
+        layers = self._mixers(1, 1) + self.layers * self._family.norms * self.hidden
         layers += (self.layers - self.sparse_layers) * self._dense(1)
         return tables + self.hidden + layers + self.sparse_layers * self._moe(1)
 
@@ -124,7 +160,8 @@ class ModelShape:
         return (
             tables * rows * self.hidden // tp
             + self.hidden
-            + layers * (self._attention(tp) + self._norms)
+            + layers * self._family.norms * self.hidden
+            + self._mixers(tp, pp)
             + (layers - sparse) * self._dense(tp)
             + sparse * self._moe(tp)
         )
@@ -132,7 +169,8 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         feed_forward = self._moe(1) if self.sparse_layers else self._dense(1)
-        return self._attention(1) + self._norms + feed_forward
+        mixer = max(self._attention(1), self.linear.parameters(self.hidden))
+        return mixer + self._family.norms * self.hidden + feed_forward
 
     def adapter_parameters(self, rank: int, modules: tuple[str, ...]) -> int:
         """Parameters of low-rank adapters on the linear layers with these names (llama's)."""
@@ -141,18 +179,21 @@ class ModelShape:
         sizes |= {"gate_proj": d + mlp, "up_proj": d + mlp, "down_proj": mlp + d}
         return self.layers * rank * sum(sizes.get(name, 0) for name in modules)
 
-    @property
-    def _norms(self) -> int:
-        heads = 2 * self.head_dim * self.head_norms + self.heads * self._family.sinks
-        wide = (self.attention_width + self.kv_width) * self._family.wide_norms
-        return self._family.norms * self.hidden + heads + wide
+    def _mixers(self, tp: int, pp: int) -> int:
+        """Parameters of one rank's attention, of all its layers."""
+        linear = -(-self.linear.layers // pp)
+        full = -(-self.layers // pp) - linear
+        return full * self._attention(tp) + linear * self.linear.parameters(self.hidden) // tp
 
     def _attention(self, tp: int) -> int:
-        """Parameters of one rank's projections in a layer; a key head is not cut: ranks hold copies."""
+        """Parameters of one rank's attention in a layer; a key head is not cut: ranks hold copies."""
         queries = self.attention_width // tp
         keys = max(1, self.kv_heads // tp) * self.head_dim
         biases = (queries + 2 * keys) * self.qkv_biases + self.hidden * self.output_bias
-        return self.hidden * (2 * queries + 2 * keys) + biases
+        norms = 2 * self.head_dim * self.head_norms + self.heads * self._family.sinks
+        norms += (self.attention_width + self.kv_width) * self._family.wide_norms
+        gates = queries * self._family.gated
+        return self.hidden * (2 * queries + gates + 2 * keys) + biases + norms
 
     def _dense(self, tp: int) -> int:
         width = self.intermediate // tp
@@ -171,11 +212,12 @@ class ModelShape:
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """Read the shape of a model from its config.json; of a multimodal model, that of its text part.
 
-    Raises EngineError unless it is a causal language model whose cache is made of keys and values.
+    Raises EngineError unless it is a causal language model whose cache is made of keys and values, and of the
+    states of gated linear attention.
     """
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
-    if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("linear_num_value_heads"):
+    if text.get("kv_lora_rank") or text.get("ssm_cfg"):
         raise EngineError(
             f"the cache of {text.get('model_type')!r} holds no plain keys and values: it cannot be planned "
             "for, start it and see"
@@ -209,6 +251,22 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         output_bias=bias and not (family.qkv_bias or family.plain_output),
         head_norms=family.head_norms or bool(text.get("use_qk_norm")),
         mlp_bias=bool(text.get("mlp_bias", False)),
+        linear=_linear(text),
+    )
+
+
+def _linear(text: Mapping[str, Any]) -> LinearAttention:
+    kinds = text.get("layer_types")
+    layers = kinds.count("linear_attention") if isinstance(kinds, list) else 0
+    if not layers:
+        return NO_LINEAR
+    return LinearAttention(
+        layers,
+        _size(text, "linear_num_key_heads"),
+        _size(text, "linear_num_value_heads"),
+        _size(text, "linear_key_head_dim"),
+        _size(text, "linear_value_head_dim"),
+        _size(text, "linear_conv_kernel_dim"),
     )
 
 

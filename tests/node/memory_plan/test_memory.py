@@ -94,6 +94,24 @@ def test_a_sequence_takes_whole_blocks_and_a_windowed_layer_holds_the_window_onl
     assert sequence_bytes(vllm(), gemma, 128, "cuda") == layer * (128 + 5 * (128 + 16))
 
 
+def test_a_layer_of_linear_attention_holds_a_state_however_long_the_sequence_is() -> None:
+    linear = {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    hybrid = read_shape({**qwen(64, 4, 4, 96), "num_key_value_heads": 2, "head_dim": 16, **linear})
+    state = 3 * (2 * 2 * 16 + 4 * 8) + 4 * 16 * 8  # of the convolution, and of the delta rule
+    assert token_bytes(vllm(), hybrid) == 2 * 2 * 16 * 2
+    for length in (16, 65536):
+        cache = sequence_bytes(vllm(), hybrid, length, "cuda")
+        assert cache == length * token_bytes(vllm(), hybrid) + 3 * 4 * state
+
+
 def test_the_cache_gets_what_is_left_of_the_budget() -> None:
     plan = plan_engine(vllm(), Q8B, CARD)
     assert plan.budget == int(0.92 * 24 * GIB)

@@ -16,6 +16,15 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 130,
 }
+LINEAR = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -57,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"head_dim": 32, "pad_token_id": 0}),
     ("phi3", {"pad_token_id": 0}),
     ("smollm3", {"pad_token_id": 0}),
+    ("qwen3_5_text", LINEAR),
+    ("qwen3_next", {**LINEAR, "num_experts": 4, "moe_intermediate_size": 32}),
 ]
 
 
