@@ -393,10 +393,14 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
 
 
 def check_cpu(shape: Mapping[str, Any]) -> None:
-    """Raise EngineError for a model that vLLM without a GPU would compute wrongly.
+    """Raise EngineError for a model that vLLM without a GPU would compute wrongly, or not at all.
 
     It packs experts when it starts and goes on reading that, whatever is written to the parameters.
     """
+    if "linear_attention" in (shape.get("layer_types") or ()):
+        raise EngineError(
+            "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"
+        )
     if has_experts(shape):
         raise EngineError(
             "the model has experts, which vLLM without a GPU keeps in a form that no version can be written "

@@ -71,11 +71,13 @@ def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole()
     check_parallel(vllm(tp=4, vllm={"enable_expert_parallel": True}), EXPERTS)
 
 
-def test_a_mixture_of_experts_is_not_for_vllm_on_a_cpu() -> None:
+def test_mixtures_of_experts_and_linear_attention_are_not_for_vllm_on_a_cpu() -> None:
     check_cpu(SHAPE | {"num_experts": 0})
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         with pytest.raises(EngineError, match=r"set engine\.type to hf"):
             check_cpu(SHAPE | {name: 4})
+    with pytest.raises(EngineError, match="linear attention, whose kernels vLLM has for GPUs only"):
+        check_cpu(SHAPE | {"layer_types": ["linear_attention", "full_attention"]})
 
 
 def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
