@@ -170,7 +170,10 @@ class CausalSession:
     def select(self, rows: Tensor) -> None:
         """See Session."""
         self._mask = self._mask[rows]
-        self._cache.batch_select_indices(rows)
+        for layer in self._cache.layers:
+            # states of linear attention can only be reordered, which takes fewer rows, too (transformers 5.24)
+            select = getattr(layer, "batch_select_indices", layer.reorder_cache)
+            select(rows)
 
     def step(self, tokens: Tensor) -> ModelOutput:
         """See Session."""

@@ -1,5 +1,6 @@
 """Every family that is trained generates, is updated in place, audited and adapted, or the table says not."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -42,16 +43,27 @@ EVERY_TIME = ("gemma2", "gemma3_text")
 """Windows, soft caps, positions by kind of layer: served in every CI run, the others before a release."""
 
 
-async def drawn(engine: Engine, seed: int) -> tuple[GenerateRequest, Completion]:
-    request = GenerateRequest(PROMPT, 20, TEMPERATURE, seed, ())
-    return request, await engine.generate(request)
+Drawn = list[tuple[GenerateRequest, Completion]]
 
 
-def apart(directory: Path, state: State, completion: Completion) -> float:
+async def drawn(engine: Engine, seed: int) -> Drawn:
+    """Replies at once, of other lengths to prompts of other lengths."""
+    sizes = ((0, 20), (9, 13), (20, 6))
+    requests = [
+        GenerateRequest(PROMPT[cut:], most, TEMPERATURE, seed + cut, ()) for cut, most in sizes
+    ]
+    completions = await asyncio.gather(*map(engine.generate, requests))
+    return list(zip(requests, completions, strict=True))
+
+
+def apart(directory: Path, state: State, found: Drawn) -> float:
     """The farthest that a logprob is from transformers', in nats."""
-    tokens = [*PROMPT, *completion.token_ids]
-    wanted = reference_logprobs(directory, state, tokens, TEMPERATURE)[len(PROMPT) :]
-    return float(np.abs(np.subtract(wanted, completion.logprobs)).max())
+    most = 0.0
+    for request, completion in found:
+        tokens = [*request.prompt, *completion.token_ids]
+        wanted = reference_logprobs(directory, state, tokens, TEMPERATURE)[len(request.prompt) :]
+        most = max(most, float(np.abs(np.subtract(wanted, completion.logprobs)).max()))
+    return most
 
 
 @asynccontextmanager
@@ -73,21 +85,21 @@ async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_au
     directory = tmp_path / "a"
     async with running(HfEngine(FP32), directory) as engine:
         await engine.load(1, first)
-        _, completion = await drawn(engine, 1)
-        assert apart(directory, first, completion) < NATS["hf"]
+        assert apart(directory, first, await drawn(engine, 1)) < NATS["hf"]
         await engine.update(2, second, changed)
-        request, completion = await drawn(engine, 2)
-        assert apart(directory, second, completion) < NATS["hf"]
+        found = await drawn(engine, 2)
+        assert apart(directory, second, found) < NATS["hf"]
     auditor = PrefillCore(FP32)
     await auditor.start(directory, make_run("float32"))
     try:
-        items = [item_of(request, completion, version) for version in (2, 1)]
-        honest, behind = measured(await auditor.audit(items, {1: first, 2: second}, {}))
+        items = [item_of(*one, version) for version in (2, 1) for one in found]
+        audited = measured(await auditor.audit(items, {1: first, 2: second}, {}))
     finally:
         await auditor.close()
-    assert honest.logprob_max < NATS["hf"]
-    assert honest.sampling_max < NATS["hf"]
-    assert honest.fingerprint < 0.01 < behind.fingerprint
+    for honest, behind in zip(audited[: len(found)], audited[len(found) :], strict=True):
+        assert honest.logprob_max < NATS["hf"]
+        assert honest.sampling_max < NATS["hf"]
+        assert honest.fingerprint < 0.01 < behind.fingerprint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,11 +163,9 @@ async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Pat
     directory = tmp_path / "a"
     async with running(HostedEngine(VLLM), directory) as engine:
         await engine.load(1, first)
-        _, completion = await drawn(engine, 1)
-        assert apart(directory, first, completion) < NATS["vllm"]
+        assert apart(directory, first, await drawn(engine, 1)) < NATS["vllm"]
         await engine.update(2, second, changed)
-        _, completion = await drawn(engine, 2)
-        assert apart(directory, second, completion) < NATS["vllm"]
+        assert apart(directory, second, await drawn(engine, 2)) < NATS["vllm"]
 
 
 def test_the_table_in_the_docs_is_of_the_families_that_are_trained() -> None:
