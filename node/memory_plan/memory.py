@@ -29,6 +29,8 @@ RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
 # vLLM's own defaults.
 UTILIZATION = 0.92
 STEP_TOKENS = {"cuda": 2048, "cpu": 4096}  # max_num_batched_tokens; the CPU's is ours
+STATE_BYTES = 4
+"""Of an element of linear attention's state, which vLLM keeps in fp32."""
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 
 # Measured on an H200 with vLLM 0.25.1.
@@ -209,10 +211,6 @@ def sequence_bytes(
         found += layers * _layer_token_bytes(config, shape) * (-(-seen // block) + 1) * block
     linear = -(-shape.linear.layers // config.pp)
     return found + linear * STATE_BYTES * shape.linear.state // tensor_parallel(config)
-
-
-STATE_BYTES = 4
-"""Of an element of linear attention's state, which vLLM keeps in fp32."""
 
 
 def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:

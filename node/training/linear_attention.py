@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from .attention import sequence_by_sequence
 
+KIND = "linear_attention"
+"""Of a layer, in config.json."""
 LAYER = "linear_attn"
 """What decoder layers of transformers call their module of that kind."""
 
 
-def reset_between_sequences(causal: nn.Module) -> bool:
-    """Have every such module of `causal` read each sequence of a row by itself; whether there is one."""
-    found = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
-    for module in found:
+def reset_between_sequences(causal: nn.Module) -> None:
+    """Have every such module of `causal` read each sequence of a row by itself."""
+    for module in [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]:
         module.forward = _apart(module.forward)
-    return bool(found)
 
 
 def _apart(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:

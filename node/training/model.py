@@ -217,10 +217,7 @@ class TrainedModel(nn.Module):
         causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
         check_head(causal)
         huggingface.use_attention(causal, attention.ATTENTION_NAME)
-        if linear_attention.reset_between_sequences(causal) and config.context_parallel > 1:
-            raise EngineError(
-                "its linear attention reads whole sequences: set training.context_parallel to 1"
-            )
+        linear_attention.reset_between_sequences(causal)
         if attach is not None:
             attach(causal)
         causal.train(not frozen).requires_grad_(False) if frozen else causal.train()
@@ -315,11 +312,16 @@ class TrainedModel(nn.Module):
 
 
 def check_context(config: Any, wanted: TrainingConfig) -> None:
-    """Raise EngineError if heads, or the loss, cannot be shared as context_parallel wants it."""
+    """Raise EngineError if heads, layers or the loss cannot be shared as context_parallel wants it."""
     ranks, heads = wanted.context_parallel, config.get_text_config().num_key_value_heads
     if heads % ranks:
         raise EngineError(
             f"{heads} key-value heads are not divisible by context_parallel {ranks}: take a divisor"
+        )
+    kinds: Any = getattr(config.get_text_config(), "layer_types", None) or ()
+    if ranks > 1 and linear_attention.KIND in kinds:
+        raise EngineError(
+            "its linear attention reads whole sequences: set training.context_parallel to 1"
         )
     if ranks > 1 and wanted.loss.type in WHOLE_SEQUENCES:
         raise EngineError(

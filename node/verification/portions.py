@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MOST_DEADLY = 4
 """After this many items of a portion that each end the process alone, the rest is not tried."""
 LARGEST_PORTION = 2**18
-"""Tokens to prefill in one go, under each version; one longer item is still a portion."""
+"""Tokens to prefill in one go, once for each version; one longer item is still a portion."""
 FIRST_PORTION = 2**13
 """The same for the first portion, before the device's speed is known."""
 SMALLEST_PORTION = 2**10

@@ -475,6 +475,8 @@ class VllmAuditor:
 
     async def _measure(self, texts: Sequence[_Text], states: Mapping[int, State]) -> None:
         """Read texts under all versions that they need, and sum them up."""
+        if not texts:
+            return  # nor is vLLM waited for
         engine = await self._started()
         needed = {version for text in texts for version in text.wanted}
         for version in sorted(needed, key=lambda one: (not engine.holds(one, states[one]), one)):

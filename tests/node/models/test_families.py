@@ -22,10 +22,12 @@ from primerl.node.config.training import LoraConfig
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
 from primerl.node.models.architectures import ARCHITECTURES
 from primerl.node.models.tensors import bf16_state
+from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
-from primerl.node.training.model import TrainedModel
+from primerl.node.training.model import TrainedModel, check_context
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.codec import encode_delta
@@ -171,3 +173,16 @@ async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Pat
 def test_the_table_in_the_docs_is_of_the_families_that_are_trained() -> None:
     assert FAMILIES.keys() == ARCHITECTURES.keys()
     assert table() in DOCS.read_text(), "print it: python -m support.family_cases"
+
+
+def test_linear_attention_and_context_parallel_are_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    make_family("qwen3_next", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    training = TrainingConfig(device="cpu", seq_len=64, context_parallel=1)
+    config = huggingface.load_config(tmp_path)
+    check_context(config, training)
+    config.num_key_value_heads = 2
+    with pytest.raises(EngineError, match=r"set training\.context_parallel to 1"):
+        check_context(config, training.model_copy(update={"context_parallel": 2}))

@@ -26,6 +26,7 @@ from primerl.node.verification.portions import (
     Pace,
     Portions,
     portion_size,
+    prefill_costs,
 )
 from primerl.node.weights.state import State, Tensor
 
@@ -181,6 +182,10 @@ def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
         taken.append(portion_size(costs[sum(taken) :], limit=100))
     assert taken == [2, 1, 2, 1, 1]
     assert portion_size(costs[4:], limit=170) == 3
+    items = [replace(item(fake.FINE), token_ids=[0] * size) for size in costs]
+    assert prefill_costs(items, {}) == costs
+    twice = prefill_costs(items[4:], {1: [0]})
+    assert portion_size(twice, limit=170) == 2, "each version costs as much"
     assert portion_size([], limit=100) == 0
 
 

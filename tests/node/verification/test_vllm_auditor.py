@@ -155,6 +155,15 @@ async def test_an_audit_of_many_portions_swaps_each_version_in_once(
     assert held == [2, 3]
 
 
+async def test_an_audit_of_nothing_does_not_wait_for_vllm(model_dir: Path) -> None:
+    auditor = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=(sys.executable, "-c", "1/0"))
+    await auditor.start(model_dir, make_run("float32"))
+    try:
+        assert await auditor.audit([], {}, {}) == []
+    finally:
+        await auditor.close()
+
+
 async def test_a_place_that_was_cached_is_read_once_for_all_texts_that_begin_so(
     auditor: VllmAuditor,
 ) -> None:
