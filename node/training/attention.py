@@ -9,7 +9,6 @@ in gpt-oss). A soft cap: scores s become c tanh(s / c) (Gemma 2).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,46 +17,17 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
+from .attention_kernels import Layout, Rules, kernel_for, longest_of, parts_of, seen
+
 ATTENTION_NAME = "primerl_packed"
 """What transformers' models call this attention."""
-LONG = 2048
-"""Mean length from which cuDNN's kernel, called once a sequence, beats the flash kernel called once for all
-(H200: 1.6 against 1.8 ms for 32 x 2,048 tokens, 0.7 against 0.4 for 16 x 1,024)."""
 LOOSE = 2.0
 """On a CPU sequences are padded to the longest, in one call, unless that makes over this times the tokens."""
 
 HALF = (torch.bfloat16, torch.float16)
 """What the kernels for GPUs compute in."""
 
-_aten: Any = torch.ops.aten
 _ours: Any = torch.ops.primerl
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the sequences of a packed row end."""
-
-    ends: Tensor
-    """int32 [S], on the CPU: what loops over sequences reads it without waiting for a device."""
-    offsets: Tensor
-    """int32 [S + 1] on the device, with a leading 0."""
-
-    @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Layout":
-        """The layout of sequences of these lengths."""
-        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(ends, F.pad(ends, (1, 0)).to(device, non_blocking=True))
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How the scores of a layer are made."""
-
-    scale: float
-    window: int = 0
-    """Tokens that one sees, itself included; 0: all before."""
-    cap: float = 0.0
-    """0: none."""
 
 
 def attend(
@@ -87,10 +57,14 @@ def attend(
         q, k, v = (_all_tokens(one, context) for one in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(context.size())[context.get_local_rank()]
     rules = Rules(scaling, sliding_window or 0, softcap or 0.0)
-    if q.is_cuda and q.dtype in HALF and not rules.cap:
+    if q.is_cuda and q.dtype in HALF:
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # the kernels want one width
+            v = F.pad(v, (0, q.shape[-1] - width))
         mixed, _lse = _ours.packed_attention(
-            q, k, v, s_aux, sequence_ends, sequence_offsets, scaling, rules.window
+            q, k, v, s_aux, sequence_ends, sequence_offsets, scaling, rules.window, rules.cap
         )
+        mixed = mixed[..., :width]
     else:
         mixed = attend_plainly(q, k, v, sequence_ends, rules, s_aux)
     if context is not None:
@@ -131,23 +105,14 @@ def packed_attention(
     offsets: Tensor,
     scale: float,
     window: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, D], k and v [T, KV, D], sinks [H] -> mixed [T, H, D], and the logsumexp [H, T] for backward.
 
-    `window` is 0 for all tokens before.
+    `window` is 0 for all tokens before, `cap` 0 for none.
     """
-    parts = _parts(ends)
-    if _are_long(parts, window):
-        found = [_cudnn(q[part], k[part], v[part], scale) for part in parts]
-        out, lse = found[0]
-        if len(found) > 1:
-            out = torch.cat([one for one, _ in found])
-            lse = torch.cat([one for _, one in found], 1)
-    else:
-        most = _longest(parts)
-        out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, offsets, offsets, most, most, 0.0, True, False, scale=scale, **_seen(window)
-        )
+    rules = Rules(scale, window, cap)
+    out, lse = kernel_for(q, k, rules).forward(q, k, v, Layout(ends, offsets), rules)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -169,25 +134,12 @@ def packed_attention_backward(
     offsets: Tensor,
     scale: float,
     window: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Sinks are in `out` and `lse`: a kernel need not know of them."""
-    parts = _parts(ends)
-    if _are_long(parts, window):
-        found = [
-            _cudnn_backward(grad[part], q[part], k[part], v[part], out[part], lse[:, part], scale)
-            for part in parts
-        ]
-        if len(found) == 1:
-            return found[0]
-        of_q, of_k, of_v = (torch.cat(one) for one in zip(*found, strict=True))
-        return of_q, of_k, of_v
-    most = _longest(parts)
-    random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
-    unused = torch.empty(0, device=q.device)
-    arguments = (grad.contiguous(), q, k, v, out, lse, offsets, offsets, most, most)
-    return _aten._flash_attention_backward(
-        *arguments, 0.0, True, random, unused, scale=scale, **_seen(window)
-    )
+    rules = Rules(scale, window, cap)
+    kernel, layout = kernel_for(q, k, rules), Layout(ends, offsets)
+    return kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
 
 
 @packed_attention_backward.register_fake
@@ -196,25 +148,19 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, sinks, ends, offsets, scale, window = inputs
+    q, k, v, sinks, ends, offsets, *ctx.rules = inputs
     ctx.save_for_backward(q, k, v, *output, ends, offsets, sinks)
-    ctx.scale, ctx.window = scale, window
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
     *saved, sinks = ctx.saved_tensors
-    found = _ours.packed_attention_backward(grad, *saved, ctx.scale, ctx.window)
+    found = _ours.packed_attention_backward(grad, *saved, *ctx.rules)
     out, lse = saved[3], saved[4]
     of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
-    return *found, of_sinks, None, None, None, None
+    return *found, of_sinks, None, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
-
-
-def _seen(window: int) -> dict[str, int]:
-    """The flash operator's words for a window."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,37 +183,6 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     return -(share * pulled.T).sum(1).to(sinks.dtype)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One sequence: mixed [L, H, D] and logsumexp [H, L]."""
-    heads_first = (one.transpose(0, 1)[None] for one in (q, k, v))
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *heads_first, None, True, 0.0, True, False, scale=scale
-    )
-    return out[0].transpose(0, 1).contiguous(), lse.view(q.shape[1], len(q))
-
-
-def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads_first = (one.transpose(0, 1)[None] for one in (grad, q, k, v, out))
-    undrawn = torch.zeros(
-        (), dtype=torch.int64, device=q.device
-    )  # seed and place of a dropout of 0
-    nothing = (None, None, None)  # no bias, no offsets
-    shape = (len(q), len(q), 0.0, True)
-    found = _aten._scaled_dot_product_cudnn_attention_backward(
-        *heads_first,
-        lse.contiguous()[None, :, :, None],
-        undrawn,
-        undrawn,
-        *nothing,
-        *shape,
-        scale=scale,
-    )
-    of_q, of_k, of_v = (one[0].transpose(0, 1).contiguous() for one in found)
-    return of_q, of_k, of_v
-
-
 # -- CPUs, and fp32 -------------------------------------------------------------------------------------------
 
 
@@ -288,8 +203,8 @@ def sequence_by_sequence(
 
     Sequences are padded with zeros to the longest, or read one by one where that makes too many tokens.
     """
-    parts = _parts(ends)
-    longest = _longest(parts)
+    parts = parts_of(ends)
+    longest = longest_of(parts)
     if longest * len(parts) > LOOSE * len(rows[0]):
         return torch.cat([compute([one[part][None] for one in rows])[0] for part in parts])
     starts = torch.tensor([part.start for part in parts])
@@ -307,19 +222,13 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) 
     length = q.shape[2]
     window = rules.window if rules.window < length else 0
     if sinks is not None or rules.cap:
-        mixed = _softmax_mixed(q, k, v, _window_mask(length, window, q.device), rules, sinks)
+        mixed = _softmax_mixed(q, k, v, seen(length, window, q.device), rules, sinks)
     else:
-        mask = _window_mask(length, window, q.device) if window else None
+        mask = seen(length, window, q.device) if window else None
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
         )
     return mixed.transpose(1, 2)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L]: whether a token (row) sees another; `window` 0: all before."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return causal.triu(1 - window) if window else causal
 
 
 def _softmax_mixed(
@@ -341,21 +250,3 @@ def _softmax_mixed(
 
 
 attend_plainly: Any = torch.compiler.disable(_attend_plainly)  # it asks for the layout in Python
-
-
-# -- both ------------------------------------------------------------------------------------------
-
-
-def _parts(ends: Tensor) -> list[slice]:
-    stops = ends.tolist()
-    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-
-
-def _longest(parts: list[slice]) -> int:
-    return max(part.stop - part.start for part in parts)
-
-
-def _are_long(parts: list[slice], window: int) -> bool:
-    """Whether cuDNN's kernel is for them; it has no deterministic form and no windows, the flash kernel has."""
-    long = parts[-1].stop >= LONG * len(parts) and not window
-    return long and not torch.are_deterministic_algorithms_enabled()

@@ -26,7 +26,7 @@ from ..models.json_files import read_json
 from ..models.tensors import torch_dtype
 from ..ops.errors import EngineError
 from . import attention, experts, linear_attention
-from .attention import Layout
+from .attention_kernels import Layout
 from .experts import ExpertLoad
 from .losses import TokenInputs
 from .packing import MicroBatch

@@ -6,7 +6,8 @@
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
 rank (one sequence, or as many as a row says), and everything else is what a run does: the same learner, losses,
 clipping, fp32 masters. Beside it a plain loop in the same run: transformers' model in bf16 with its own AdamW,
-compiled per layer, chunked cross entropy, cuDNN attention (trainer_plain.py).
+compiled per layer, chunked cross entropy, cuDNN attention (trainer_plain.py). Rows with torch's flash kernel
+show what training is without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
@@ -32,6 +33,7 @@ from trainer_plain import PlainLoop
 from trainer_rows import ROWS, Row, fake_batch, make_model
 
 from primerl.node.config.training import TrainingConfig
+from primerl.node.training import attention_kernels
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.meter import cost_of, peak_flops
@@ -39,8 +41,11 @@ from primerl.node.training.world import World
 
 ON_CUDA = torch.cuda.is_available()
 GIB = 1 << 30
-PLAIN = [(False, False), (False, True), (True, False)]
-"""(recompute, tuned) of the plain loops."""
+PLAIN = {
+    "plain loop": {"recompute": False, "tuned": False},
+    "plain loop, tuned": {"recompute": False, "tuned": True},
+    "plain loop, full recompute": {"recompute": True, "tuned": False},
+}
 
 
 def measure(
@@ -54,6 +59,9 @@ def measure(
     if ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    agrees = attention_kernels.flash4_agrees
+    if not row.flash4:
+        attention_kernels.flash4_agrees = lambda *_: False
     learner = Learner.build(model_dir, config, max_steps=1000, seed=0, temperature=1.0, world=world)
     ranks = world.data_size if world else 1
     vocabulary = learner.vocabulary
@@ -69,6 +77,7 @@ def measure(
         found = [learner.step(batch).values for batch in batches[2:]]
     finally:
         learner.close(keep_world=world is not None)
+        attention_kernels.flash4_agrees = agrees
     seconds = sorted(one["time/step"] for one in found)[len(found) // 2]
     busy = sorted(one["time/forward_backward"] + one["time/optimizer"] for one in found)[
         len(found) // 2
@@ -88,15 +97,13 @@ def measure(
     }
 
 
-def measure_plain(
-    model_dir: Path, tokens: int, steps: int, *, recompute: bool, tuned: bool
-) -> dict[str, Any]:
+def measure_plain(name: str, model_dir: Path, tokens: int, steps: int) -> dict[str, Any]:
     """The same for the plain loop."""
     gc.collect()
     if ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    loop = PlainLoop(model_dir, recompute=recompute, tuned=tuned)
+    loop = PlainLoop(model_dir, **PLAIN[name])
     (sample,) = fake_batch([tokens], loop.config.vocab_size, seed=0)
     began = time.perf_counter()
     loop.step(sample.token_ids)
@@ -106,9 +113,7 @@ def measure_plain(
     cost = cost_of(loop.config, loop.parameters)
     peak = peak_flops(torch.cuda.get_device_name()) if ON_CUDA else None
     return {
-        "row": "plain loop"
-        + (", tuned" if tuned else "")
-        + (", full recompute" if recompute else ""),
+        "row": name,
         "tokens": tokens,
         "sequences": 1,
         "ranks": 1,
@@ -155,10 +160,9 @@ def run_alone(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
     for tokens in options.tokens:
         for row in chosen(options.rows, tokens):
             add(row.name, tokens, partial(measure, row, model_dir, tokens, steps, None))
-        for recompute, tuned in PLAIN:
-            if not options.rows or "plain" in options.rows:
-                how = {"recompute": recompute, "tuned": tuned}
-                add("plain", tokens, partial(measure_plain, model_dir, tokens, steps, **how))
+        for name in PLAIN:
+            if not options.rows or name in options.rows:
+                add(name, tokens, partial(measure_plain, name, model_dir, tokens, steps))
     return found
 
 
@@ -245,7 +249,10 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a row")
     parser.add_argument(
-        "--rows", nargs="*", default=[], help=f"some of: {', '.join(r.name for r in ROWS)}, plain"
+        "--rows",
+        nargs="*",
+        default=[],
+        help=f"some of: {'; '.join([*(row.name for row in ROWS), *PLAIN])}",
     )
     parser.add_argument("--ranks", type=int, default=1, help="also on 2, 4 .. so many ranks")
     parser.add_argument("--steps", type=int, default=5)

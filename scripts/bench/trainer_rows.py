@@ -29,6 +29,8 @@ class Row:
     """Also with long rows."""
     ranks: int = 1
     """Least ranks with which it differs from the others."""
+    flash4: bool = True
+    """Whether FlashAttention-4 may be used."""
 
     def lengths(self, tokens: int) -> list[int]:
         """Of the sequences of a row of `tokens`."""
@@ -46,6 +48,8 @@ ROWS = [
     Row("sft", objective="ce"),
     Row("packed, 16 sequences", sequences=16),
     Row("packed, 64 sequences", sequences=64),
+    Row("none, torch's flash kernel", flash4=False, anywhere=True),
+    Row("packed, 16 sequences, torch's flash kernel", sequences=16, flash4=False),
     Row("no compile", {"compile": False}),
     Row("optimizer offload", {"optimizer_offload": True}),
     Row("head chunk 1,024", {"head_chunk": 1024}),

@@ -15,6 +15,7 @@
 #   run2      2      a whole run of 0.6B, a GPU each
 #   run2-long 2      the same with replies of 2,000
 #   run2-4b   2      the same with 4B and adapters
+#   kernels   1      a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B
 #   trainer   2+     weak scaling of the trainer over all GPUs, 0.6B
 #   ranks     2+     step, snapshot, checkpoint and recovery of as many ranks as there are GPUs
 #   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
@@ -83,11 +84,15 @@ case $part in
     run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
     run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole --mean 2000 --most 4096 --groups 8 --logs "$out/run2-long" ;;
     run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters --logs "$out/run2-4b" ;;
+    kernels)
+        bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
+            "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
+        ;;
     trainer) bench "$all" trainer trainer --shape 0.6b --ranks "$gpus" --rows none ;;
     ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
     options) bench "$all" options gpu_options ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,23p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,24p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 

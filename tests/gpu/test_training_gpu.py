@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training import attention
-from primerl.node.training.attention import Layout
+from primerl.node.training import attention, attention_kernels
+from primerl.node.training.attention_kernels import Layout
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import head_logprobs
@@ -93,28 +93,45 @@ def pulled(out: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, parts, pull)]
 
 
-def packed(parts: list[Tensor], lengths: list[int], window: int = 0) -> Tensor:
+def packed(parts: list[Tensor], lengths: list[int], window: int = 0, cap: float = 0.0) -> Tensor:
     layout = Layout.of(lengths, CUDA)
     q, k, v, *sinks = parts
     return attention.packed_attention(
-        q, k, v, sinks[0] if sinks else None, layout.ends, layout.offsets, SCALE, window
+        q, k, v, sinks[0] if sinks else None, layout.ends, layout.offsets, SCALE, window, cap
     )[0]
 
 
+def never(*_: Any) -> bool:
+    return False
+
+
+@pytest.fixture(params=["flash4", "torch's"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 where it is installed: then it must agree and be used; and what is used without it."""
+    if request.param != "flash4":
+        monkeypatch.setattr(attention_kernels, "flash4_agrees", never)
+        return
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    q, k = torch.empty(1, HEADS, WIDTH, device=CUDA), torch.empty(1, KEYS, WIDTH, device=CUDA)
+    taken = attention_kernels.kernel_for(q.bfloat16(), k.bfloat16(), attention_kernels.Rules(SCALE))
+    assert taken is attention_kernels.FLASH4
+
+
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 100])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0), (2, 0), (100, 0), (0, 20.0), (100, 20.0)])
 @pytest.mark.parametrize("name", ["long ones", "short ones"])
-def test_kernels_mix_by_windows_and_sinks_as_the_mathematics_does(
-    name: str, window: int, sinks: bool
+def test_kernels_mix_by_windows_caps_and_sinks_as_the_mathematics_does(
+    name: str, window: int, cap: float, sinks: bool
 ) -> None:
     lengths = LAYOUTS[name]
     parts = drawn(sum(lengths))
     if sinks:
         scores = torch.linspace(-2, 6, HEADS, device=CUDA, dtype=torch.bfloat16)
         parts.append(scores.requires_grad_())
-    mine = pulled(packed(parts, lengths, window), parts)
+    mine = pulled(packed(parts, lengths, window, cap), parts)
     q, k, v, *rest = (one.float() for one in parts)
-    rules = attention.Rules(SCALE, window)
+    rules = attention_kernels.Rules(SCALE, window, cap)
     ends = Layout.of(lengths, CUDA).ends
     wanted = pulled(
         attention.attend_plainly(q, k, v, ends, rules, rest[0] if rest else None), parts
@@ -124,6 +141,7 @@ def test_kernels_mix_by_windows_and_sinks_as_the_mathematics_does(
     ] * len(mine)
 
 
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
     lengths = LAYOUTS[name]
@@ -132,6 +150,7 @@ def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
     assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 4
 
 
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("name", ["long ones", "short ones"])
 def test_a_neighbour_s_tokens_change_nothing(name: str) -> None:
     lengths = LAYOUTS[name]
@@ -155,7 +174,7 @@ def test_the_operator_is_sound(name: str) -> None:
     lengths = LAYOUTS[name]
     layout = Layout.of(lengths, CUDA)
     sinks = torch.zeros(HEADS, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-    arguments = (*drawn(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0)
+    arguments = (*drawn(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(attention.packed_attention, arguments, test_utils=checks)
 

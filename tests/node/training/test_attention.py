@@ -12,8 +12,8 @@ from torch import Tensor
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training import attention
-from primerl.node.training.attention import Layout
+from primerl.node.training import attention, attention_kernels
+from primerl.node.training.attention_kernels import MATHEMATICS, Layout, Rules
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.packing import pack
@@ -166,6 +166,55 @@ def test_kernels_that_know_no_sinks_are_right_with_what_they_are_given() -> None
     for one, leaf in zip(found, leaves, strict=True):
         assert leaf.grad is not None
         assert torch.allclose(one, leaf.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [PADDED, ONE_BY_ONE, [1]])
+@pytest.mark.parametrize("name", ["none", *RULES])
+def test_what_kernels_are_compared_with_is_the_definition(name: str, lengths: list[int]) -> None:
+    rules = RULES.get(name, {})
+    parts = drawn(sum(lengths), 6)
+    out, *wanted = gradients(alone, parts, lengths, **rules)
+    q, k, v = (one[0].transpose(0, 1).float() for one in parts)
+    layout = Layout.of(lengths, CPU)
+    own = Rules(SCALE, rules.get("sliding_window", 0), rules.get("softcap", 0.0))
+    found, lse = MATHEMATICS.forward(q, k, v, layout, own)
+    pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)
+    pulled = MATHEMATICS.backward(pull[0].float(), q, k, v, found, lse, layout, own)
+    assert torch.allclose(found.double(), out[0], atol=1e-5)
+    for one, other in zip(pulled, wanted, strict=True):
+        assert torch.allclose(one.double(), other[0].transpose(0, 1), atol=1e-5)
+
+
+def test_a_kernel_that_is_not_installed_is_not_taken() -> None:
+    q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    assert attention_kernels.kernel_for(q, k, Rules(1.0)) is attention_kernels.FLASH2
+    assert attention_kernels.kernel_for(q, k, Rules(1.0, cap=5.0)) is MATHEMATICS
+
+
+@pytest.mark.parametrize("fault", ["raises", "is off", "is right"])
+def test_flash_attention_4_is_taken_only_if_it_agrees(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The package stands in for a release that does not run on this GPU, or computes something else."""
+
+    class Package:
+        def forward(self, *arguments: Any) -> Any:
+            if fault == "raises":
+                raise RuntimeError("no kernel for this device")
+            out, lse = MATHEMATICS.forward(*arguments)
+            return (out * 1.05 if fault == "is off" else out), lse
+
+        def backward(self, *arguments: Any) -> Any:
+            return MATHEMATICS.backward(*arguments)
+
+    attention_kernels.flash4_agrees.cache_clear()
+    monkeypatch.setattr(attention_kernels, "find_spec", str)
+    monkeypatch.setattr(attention_kernels, "FLASH4", Package())
+    q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    taken = attention_kernels.kernel_for(q, k, Rules(1.0))
+    attention_kernels.flash4_agrees.cache_clear()
+    assert (taken is attention_kernels.FLASH4) is (fault == "is right")
+    assert ("FlashAttention-4 is not used" in caplog.text) is (fault != "is right")
 
 
 @given(lengths=LENGTHS)

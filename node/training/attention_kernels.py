@@ -1,0 +1,308 @@
+"""What computes packed attention on a GPU: FlashAttention-4, torch's flash kernel, or the mathematics itself.
+
+FlashAttention-4 is the package flash-attn-4, the extra `flash`. It is used where it runs on the GPU and gives
+what the mathematics gives; it compiles its kernels when they are first called, in seconds. Imports torch:
+import lazily.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+CHECKED = [300, 129, 1]
+"""Lengths of the sequences for which FlashAttention-4 is compared with the mathematics."""
+NEAR = 0.02
+"""How far it may be off: root mean square of the difference, relative; bf16 has 8 bits."""
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a packed row end."""
+
+    ends: Tensor
+    """int32 [S], on the CPU: what loops over sequences reads it without waiting for a device."""
+    offsets: Tensor
+    """int32 [S + 1] on the device, with a leading 0."""
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "Layout":
+        """The layout of sequences of these lengths."""
+        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(ends, F.pad(ends, (1, 0)).to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the scores of a layer are made."""
+
+    scale: float
+    window: int = 0
+    """Tokens that one sees, itself included; 0: all before."""
+    cap: float = 0.0
+    """0: none."""
+
+
+class Kernel(Protocol):
+    """Causal attention within each sequence, and its gradients."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
+    ) -> tuple[Tensor, Tensor]:
+        """Mixed [T, H, D] and logsumexp [H, T], float32, of q [T, H, D], k and v [T, KV, D]."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Layout,
+        rules: Rules,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v for `grad` [T, H, D], that of `out`; sinks may be in `out` and `lse`."""
+        ...
+
+
+def kernel_for(q: Tensor, k: Tensor, rules: Rules) -> Kernel:
+    """The fastest kernel that computes it on the device of q [T, H, D] and k [T, KV, D]."""
+    groups, width = q.shape[1] // k.shape[1], q.shape[2]
+    exact = torch.are_deterministic_algorithms_enabled()
+    if flash4_agrees(q.device, q.dtype, groups, width, rules.window > 0, rules.cap, exact):
+        return FLASH4
+    return MATHEMATICS if rules.cap else FLASH2
+
+
+class Flash4:
+    """FlashAttention-4. Its public functions hide the logsumexp from the backward of a custom operator."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
+    ) -> tuple[Tensor, Tensor]:
+        """As Kernel says."""
+        out, lse, *_ = _flash4()._flash_attn_fwd(
+            q, k, v, return_lse=True, **_flash4_arguments(layout, rules)
+        )
+        return out, lse
+
+    @staticmethod
+    def backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Layout,
+        rules: Rules,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As Kernel says; deterministic where torch shall be."""
+        exact = torch.are_deterministic_algorithms_enabled()
+        arguments = {"deterministic": exact, **_flash4_arguments(layout, rules)}
+        of_q, of_k, of_v, *_ = _flash4()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
+        return of_q, of_k, of_v
+
+
+class Flash2:
+    """torch's own flash kernel; it knows no caps."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
+    ) -> tuple[Tensor, Tensor]:
+        """As Kernel says."""
+        shape, named = _flash2_arguments(layout, rules)
+        out, lse, *_ = _aten._flash_attention_forward(q, k, v, *shape, False, **named)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Layout,
+        rules: Rules,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As Kernel says."""
+        shape, named = _flash2_arguments(layout, rules)
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
+        unused = torch.empty(0, device=q.device)
+        return _aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *shape, random, unused, **named
+        )
+
+
+class Mathematics:
+    """Softmax attention in fp32, sequence by sequence, all scores of one at once."""
+
+    @classmethod
+    def forward(
+        cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
+    ) -> tuple[Tensor, Tensor]:
+        """As Kernel says."""
+        found = [cls._mixed(q[part], k[part], v[part], rules) for part in parts_of(layout.ends)]
+        return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found], 1)
+
+    @classmethod
+    def backward(
+        cls,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        layout: Layout,
+        rules: Rules,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As Kernel says."""
+        found = [
+            cls._gradients(grad[part], q[part], k[part], v[part], out[part], lse[:, part], rules)
+            for part in parts_of(layout.ends)
+        ]
+        of_q, of_k, of_v = (torch.cat(one) for one in zip(*found, strict=True))
+        return of_q, of_k, of_v
+
+    @classmethod
+    def _mixed(cls, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+        scores = cls._scores(q, k, rules)
+        mixed = torch.einsum("kgqs,skd->qkgd", scores.softmax(-1), v.float())
+        return mixed.flatten(1, 2).to(q.dtype), scores.logsumexp(-1).flatten(0, 1)
+
+    @classmethod
+    def _gradients(
+        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rules: Rules
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of softmax attention (Dao et al. 2022, appendix B); a cap's is 1 - (score / cap)^2."""
+        groups = (k.shape[1], -1)
+        scores = cls._scores(q, k, rules)
+        weights = torch.exp(scores - lse.unflatten(0, groups)[..., None])
+        pulled = grad.float().unflatten(1, groups)
+        of_weights = torch.einsum("qkgd,skd->kgqs", pulled, v.float())
+        row = (grad.float() * out.float()).sum(-1).T.unflatten(0, groups)[..., None]
+        of_scores = weights * (of_weights - row) * rules.scale
+        if rules.cap:  # a score of minus infinity has a weight of 0
+            of_scores = of_scores * (1 - (scores / rules.cap).nan_to_num(0, 0, 0).square())
+        of_q = torch.einsum("kgqs,skd->qkgd", of_scores, k.float()).flatten(1, 2)
+        of_k = torch.einsum("kgqs,qkgd->skd", of_scores, q.float().unflatten(1, groups))
+        of_v = torch.einsum("kgqs,qkgd->skd", weights, pulled)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+    @staticmethod
+    def _scores(q: Tensor, k: Tensor, rules: Rules) -> Tensor:
+        """[KV, H / KV, L, L]: scaled, capped, and minus infinity where a token does not see another."""
+        grouped = q.float().unflatten(1, (k.shape[1], -1))
+        scores = torch.einsum("qkgd,skd->kgqs", grouped, k.float()) * rules.scale
+        if rules.cap:
+            scores = rules.cap * torch.tanh(scores / rules.cap)
+        return scores.masked_fill(~seen(len(q), rules.window, q.device), float("-inf"))
+
+
+FLASH4, FLASH2, MATHEMATICS = Flash4(), Flash2(), Mathematics()
+
+
+@cache
+def flash4_agrees(
+    device: torch.device,
+    dtype: torch.dtype,
+    groups: int,
+    width: int,
+    windows: bool,
+    cap: float,
+    exact: bool,
+) -> bool:
+    """Whether FlashAttention-4 is installed, runs for such heads, and gives what the mathematics gives.
+
+    `groups` is heads per key-value head, `width` that of a head. `exact` stands for torch's deterministic mode,
+    in which its kernels are others.
+    """
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return False
+    rng = torch.Generator(device).manual_seed(0)
+    layout = Layout.of(CHECKED, device)
+    q, k, v, grad = (
+        torch.randn(sum(CHECKED), heads, width, generator=rng, device=device, dtype=dtype)
+        for heads in (2 * groups, 2, 2, 2 * groups)
+    )
+    rules = Rules(width**-0.5, 100 if windows else 0, cap)
+    out, lse = MATHEMATICS.forward(q, k, v, layout, rules)
+    wanted = (out, lse, *MATHEMATICS.backward(grad, q, k, v, out, lse, layout, rules))
+    try:
+        out, lse = FLASH4.forward(q, k, v, layout, rules)
+        found = (out, lse, *FLASH4.backward(grad, q, k, v, out, lse, layout, rules))
+    except Exception as error:  # a young compiler: whatever it raises
+        logger.warning("FlashAttention-4 is not used: %s: %s", type(error).__name__, error)
+        return False
+    worst = max(_apart(one, other) for one, other in zip(found, wanted, strict=True))
+    if not worst < NEAR:
+        logger.warning("FlashAttention-4 is not used: it is %.2g off plain attention", worst)
+        return False
+    return True
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the difference over that of `wanted`."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def _flash4_arguments(layout: Layout, rules: Rules) -> dict[str, Any]:
+    longest = longest_of(parts_of(layout.ends))
+    window = rules.window
+    return {
+        "cu_seqlens_q": layout.offsets,
+        "cu_seqlens_k": layout.offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "softmax_scale": rules.scale,
+        "softcap": rules.cap,
+        "causal": not window,
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+    }
+
+
+def _flash2_arguments(layout: Layout, rules: Rules) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    longest = longest_of(parts_of(layout.ends))
+    sides = {"window_size_left": rules.window - 1, "window_size_right": 0} if rules.window else {}
+    shape = (layout.offsets, layout.offsets, longest, longest, 0.0, True)
+    return shape, {"scale": rules.scale, **sides}
+
+
+@cache
+def _flash4() -> Any:
+    from flash_attn.cute import interface  # type: ignore[import-not-found]
+
+    return interface
+
+
+def seen(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L]: whether a token (row) sees another; `window` 0: all before."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal.triu(1 - window) if window else causal
+
+
+def parts_of(ends: Tensor) -> list[slice]:
+    """The sequences that end there."""
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def longest_of(parts: list[slice]) -> int:
+    """The length of the longest sequence."""
+    return max(part.stop - part.start for part in parts)
