@@ -26,7 +26,7 @@ from ..p2p.seeds import open_seeds
 from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from ..p2p.services import NodeServices
 from ..p2p.transport import AddressInUse, Transport
-from ..storage.chunk_store import FileStore
+from ..storage.chunk_store import CHUNKS, FileStore
 from ..storage.ledger import Ledger
 from ..worker.weight_sync import read_committed
 from .factories import Factories
@@ -39,7 +39,7 @@ PORT, LIBP2P_PORT = "port", "libp2p_port"
 def open_store(config: NodeConfig, directory: Path) -> FileStore:
     """The chunk store of a node, below `directory`."""
     limit = int(config.weights.max_disk_gib * 2**30)
-    return FileStore(directory / "chunks", max_bytes=limit, fsync=config.fsync)
+    return FileStore(directory / CHUNKS, max_bytes=limit, fsync=config.fsync)
 
 
 @asynccontextmanager

@@ -84,15 +84,20 @@ def _check_seed(text: str) -> str:
     """A seed's base URL, as aiohttp is given it. Raises ValueError."""
     try:
         url = urlsplit(text)
-        good = url.scheme in ("http", "https") and url.hostname and not url.fragment
-        named = good and (url.port is None or url.port > 0)
+        web = url.scheme in ("http", "https") and url.hostname and not url.fragment
+        named = web and (url.port is None or url.port > 0)
+        folder = url.scheme == "file" and not url.netloc and url.path.startswith("/")
+        named = named or (folder and not url.query and not url.fragment)
     except ValueError:
         named = False
     if not named or not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError("a seed is http://HOST/PATH or https://HOST/PATH, percent-encoded")
+        raise ValueError(
+            "a seed is http://HOST/PATH, https://HOST/PATH or file:///PATH, percent-encoded"
+        )
     return text
 
 
+MAX_SEEDS = 16
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
@@ -127,9 +132,9 @@ class NetworkConfig(BaseConfig):
     """Most requests of one peer that are answered at a time."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Pace of chunk uploads in megabits/s; 0 is no limit."""
-    seeds: Annotated[list[SeedUrl], Field(max_length=16)] = []
-    """http(s) base URLs of copies of a node's `chunks` folder, on any static web server, for chunks that
-    no peer serves. Their answers are verified like a peer's."""
+    seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
+    """Base URLs of copies of a node's `chunks` folder, on any static web server (http, https) or a disk of this
+    machine (file), for chunks that no peer serves. Their answers are verified like a peer's."""
     seed_ca: Path | None = None
     """PEM file of certificates that seeds may have beside those that the system trusts."""
 

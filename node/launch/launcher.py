@@ -16,12 +16,13 @@ from pathlib import Path
 
 from ..app.daemon import load_key
 from ..config import loader
-from ..config.run import RunConfig
+from ..config.run import MAX_SEEDS, RunConfig
 from ..environments.allowed import BUNDLED
 from ..ops.control import NodeState, View, watched
 from ..ops.errors import EngineError, NodeError, TicketError, UsageError
 from ..ops.gpus import VARIABLE, shown, usable
 from ..process.spawn import LoggedProcess
+from ..storage.chunk_store import CHUNKS
 from ..storage.run_files import (
     LOGS,
     TICKET,
@@ -70,7 +71,11 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     dumped["environments"] = {
         "allow": [config.environment.id]
     }  # the author of the run's config allows it
-    dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
+    chunks = (
+        (config.run_dir / TRAINER / CHUNKS).absolute().as_uri()
+    )  # on this machine: no need to send
+    seeds = [chunks, *dumped["network"]["seeds"]][:MAX_SEEDS]
+    dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": [], "seeds": seeds}
     path = data_dir / "join.toml"
     write(path, loader.to_toml(dumped))
     return path

@@ -1,21 +1,25 @@
-"""HTTP(S) seeds: chunks from any static web server that serves a copy of a node's `chunks` folder.
+"""Seeds: chunks from a copy of a node's `chunks` folder, behind a static web server or on a disk of this machine.
 
 A seed is believed in nothing: not in its headers, its lengths, nor its redirects; and no URL is ever logged
 or shown, for it may hold a password.
 """
 
 import asyncio
+import errno
+import os
 import ssl
+import stat
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from ...protocol.errors import Reason
 from ...protocol.manifests import ChunkRef
 from ...protocol.version import KIB
 from ..ops.errors import UsageError
+from .chunk_client import ChunkSource
 from .rpc import Refused, TooSlow
 from .transport import StreamClosed, TransportError, Unreachable
 
@@ -109,16 +113,62 @@ class HttpSeed:
         return bytes(held)
 
     def _url(self, name: str) -> str:
-        """Where the chunk is: the layout of FileStore below the base, whose query stays."""
-        path = f"{self._base.path.rstrip('/')}/{name[:2]}/{name[2:4]}/{name}"
-        return urlunsplit(self._base._replace(path=path))
+        """Where the chunk is, below the base, whose query stays."""
+        return urlunsplit(self._base._replace(path=_place(self._base, name)))
+
+
+class FolderSeed:
+    """A `chunks` folder on a disk, perhaps that of another node of this machine; a ChunkSource."""
+
+    def __init__(self, base: str, name: str) -> None:
+        """`base`: a file URL."""
+        self._base = urlsplit(base)
+        self.name = name
+
+    async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
+        """Exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
+
+        Raises:
+            Refused: there is no such file (NOT_FOUND).
+            TransportError: it cannot be read, in time (TooSlow), or is not that long.
+        """
+        path = Path(unquote(_place(self._base, chunk.digest.hex())))
+        try:
+            async with asyncio.timeout(deadline):
+                data = await asyncio.to_thread(read_most, path, chunk.size + 1)
+        except TimeoutError:
+            raise TooSlow(f"{self.name} was not read in time") from None
+        except FileNotFoundError:
+            raise Refused(Reason.NOT_FOUND, self.name) from None
+        except OSError as error:
+            raise Unreachable(f"{self.name} could not be read ({error.strerror})") from error
+        if len(data) > chunk.size:
+            raise TransportError(
+                f"{self.name} has more than the {chunk.size} bytes that were signed"
+            )
+        if len(data) < chunk.size:
+            raise StreamClosed(f"{self.name} has {len(data)} of {chunk.size} bytes")
+        return data
+
+
+def _place(base: SplitResult, name: str) -> str:
+    """The path of a chunk: the layout of FileStore below the base."""
+    return f"{base.path.rstrip('/')}/{name[:2]}/{name[2:4]}/{name}"
+
+
+def read_most(path: Path, size: int) -> bytes:
+    """At most so many bytes of a plain file; of anything else an OSError, at once."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no plain file")
+        return file.read(size)
 
 
 @asynccontextmanager
 async def open_seeds(
     urls: Sequence[str], *, authority: Path | None = None
-) -> AsyncGenerator[tuple[HttpSeed, ...]]:
-    """One seed for each base URL, over one session that ends with the block.
+) -> AsyncGenerator[tuple[ChunkSource, ...]]:
+    """One seed for each base URL; those of the web over one session that ends with the block.
 
     `authority`: a PEM file of certificates to trust beside the system's own.
 
@@ -141,16 +191,27 @@ async def open_seeds(
         trust_env=False,  # no proxy and no .netrc of the environment
     ) as session:
         pairs = zip(urls, _names(urls), strict=True)
-        yield tuple(HttpSeed(url, name, session) for url, name in pairs)
+        yield tuple(
+            FolderSeed(url, name) if _is_folder(url) else HttpSeed(url, name, session)
+            for url, name in pairs
+        )
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    hosts = [(urlsplit(url).hostname or "")[:MAX_SHOWN] for url in urls]
+    hosts = ["folder" if _is_folder(url) else _host(url) for url in urls]
     seen = [hosts[: number + 1].count(host) for number, host in enumerate(hosts)]
     return [
         f"seed:{host}" if count == 1 else f"seed:{host}#{count}"
         for host, count in zip(hosts, seen, strict=True)
     ]
+
+
+def _host(url: str) -> str:
+    return (urlsplit(url).hostname or "")[:MAX_SHOWN]
+
+
+def _is_folder(url: str) -> bool:
+    return urlsplit(url).scheme == "file"
 
 
 def _tls(authority: Path | None) -> ssl.SSLContext:

@@ -21,6 +21,8 @@ from ..ops.errors import StorageError
 logger = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
+CHUNKS = "chunks"
+"""The folder of a node's chunks in its data directory."""
 
 
 class QuotaExceeded(StorageError):

@@ -5,15 +5,20 @@ and name it in FACTORIES.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
+import pytest
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.p2p import seeds
 from primerl.node.p2p.chunk_client import ChunkSource, PeerPaths, TcpChunks
 from primerl.node.p2p.discovery import Discovery
 from primerl.node.p2p.libp2p import Libp2pDiscovery
@@ -23,12 +28,14 @@ from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.seeds import open_seeds
 from primerl.node.p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from primerl.node.p2p.transport import Stream
+from primerl.node.storage.chunk_store import FileStore, Store
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.messages import ChunkFollows, GetChunk
 
 Mood = Literal["honest", "silent", "stalling", "short", "long", "garbage"]
 SERVER, CLIENT = (SecretKey.from_seed(bytes([i]) * 32) for i in (1, 2))
 STALL_AFTER = 1000
+STALL_S = 2.0
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Place:
     """A source under test, and what its server does."""
 
     source: ChunkSource
-    store: MemoryStore
+    store: Store
     stop: Callable[[], None]
     """Ends the server, as a crash would."""
     mood: Mood = "honest"
@@ -110,6 +117,39 @@ async def seed() -> AsyncGenerator[Place]:
 
 
 @asynccontextmanager
+async def folder() -> AsyncGenerator[Place]:
+    """A chunk store on a disk that can be slow, and files that can be damaged."""
+
+    def read(path: Path, size: int) -> bytes:
+        data = honest(path, size)
+        match place.mood:
+            case "silent" | "stalling":
+                time.sleep(STALL_S)
+                return data
+            case "short":
+                return data[:-1]
+            case "long":
+                return (data + bytes(size))[:size]
+            case "garbage":
+                return place.lies
+            case _:
+                return data
+
+    def stop() -> None:
+        """A disk that is gone has a plain file, or nothing, where it was mounted."""
+        base.rename(base.with_name("gone"))
+        base.write_bytes(b"")
+
+    honest = seeds.read_most
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        base = Path(name, "a b")
+        patched.setattr(seeds, "read_most", read)
+        async with open_seeds([base.as_uri()]) as (seed,):
+            place = Place(seed, FileStore(base, max_bytes=1 << 26), stop)
+            yield place
+
+
+@asynccontextmanager
 async def carried(server: Discovery, client: Discovery) -> AsyncGenerator[Place]:
     """Two started discoveries; the first one's node has the chunks."""
 
@@ -179,4 +219,9 @@ async def libp2p() -> AsyncGenerator[Place]:
 
 
 Factory = Callable[[], AbstractAsyncContextManager[Place]]
-FACTORIES: dict[str, Factory] = {"seed": seed, "memory": memory, "libp2p": libp2p}
+FACTORIES: dict[str, Factory] = {
+    "seed": seed,
+    "folder": folder,
+    "memory": memory,
+    "libp2p": libp2p,
+}

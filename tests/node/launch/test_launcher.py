@@ -317,12 +317,15 @@ def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> No
     from primerl.node.config.run import JoinConfig
 
     flags = ["--network.port", "7000", "--network.host", "127.0.0.1", "--engine.type", "vllm"]
+    flags += ["--network.seeds", '["https://seed.example.org/chunks"]']
     run = load(RunConfig, [*flags, "--network.advertise", "me:7000"], {})
     path = write_worker_config(run, config.run_dir / "worker_1")
     joined = load(JoinConfig, ["@", str(path)], {})
     assert joined.engine == run.engine
     assert joined.network.host == "127.0.0.1"
     assert (joined.network.port, joined.network.advertise) == (0, [])
+    trainer = run.run_dir.absolute() / "trainer" / "chunks"
+    assert joined.network.seeds == [trainer.as_uri(), "https://seed.example.org/chunks"]
 
 
 def test_the_environment_of_children() -> None:

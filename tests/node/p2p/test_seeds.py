@@ -20,8 +20,9 @@ import pytest_asyncio
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import NetworkConfig
 from primerl.node.ops.errors import UsageError
+from primerl.node.p2p.chunk_client import ChunkSource
 from primerl.node.p2p.rpc import Refused, TooSlow
-from primerl.node.p2p.seeds import PIECE, HttpSeed, open_seeds
+from primerl.node.p2p.seeds import PIECE, open_seeds
 from primerl.node.p2p.transport import TransportError
 from primerl.node.storage.chunk_store import FileStore
 from primerl.protocol.errors import Reason
@@ -217,7 +218,7 @@ async def server() -> AsyncIterator[Scripted]:
 
 
 @pytest_asyncio.fixture
-async def seed(server: Scripted) -> AsyncIterator[HttpSeed]:
+async def seed(server: Scripted) -> AsyncIterator[ChunkSource]:
     async with open_seeds([server.url]) as (one,):
         yield one
 
@@ -229,7 +230,7 @@ def reply(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
 LENGTH = f"Content-Length: {len(DATA)}"
 
 
-async def test_connections_are_kept_between_chunks(server: Scripted, seed: HttpSeed) -> None:
+async def test_connections_are_kept_between_chunks(server: Scripted, seed: ChunkSource) -> None:
     async def say(writer: asyncio.StreamWriter) -> None:
         await server.send(writer, reply(DATA, LENGTH))
 
@@ -239,7 +240,7 @@ async def test_connections_are_kept_between_chunks(server: Scripted, seed: HttpS
     assert server.connections == 1
 
 
-async def test_a_body_in_http_chunks_is_fine(server: Scripted, seed: HttpSeed) -> None:
+async def test_a_body_in_http_chunks_is_fine(server: Scripted, seed: ChunkSource) -> None:
     pieces = b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in (DATA[:10], DATA[10:]))
     server.say = server.tell(reply(pieces + b"0\r\n\r\n", "Transfer-Encoding: chunked"))
     assert await seed.get(CHUNK, deadline=DEADLINE_S) == DATA
@@ -291,7 +292,7 @@ async def test_every_other_answer_is_an_error_that_tells_no_secret(
         assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
-async def test_a_redirect_is_not_followed(server: Scripted, seed: HttpSeed) -> None:
+async def test_a_redirect_is_not_followed(server: Scripted, seed: ChunkSource) -> None:
     async with Scripted() as elsewhere:
         for status in ("301 Moved", "302 Found", "307 There", "308 There"):
             where = f"Location: {elsewhere.url}/secret"
@@ -301,7 +302,7 @@ async def test_a_redirect_is_not_followed(server: Scripted, seed: HttpSeed) -> N
         assert elsewhere.connections == 0
 
 
-async def test_a_bomb_is_not_unpacked(server: Scripted, seed: HttpSeed) -> None:
+async def test_a_bomb_is_not_unpacked(server: Scripted, seed: ChunkSource) -> None:
     bomb = gzip.compress(bytes(1 << 26))
     chunk = ChunkRef(digest(bomb), len(bomb))
     length = f"Content-Length: {len(bomb)}"
@@ -312,7 +313,7 @@ async def test_a_bomb_is_not_unpacked(server: Scripted, seed: HttpSeed) -> None:
     assert await seed.get(chunk, deadline=DEADLINE_S) == bomb
 
 
-async def test_a_body_without_end_is_cut_off(server: Scripted, seed: HttpSeed) -> None:
+async def test_a_body_without_end_is_cut_off(server: Scripted, seed: ChunkSource) -> None:
     async def say(writer: asyncio.StreamWriter) -> None:
         await server.send(writer, reply(b""))
         while server.sent < 1 << 30:
@@ -327,7 +328,7 @@ async def test_a_body_without_end_is_cut_off(server: Scripted, seed: HttpSeed) -
 
 @pytest.mark.parametrize("body", [b"", b"drip"])
 async def test_a_seed_that_drips_costs_the_deadline(
-    server: Scripted, seed: HttpSeed, body: bytes
+    server: Scripted, seed: ChunkSource, body: bytes
 ) -> None:
     async def say(writer: asyncio.StreamWriter) -> None:
         await server.send(writer, reply(b"", LENGTH) if body else b"HTTP/1.1 200 OK\r\n")
@@ -341,7 +342,11 @@ async def test_a_seed_that_drips_costs_the_deadline(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://h", "https://h:8443/a/b/?sig=%2B", "http://u:p@[::1]:80/chunks"]
+    "url",
+    [
+        *("http://h", "https://h:8443/a/b/?sig=%2B", "http://u:p@[::1]:80/chunks"),
+        "file:///srv/a%20b/chunks",
+    ],
 )
 def test_a_base_url_is_a_seed(url: str) -> None:
     assert NetworkConfig(seeds=[url]).seeds == [url]
@@ -351,7 +356,8 @@ def test_a_base_url_is_a_seed(url: str) -> None:
     "url",
     [
         *("", "h/chunks", "ftp://h/", "http://", "http:///a", "http://h/#a", "http://h:0/"),
-        *("http://h:99999/", "http://h/a b", "http://h/\r\nX: y", "http://[::1/", "file:///etc"),
+        *("http://h:99999/", "http://h/a b", "http://h/\r\nX: y", "http://[::1/"),
+        *("file:etc", "file://h/etc", "file:///a?b", "file:///a b", "file:///a#b"),
     ],
 )
 def test_anything_else_is_none(url: str) -> None:
