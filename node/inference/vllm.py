@@ -50,8 +50,8 @@ from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
     SAMPLING,
-    check_cpu,
     check_device,
+    check_family,
     check_installed,
     check_names,
     check_overrides,
@@ -682,8 +682,8 @@ def prepare_library(
         )
     set_environment(cpu=cpu, invariant=config.batch_invariant)
     vllm = _library()
+    check_family(shape, cpu=cpu)
     if cpu:
-        check_cpu(shape)
         _check_head_size(head_size(shape))
     arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)
     if api is None and not cpu:

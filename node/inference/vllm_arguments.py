@@ -386,17 +386,29 @@ def head_size(shape: Mapping[str, Any]) -> int:
     return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
 
 
+WITHIN_OTHERS = ("qwen3_5_text",)
+"""Model types whose config vLLM (0.25.1) takes for that of the model around them, and stops."""
+
+
 def has_experts(shape: Mapping[str, Any]) -> bool:
     """Whether it is a mixture of experts, by config.json."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(int(shape.get(name) or 0) for name in names)
 
 
-def check_cpu(shape: Mapping[str, Any]) -> None:
-    """Raise EngineError for a model that vLLM without a GPU would compute wrongly, or not at all.
+def check_family(shape: Mapping[str, Any], *, cpu: bool) -> None:
+    """Raise EngineError for a model that vLLM would compute wrongly, or not at all.
 
-    It packs experts when it starts and goes on reading that, whatever is written to the parameters.
+    Without a GPU it packs experts when it starts and goes on reading that, whatever is written to the
+    parameters.
     """
+    if shape.get("model_type") in WITHIN_OTHERS:
+        raise EngineError(
+            f"vLLM serves {shape['model_type']} only as a part of a model that reads images: set engine.type "
+            "to hf"
+        )
+    if not cpu:
+        return
     if "linear_attention" in (shape.get("layer_types") or ()):
         raise EngineError(
             "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"

@@ -1,4 +1,4 @@
-"""Seeds: chunks from a copy of a node's `chunks` folder, behind a static web server or on a disk of this machine.
+"""Seeds: chunks from a copy of a node's `chunks` folder, on a static web server or a disk of this machine.
 
 A seed is believed in nothing: not in its headers, its lengths, nor its redirects; and no URL is ever logged
 or shown, for it may hold a password.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_cases import reference_logprobs
-from support.family_cases import FAMILIES, ON_GPUS, PROMPT, make_family, stepped
+from support.family_cases import FAMILIES, NOT_SEEN, ON_GPUS, PROMPT, make_family, stepped
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -39,7 +39,9 @@ def apart(directory: Path, state: State, completion: Completion) -> float:
     return sum(abs(a - b) for a, b in zip(wanted, completion.logprobs, strict=True)) / len(wanted)
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if FAMILIES[one].vllm == ON_GPUS])
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if FAMILIES[one].vllm in (ON_GPUS, NOT_SEEN)]
+)
 async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Path) -> None:
     first, other = (make_family(family, tmp_path / name, seed) for seed, name in enumerate("ab"))
     second, changed = stepped(first, other)

@@ -57,10 +57,12 @@ LATENT = {
     "v_head_dim": 32,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 2,
+    "topk_method": "noaux_tc",  # without it vLLM has no bias of the router
 }
 GATES = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ON_CPUS, ON_GPUS = "yes", "on a GPU, not tried"
+ON_CPUS, ON_GPUS = "yes", "on a GPU"
+NOT_SEEN, REFUSED = "on a GPU, not seen to work", "no"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         LATENT,
         "latent attention, experts",
-        ON_GPUS,
+        NOT_SEEN,
         ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     ),
     "gemma": Family({"head_dim": 32}),
@@ -123,12 +125,12 @@ FAMILIES: dict[str, Family] = {
         {**EXPERTS, "shared_expert_intermediate_size": 32}, "experts", ON_GPUS, ATTENTION
     ),
     "qwen3": Family({"head_dim": 32}),
-    "qwen3_5_text": Family(LINEAR, "linear attention in most layers", ON_GPUS),
+    "qwen3_5_text": Family(LINEAR, "linear attention in most layers", REFUSED),
     "qwen3_moe": Family({**EXPERTS, "head_dim": 32}, "experts", ON_GPUS, ATTENTION),
     "qwen3_next": Family(
         {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32},
         "linear attention in most layers, experts",
-        ON_GPUS,
+        NOT_SEEN,
         ATTENTION,
     ),
     "smollm3": Family(),

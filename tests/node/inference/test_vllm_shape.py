@@ -11,7 +11,7 @@ from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
 from primerl.node.inference.placement import difference
 from primerl.node.inference.vllm import judge
 from primerl.node.inference.vllm_arguments import (
-    check_cpu,
+    check_family,
     check_parallel,
     resolve_parallel,
     visible_gpus,
@@ -72,12 +72,19 @@ def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole()
 
 
 def test_mixtures_of_experts_and_linear_attention_are_not_for_vllm_on_a_cpu() -> None:
-    check_cpu(SHAPE | {"num_experts": 0})
+    check_family(SHAPE | {"num_experts": 0}, cpu=True)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         with pytest.raises(EngineError, match=r"set engine\.type to hf"):
-            check_cpu(SHAPE | {name: 4})
+            check_family(SHAPE | {name: 4}, cpu=True)
+        check_family(SHAPE | {name: 4}, cpu=False)
     with pytest.raises(EngineError, match="linear attention, whose kernels vLLM has for GPUs only"):
-        check_cpu(SHAPE | {"layer_types": ["linear_attention", "full_attention"]})
+        check_family(SHAPE | {"layer_types": ["linear_attention", "full_attention"]}, cpu=True)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_text_model_that_vllm_takes_for_the_whole_is_refused(cpu: bool) -> None:
+    with pytest.raises(EngineError, match=r"qwen3_5_text only as a part.*set engine\.type to hf"):
+        check_family(SHAPE | {"model_type": "qwen3_5_text"}, cpu=cpu)
 
 
 def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
