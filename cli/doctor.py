@@ -57,6 +57,10 @@ def run(
     checks = doctor.examine(config, os.environ, needed=2 * shape.parameters if shape else 0)
     if model is not None:
         checks.append(doctor.check_model(model, config.training.seq_len))
+        if config.engine.type == "vllm":
+            build = doctor.torch_build()
+            without = gpu_memory is None and build is not None and not build.cuda
+            checks.append(doctor.check_served(model, cpu=cpu or without))
     plan = None
     if shape is not None:
         device, count = _device(gpu_memory, cpu=cpu)

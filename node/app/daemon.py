@@ -12,6 +12,7 @@ from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.vllm_arguments import (
     NOT_INSTALLED,
+    check_family,
     check_installed,
     check_names,
     check_overrides,
@@ -20,6 +21,7 @@ from ..inference.vllm_arguments import (
     is_installed,
     read_shape,
 )
+from ..ops.doctor import torch_build
 from ..ops.errors import EngineError, UsageError
 from ..ops.logs import configure
 from ..process.threads import share_python
@@ -112,6 +114,11 @@ def check_config(
         return
     directory = Path(model.name).expanduser()
     if model.create is not None:
-        check_parallel(config, model.create.model_dump())
+        shape = model.create.model_dump()
     elif (directory / "config.json").is_file():
-        check_parallel(config, read_shape(directory))
+        shape = read_shape(directory)
+    else:
+        return
+    build = torch_build()
+    check_family(shape, cpu=build is not None and not build.cuda)
+    check_parallel(config, shape)

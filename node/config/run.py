@@ -424,6 +424,8 @@ class LaunchConfig(BaseConfig):
     """GPUs of all workers together, as above. Default: what the trainer leaves."""
     share_gpus: bool = False
     """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
+    share_chunks: bool = True
+    """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
     start_timeout_s: Seconds = 300.0
     """For the trainer's ticket to appear."""
 

@@ -71,10 +71,10 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     dumped["environments"] = {
         "allow": [config.environment.id]
     }  # the author of the run's config allows it
-    chunks = (
-        (config.run_dir / TRAINER / CHUNKS).absolute().as_uri()
-    )  # on this machine: no need to send
-    seeds = [chunks, *dumped["network"]["seeds"]][:MAX_SEEDS]
+    seeds = dumped["network"]["seeds"]
+    if config.launch.share_chunks:
+        chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
+        seeds = [chunks.as_uri(), *seeds][:MAX_SEEDS]
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": [], "seeds": seeds}
     path = data_dir / "join.toml"
     write(path, loader.to_toml(dumped))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.run import NodeConfig, RunConfig
 from ..inference.numerics import engine_class
-from ..inference.vllm_arguments import check_release, installed_release
+from ..inference.vllm_arguments import check_family, check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,
@@ -166,6 +166,16 @@ def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
     if reason := untrainable(config, longest):
         return MachineCheck("model", "problem", f"{text}: cannot be trained", reason)
     return MachineCheck("model", "ok", f"{text}: can be trained")
+
+
+def check_served(config: Mapping[str, Any], *, cpu: bool) -> MachineCheck:
+    """Check that vLLM serves the model of this config.json."""
+    text = str(config.get("model_type", "no model_type"))
+    try:
+        check_family(config, cpu=cpu)
+    except EngineError as error:
+        return MachineCheck("engine", "problem", f"{text}: not served by vLLM here", str(error))
+    return MachineCheck("engine", "ok", f"{text}: served by vLLM")
 
 
 def check_libp2p(installed: bool, *, wanted: bool) -> MachineCheck:

@@ -1,6 +1,7 @@
 """How a model is spread over GPUs: what is decided and refused before vLLM is started."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from primerl.node.inference.vllm_arguments import (
     visible_gpus,
 )
 from primerl.node.inference.vllm_sampling import RankPlace
+from primerl.node.ops.doctor import TorchBuild
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -129,6 +131,19 @@ def test_a_model_that_is_known_is_looked_at_before_anything_starts(tmp_path: Pat
     with pytest.raises(UsageError, match=r"engine\.pp is 7"):
         check_config(vllm(pp=7), ModelConfig(name=str(tmp_path)))
     check_config(vllm(pp=7), ModelConfig(name="somebody/model"))  # not here: seen at the start
+
+
+@pytest.mark.parametrize("cuda", ["", "13.0"])
+def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts(
+    cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> TorchBuild:
+        return TorchBuild("2.13.0", cuda)
+
+    monkeypatch.setattr("primerl.node.app.daemon.torch_build", build)
+    experts = ModelConfig(create=ModelCreateConfig(num_experts=4))
+    with nullcontext() if cuda else pytest.raises(EngineError, match="vLLM without a GPU"):
+        check_config(vllm(), experts)
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"pp": 2}, {"dp": 2}])

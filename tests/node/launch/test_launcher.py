@@ -326,6 +326,11 @@ def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> No
     assert (joined.network.port, joined.network.advertise) == (0, [])
     trainer = run.run_dir.absolute() / "trainer" / "chunks"
     assert joined.network.seeds == [trainer.as_uri(), "https://seed.example.org/chunks"]
+    run = load(RunConfig, [*flags, "--launch.share-chunks", "false"], {})
+    path = write_worker_config(run, config.run_dir / "worker_1")
+    assert load(JoinConfig, ["@", str(path)], {}).network.seeds == [
+        "https://seed.example.org/chunks"
+    ]
 
 
 def test_the_environment_of_children() -> None:
