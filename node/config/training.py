@@ -19,16 +19,16 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII
 class LossConfig(BaseConfig):
     """The loss of a step, by name; formulas and sources: training/losses.py."""
 
-    type: Literal["dppo_kl", "ipo", "grpo_two_sided", "gspo", "reverse_kl", "ce", "custom"] = (
-        "dppo_kl"
-    )
+    type: Literal[
+        "dppo_kl", "ipo", "grpo_two_sided", "gspo", "reinforce", "reverse_kl", "ce", "custom"
+    ] = "dppo_kl"
     """`dppo_kl`: DPPO with a pull to the sampler; `ipo`: the same, with one bound both ways; `grpo_two_sided`:
-    clipped on both sides; `gspo`: clipped by sequence; `reverse_kl`: to a reference; `ce`: cross entropy;
-    `custom`: a function of your own."""
+    clipped on both sides; `gspo`: clipped by sequence; `reinforce`: policy gradient with bounded importance
+    weights; `reverse_kl`: to a reference; `ce`: cross entropy; `custom`: a function of your own."""
     adv_tau: Annotated[float, Field(ge=0)] = 1.0
-    """dppo_kl, ipo: factor of the advantage."""
+    """dppo_kl, ipo, reinforce: factor of the advantage."""
     kl_tau: Annotated[float, Field(ge=0)] = 1e-3
-    """dppo_kl, ipo, reverse_kl: factor of the squared log ratio, the pull towards the sampler."""
+    """dppo_kl, ipo, reinforce, reverse_kl: factor of the squared log ratio, the pull towards the sampler."""
     dppo_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """dppo_kl: how far a token's probability may fall before it is left out."""
     dppo_mask_high: Annotated[float, Field(gt=0)] = 0.2
@@ -46,6 +46,19 @@ class LossConfig(BaseConfig):
     trainer computed; here they are the sampler's, whose kernels alone move the ratio by mismatch_kl."""
     sequence_clip_high: Annotated[float, Field(gt=0)] = 4e-3
     """gspo: upper clip of the sequence's ratio."""
+    importance: Literal["none", "token", "sequence"] = "token"
+    """reinforce: whose ratio is the weight; a sequence's is the product of its tokens' ones."""
+    importance_min: Annotated[float, Field(ge=0)] = 0.0
+    """reinforce: smaller weights are raised to this."""
+    importance_max: Annotated[float, Field(gt=0)] = 2.0
+    """reinforce: larger weights are cut to this."""
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Any sampled loss: leave tokens out whose ratio, whose sequence's ratio, or the geometric mean of its
+    tokens' ratios, is outside the two bounds below."""
+    rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Least ratio that is kept; `geometric` wants it close to 1, as 0.99."""
+    rejection_high: Annotated[float, Field(gt=1)] = 2.0
+    """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
@@ -61,6 +74,13 @@ class LossConfig(BaseConfig):
         return self.type == "reverse_kl" or self.ref_kl_tau > 0
 
     @property
+    def needs_sequences(self) -> bool:
+        """Whether it may add up over all tokens of a sequence."""
+        weighs = self.type == "reinforce" and self.importance == "sequence"
+        rejects = self.rejection in ("sequence", "geometric")
+        return self.type in ("gspo", "custom") or weighs or rejects
+
+    @property
     def reads_advantages(self) -> bool:
         """Whether a sample whose advantage is 0 teaches nothing but the pull."""
         return self.type not in ("reverse_kl", "ce")
@@ -73,6 +93,10 @@ class LossConfig(BaseConfig):
             raise ValueError(
                 'custom and custom_args are of type = "custom": set it or leave them out'
             )
+        if self.importance_min > self.importance_max:
+            raise ValueError("importance_min is above importance_max: lower it")
+        if self.type == "ce" and self.rejection != "none":
+            raise ValueError('type "ce" reads no ratio: leave rejection out')
         if self.type == "reverse_kl" and self.ref_kl_tau:
             raise ValueError('type "reverse_kl" is the reference term itself: leave ref_kl_tau out')
         if self.clip_ratio_max <= 1 + max(self.clip_high, self.sequence_clip_high):
@@ -94,6 +118,23 @@ class LengthPenaltyConfig(BaseConfig):
     """Tokens that the model read and did not draw: prompts, tool output."""
     num_turns_weight: Fraction = 0.1
     """Replies of the model."""
+
+
+class OverlongConfig(BaseConfig):
+    """What rollouts close to the longest reply lose, as DAPO has it (training/advantages.py)."""
+
+    max_tokens: Positive
+    """Tokens that a rollout may draw: sampling.max_tokens, times its turns."""
+    buffer_tokens: Positive
+    """The penalty begins this many tokens before that."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """What a rollout of max_tokens loses."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError("buffer_tokens is above max_tokens: lower it")
+        return self
 
 
 class LoraConfig(BaseConfig):
@@ -164,9 +205,14 @@ class TrainingConfig(BaseConfig):
     """`linear` and `cosine` decay to lr x this at max_steps."""
     seq_len: Positive = 2048
     """Longest packed sequence, tokens; also how many a rank's micro-batch holds."""
-    advantage: Literal["grpo", "grpo_std", "grpo_length", "max_rl"] = "grpo"
+    advantage: Literal[
+        "grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"
+    ] = "grpo"
     """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
-    `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from."""
+    `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward
+    minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation."""
+    overlong: OverlongConfig | None = None
+    """Take from the rewards of rollouts that come close to the longest reply."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_advantages: bool = True
     """Leave groups out whose advantages are all 0; else they are trained, and only the pull and the
@@ -201,9 +247,9 @@ class TrainingConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _keeps_sequences_whole(self) -> Self:
-        if self.loss.type == "gspo" and self.context_parallel > 1:
+        if self.loss.needs_sequences and self.context_parallel > 1:
             raise ValueError(
-                'loss.type "gspo" takes a mean over whole sequences: set context_parallel to 1, or '
-                "another loss"
+                f"loss.type {self.loss.type!r} with rejection {self.loss.rejection!r} needs whole sequences: "
+                "set context_parallel to 1, or another loss"
             )
         return self

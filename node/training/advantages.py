@@ -1,14 +1,14 @@
 """From groups with rewards to samples with advantages. No torch.
 
-An advantage compares a rollout with its own group only; it is computed here from the trainer's rewards and
-never taken from a worker.
+An advantage compares a rollout with its own group, and is at most scaled by the batch's; it is computed here
+from the trainer's rewards and never taken from a worker.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config.training import LengthPenaltyConfig, TrainingConfig
+from ..config.training import LengthPenaltyConfig, OverlongConfig, TrainingConfig
 from .backend import Sample
 from .buffer import RolloutGroup, ScoredRollout
 
@@ -48,6 +48,38 @@ def grpo_std(rewards: Sequence[float]) -> list[float]:
     centred = grpo(rewards)
     std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / (std + STD_EPSILON) for value in centred]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """r - mean of the group's other rewards: REINFORCE, leave one out (arXiv 2402.14740).
+
+    It is n / (n - 1) times grpo's. Needs at least two rewards.
+    """
+    count = len(rewards)
+    return [value * count / (count - 1) for value in grpo(rewards)]
+
+
+def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    """A / (std + 1e-4) with the standard deviation, n - 1, of all of a batch's advantages, group by group.
+
+    After grpo it is REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): a group of few
+    differences is not blown up as by grpo_std.
+    """
+    values = [value for group in advantages for value in group]
+    if len(values) < 2:
+        return [list(group) for group in advantages]
+    mean = math.fsum(values) / len(values)
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return [[value / (std + STD_EPSILON) for value in group] for group in advantages]
+
+
+def overlong_penalty(drawn: int, config: OverlongConfig) -> float:
+    """What a rollout of `drawn` tokens loses: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    0 up to max_tokens - buffer_tokens, from there linearly to `penalty` at max_tokens.
+    """
+    over = drawn - (config.max_tokens - config.buffer_tokens)
+    return config.penalty * min(max(over / config.buffer_tokens, 0.0), 1.0)
 
 
 def max_rl(rewards: Sequence[float]) -> list[float]:
@@ -126,8 +158,8 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     the config keeps them or its loss reads no advantages; then their advantages are exactly 0.
     """
     prune = training.filter_zero_advantages and training.loss.reads_advantages
-    samples: list[Sample] = []
-    used = flat = thin = 0
+    used: list[tuple[list[ScoredRollout], list[float]]] = []
+    flat = thin = 0
     for group in groups:
         survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
         if len(survivors) < 2:
@@ -139,30 +171,44 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
             advantages = [0.0] * len(survivors)
             if prune:
                 continue
-        used += 1
-        samples += _samples(survivors, advantages)
-    return CreditedBatch(samples, used, flat if prune else 0, thin, flat)
+        used.append((survivors, advantages))
+    found = [advantages for _, advantages in used]
+    if training.advantage == "reinforce_plus_plus":
+        found = over_batch_std(found)
+    pairs = zip(used, found, strict=True)
+    samples = [one for (rollouts, _), own in pairs for one in _samples(rollouts, own)]
+    return CreditedBatch(samples, len(used), flat if prune else 0, thin, flat)
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
     """Whether a group's rewards alone say that all its advantages are 0; with a length penalty they may not."""
-    rewards = [rollout.reward for rollout in group.rollouts]
+    rewards = _rewards(group.rollouts, training)
     if training.advantage == "grpo_length" and math.fsum(rewards) > 0:
         return False
     return max(rewards) - min(rewards) < NO_SIGNAL
 
 
 def _advantages(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
-    rewards = [rollout.reward for rollout in rollouts]
+    rewards = _rewards(rollouts, training)
     match training.advantage:
-        case "grpo":
+        case "grpo" | "reinforce_plus_plus":  # the batch's part of the latter is credit()'s
             return grpo(rewards)
+        case "rloo":
+            return rloo(rewards)
         case "grpo_std":
             return grpo_std(rewards)
         case "grpo_length":
             return grpo_length(rewards, list(map(Size.of, rollouts)), training.length_penalty)
         case "max_rl":
             return max_rl(rewards)
+
+
+def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
+    """What advantages are made of: the rewards, less what overlong rollouts lose."""
+    overlong = training.overlong
+    if overlong is None:
+        return [rollout.reward for rollout in rollouts]
+    return [one.reward - overlong_penalty(Size.of(one).output, overlong) for one in rollouts]
 
 
 def _samples(rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[Sample]:

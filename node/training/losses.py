@@ -5,6 +5,7 @@ adding the ranks' losses or gradients gives exactly what one rank would have com
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -208,13 +209,57 @@ def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
     Two things differ from the paper: a sequence weighs by its tokens, as in every loss here, and s is capped
     for A < 0 as in grpo_two_sided.
     """
-    log_ratio, sequences = inputs.log_ratio, inputs.sequences
-    count = int(sequences.max()) + 1
-    lengths = torch.bincount(sequences, minlength=count).clamp(min=1)
-    totals = log_ratio.new_zeros(count).index_add(0, sequences, log_ratio)
-    ratio = (totals / lengths).exp()[sequences]
+    ratio = _log_ratio_of(inputs, "geometric").exp()
     low, high = config.sequence_clip_low, config.sequence_clip_high
     return _clipped(ratio, inputs.advantages, low, high, config.clip_ratio_max)
+
+
+def reinforce(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """Policy gradient with importance weights R, the ratio of the token or the product over its sequence.
+
+        w    = clamp(R, importance_min, importance_max), without gradient; 1 with importance "none"
+        loss = -adv_tau * w * A * log pi + kl_tau * (log r)**2
+
+    An upper bound alone is truncated importance sampling (TIS, Ionides 2008; between sampler and trainer: Yao
+    et al. 2025, verl's `rollout_is`). Bounds on both sides close to 1 are CISPO (MiniMax-M1, arXiv 2506.13585).
+    A batch is learned from in one step, so that the old policy of PPO is pi itself: decoupled PPO (AReaL, arXiv
+    2505.24298) with that as its proximal policy is this loss, too. A ratio at the guard (MAX_LOG_RATIO) has no
+    weight.
+    """
+    values = _pull(config, inputs)
+    gain = config.adv_tau * inputs.advantages * inputs.logprobs
+    if config.importance == "none":
+        lied = inputs.log_ratio.detach().abs() >= MAX_LOG_RATIO
+        return TokenLoss.unmasked(values - gain.masked_fill(lied, 0.0))
+    log_ratio = _log_ratio_of(inputs, config.importance).detach()
+    weight = log_ratio.exp().clamp(config.importance_min, config.importance_max)
+    weight = weight.masked_fill(log_ratio.abs() >= MAX_LOG_RATIO, 0.0)
+    return TokenLoss.unmasked(values - weight * gain)
+
+
+def rejected(config: LossConfig, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
+    """Which tokens `rejection` leaves out, bool [N] each: below its lower bound, and above its upper one.
+
+    By token it is masked importance sampling (MIS, verl's `rollout_rs`), with bounds of 0.5 and 5 IcePop
+    (Ring-1T, arXiv 2510.18855); by the geometric mean of a sequence the mask that verl and SkyRL have for long
+    replies, whose product of ratios says nothing any more.
+    """
+    log_ratio = _log_ratio_of(inputs, config.rejection).detach()
+    low = math.log(config.rejection_low) if config.rejection_low else -math.inf
+    return log_ratio < low, log_ratio > math.log(config.rejection_high)
+
+
+def _log_ratio_of(inputs: TokenInputs, level: str) -> Tensor:
+    """log r of each token: its own, the sum over its sequence (clamped like it), or the mean ("geometric")."""
+    log_ratio, sequences = inputs.log_ratio, inputs.sequences
+    if level == "token":
+        return log_ratio
+    count = int(sequences.max()) + 1
+    totals = log_ratio.new_zeros(count).index_add(0, sequences, log_ratio)
+    if level == "sequence":
+        return totals.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequences]
+    lengths = torch.bincount(sequences, minlength=count).clamp(min=1)
+    return (totals / lengths)[sequences]
 
 
 def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
@@ -345,20 +390,27 @@ Formula = Callable[[TokenInputs], TokenLoss]
 
 
 def formula(config: LossConfig) -> Formula:
-    """The loss per token that `config` names, with its reference term.
+    """The loss per token that `config` names, with its reference term and without what it rejects.
 
     Raises UsageError if a custom loss cannot be had: ask for it once before the first step.
     """
     found = _by_name(config)
-    if not config.ref_kl_tau:
-        return found
 
-    def with_reference(inputs: TokenInputs) -> TokenLoss:
+    def with_the_rest(inputs: TokenInputs) -> TokenLoss:
         token_loss = found(inputs)
-        term = config.ref_kl_tau * reference_term(config, inputs)
-        return replace(token_loss, values=token_loss.values + term)
+        if config.ref_kl_tau:
+            term = config.ref_kl_tau * reference_term(config, inputs)
+            token_loss = replace(token_loss, values=token_loss.values + term)
+        if config.rejection == "none":
+            return token_loss
+        low, high = rejected(config, inputs)
+        return TokenLoss(
+            token_loss.values.masked_fill(low | high, 0.0),
+            token_loss.masked_low | low,
+            token_loss.masked_high | high,
+        )
 
-    return with_reference
+    return with_the_rest
 
 
 def _by_name(config: LossConfig) -> Formula:
@@ -371,6 +423,8 @@ def _by_name(config: LossConfig) -> Formula:
             named = grpo_two_sided
         case "gspo":
             named = gspo
+        case "reinforce":
+            named = reinforce
         case "reverse_kl":
             named = reverse_kl
         case "ce":

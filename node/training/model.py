@@ -174,8 +174,6 @@ logger = logging.getLogger(__name__)
 
 MULTIPLE = 128
 """Rows are padded to a multiple of this on a GPU: what matrix kernels like, and few shapes."""
-WHOLE_SEQUENCES = ("gspo", "custom")
-"""Losses that may add up over the tokens of a sequence."""
 PROBE = 5
 """Tokens with which the way to the logprobs is compared with the model's own."""
 PROBE_NATS = 1e-3
@@ -323,7 +321,7 @@ def check_context(config: Any, wanted: TrainingConfig) -> None:
         raise EngineError(
             "its linear attention reads whole sequences: set training.context_parallel to 1"
         )
-    if ranks > 1 and wanted.loss.type in WHOLE_SEQUENCES:
+    if ranks > 1 and wanted.loss.needs_sequences:
         raise EngineError(
             f"loss {wanted.loss.type!r} needs whole sequences on a rank: set context_parallel to 1"
         )

@@ -157,6 +157,62 @@ def gspo(given: Tokens) -> tuple[Column, Column]:
     return value, slope
 
 
+def _by_sequence(given: Tokens) -> tuple[Column, Column]:
+    """The product of a token's sequence's ratios, and their geometric mean."""
+    product, mean = np.empty(len(given)), np.empty(len(given))
+    for one in np.unique(given.sequence):
+        own = given.sequence == one
+        product[own] = np.prod(given.pi[own] / given.mu[own])
+        mean[own] = product[own] ** (1 / own.sum())
+    return product, mean
+
+
+def _policy_gradient(given: Tokens, weight: Column) -> tuple[Column, Column]:
+    """kl_tau 0.01, adv_tau 2."""
+    value, slope = _pull(given, 0.01)
+    return value - 2 * weight * given.advantage * np.log(
+        given.pi
+    ), slope - 2 * weight * given.advantage
+
+
+def truncated(given: Tokens) -> tuple[Column, Column]:
+    """Weights of at most 1.1."""
+    return _policy_gradient(given, np.minimum(given.pi / given.mu, 1.1))
+
+
+def by_sequence(given: Tokens) -> tuple[Column, Column]:
+    """Weights of 0.5 to 1.2."""
+    return _policy_gradient(given, np.clip(_by_sequence(given)[0], 0.5, 1.2))
+
+
+def unweighted(given: Tokens) -> tuple[Column, Column]:
+    return _policy_gradient(given, np.ones(len(given)))
+
+
+def masked_by_token(given: Tokens) -> tuple[Column, Column]:
+    """Weights are ratios of 0.7 to 1.3, others are left out."""
+    ratio = given.pi / given.mu
+    value, slope = _policy_gradient(given, ratio)
+    kept = (ratio >= 0.7) & (ratio <= 1.3)
+    return np.where(kept, value, 0.0), np.where(kept, slope, 0.0)
+
+
+def masked_by_mean(given: Tokens) -> tuple[Column, Column]:
+    """dppo() where the geometric mean is 0.8 to 1.1."""
+    value, slope = dppo(given)
+    mean = _by_sequence(given)[1]
+    kept = (mean >= 0.8) & (mean <= 1.1)
+    return np.where(kept, value, 0.0), np.where(kept, slope, 0.0)
+
+
+def masked_by_product(given: Tokens) -> tuple[Column, Column]:
+    """ipo() where the product is 0.6 to 1.5."""
+    value, slope = ipo(given)
+    product = _by_sequence(given)[0]
+    kept = (product >= 0.6) & (product <= 1.5)
+    return np.where(kept, value, 0.0), np.where(kept, slope, 0.0)
+
+
 def _reference(given: Tokens) -> Column:
     gap = np.log(given.reference / given.pi)
     kept = given.pi - given.mu >= -0.15
@@ -183,6 +239,9 @@ def ce(given: Tokens) -> tuple[Column, Column]:
 
 
 DPPO = LossConfig(type="dppo_kl", adv_tau=2.0, kl_tau=0.01, dppo_mask_low=0.1, dppo_mask_high=0.2)
+REINFORCE = LossConfig(type="reinforce", adv_tau=2.0, kl_tau=0.01)
+UNMASKED = ("ce", "tis", "sequence tis", "no weights")
+"""Cases whose loss leaves no token out."""
 CASES = [
     Case("dppo_kl", DPPO, dppo),
     Case("ipo", LossConfig(type="ipo", kl_tau=0.02, ipo_threshold=0.1), ipo),
@@ -203,6 +262,46 @@ CASES = [
         "dppo_kl+ref",
         DPPO.model_copy(update={"ref_kl_tau": 0.3, "ref_kl_mask_low": 0.15}),
         dppo_with_reference,
+    ),
+    Case("tis", REINFORCE.model_copy(update={"importance_max": 1.1}), truncated),
+    Case(
+        "sequence tis",
+        REINFORCE.model_copy(
+            update={"importance": "sequence", "importance_min": 0.5, "importance_max": 1.2}
+        ),
+        by_sequence,
+    ),
+    Case("no weights", REINFORCE.model_copy(update={"importance": "none"}), unweighted),
+    Case(
+        "mis",
+        REINFORCE.model_copy(
+            update={
+                "importance_max": 100.0,
+                "rejection": "token",
+                "rejection_low": 0.7,
+                "rejection_high": 1.3,
+            }
+        ),
+        masked_by_token,
+    ),
+    Case(
+        "dppo_kl, geometric mask",
+        DPPO.model_copy(
+            update={"rejection": "geometric", "rejection_low": 0.8, "rejection_high": 1.1}
+        ),
+        masked_by_mean,
+    ),
+    Case(
+        "ipo, sequence mask",
+        LossConfig(
+            type="ipo",
+            kl_tau=0.02,
+            ipo_threshold=0.1,
+            rejection="sequence",
+            rejection_low=0.6,
+            rejection_high=1.5,
+        ),
+        masked_by_product,
     ),
     Case("ce", LossConfig(type="ce"), ce),
 ]

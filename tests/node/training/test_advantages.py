@@ -5,11 +5,26 @@ import pytest
 from pydantic import ValidationError
 from support.training_cases import group
 
-from primerl.node.config.training import LengthPenaltyConfig, LossConfig, TrainingConfig
-from primerl.node.training.advantages import Size, credit, grpo, grpo_length, grpo_std, max_rl
+from primerl.node.config.training import (
+    LengthPenaltyConfig,
+    LossConfig,
+    OverlongConfig,
+    TrainingConfig,
+)
+from primerl.node.training.advantages import (
+    Size,
+    credit,
+    grpo,
+    grpo_length,
+    grpo_std,
+    has_equal_rewards,
+    max_rl,
+    overlong_penalty,
+    rloo,
+)
 from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 
-KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl"]
+KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"]
 OUTPUT_ONLY = LengthPenaltyConfig(num_input_tokens_weight=0.0, num_turns_weight=0.0)
 
 
@@ -41,6 +56,44 @@ def test_grpo_std_divides_by_the_sample_standard_deviation() -> None:
 def test_max_rl_divides_by_the_mean() -> None:
     assert max_rl([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3.0, -1.0, -1.0, -1.0])
     assert max_rl([0.5, 0.25]) == pytest.approx([1 / 3, -1 / 3])
+
+
+def test_rloo_is_the_distance_from_the_mean_of_the_others() -> None:
+    assert rloo([1.0, 0.0, 0.5]) == pytest.approx([0.75, -0.75, 0.0])
+    assert rloo([1.0, 0.0]) == [1.0, -1.0]
+
+
+def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() -> None:
+    """Not of the group: what a group of small differences says stays small beside the others."""
+    groups = [mixed([1.0, 0.0], [2, 2]), mixed([0.1, 0.0], [2, 2])]
+    found = [one.advantage for one in credit(groups, training("reinforce_plus_plus")).samples]
+    std = math.sqrt((2 * 0.5**2 + 2 * 0.05**2) / 3) + 1e-4
+    assert found == pytest.approx([0.5 / std, -0.5 / std, 0.05 / std, -0.05 / std])
+
+
+def test_reinforce_plus_plus_leaves_groups_without_signal_at_nothing() -> None:
+    kept = training("reinforce_plus_plus", filter_zero_advantages=False)
+    batch = credit([mixed([1.0, 1.0], [2, 2]), mixed([1.0, 0.0], [2, 2])], kept)
+    assert [one.advantage for one in batch.samples[:2]] == [0.0, 0.0]
+    alone = credit([mixed([1.0, 1.0], [2, 2])], kept)
+    assert [one.advantage for one in alone.samples] == [0.0, 0.0]
+
+
+OVERLONG = OverlongConfig(max_tokens=10, buffer_tokens=4, penalty=2.0)
+
+
+@pytest.mark.parametrize(("drawn", "lost"), [(0, 0), (6, 0), (7, 0.5), (9, 1.5), (10, 2), (50, 2)])
+def test_an_overlong_rollout_loses_in_proportion(drawn: int, lost: float) -> None:
+    assert overlong_penalty(drawn, OVERLONG) == pytest.approx(lost)
+
+
+def test_overlong_answers_are_worse_than_short_ones_with_the_same_reward() -> None:
+    config = training(overlong=OVERLONG)
+    right = mixed([1.0, 1.0], [3, 10])
+    assert [one.advantage for one in credit([right], config).samples] == [1.0, -1.0]
+    assert not has_equal_rewards(right, config)
+    assert has_equal_rewards(right, training())
+    assert has_equal_rewards(mixed([1.0, 1.0], [3, 6]), config)
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0], [-1.0, 1.0], [-1.0, -3.0, 0.5]])
@@ -177,6 +230,16 @@ def test_all_branches_of_a_rollout_share_its_advantage() -> None:
     assert batch.samples[1].token_ids == [2, 5]
 
 
-def test_a_sequences_mean_is_not_taken_over_parts_of_it() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(type="gspo"),
+        LossConfig(type="reinforce", importance="sequence"),
+        LossConfig(rejection="geometric"),
+        LossConfig(rejection="sequence"),
+    ],
+)
+def test_a_sequences_mean_is_not_taken_over_parts_of_it(loss: LossConfig) -> None:
     with pytest.raises(ValidationError, match="context_parallel to 1"):
-        training(loss=LossConfig(type="gspo"), context_parallel=2)
+        training(loss=loss, context_parallel=2)
+    training(loss=LossConfig(type="reinforce", rejection="token"), context_parallel=2)
