@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..crypto.keys import KeyFileError
-from ..node.ops.errors import NodeError, StorageError, file_error, is_of_file
+from ..node.ops.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def execute(args: list[str]) -> int:
-    """Run one command line; returns its exit code. A user's mistake is one line on stderr."""
+    """Run one command line; returns its exit code. A user's mistake is one line on stderr, or one each."""
     try:
         code = app(args, prog_name=PROGRAM, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -170,7 +170,8 @@ def _command_line(error: Exception) -> int:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    lines = [" ".join(line.split()) for line in message.split(BETWEEN_PROBLEMS)]
+    print(f"{PROGRAM}: error: {BETWEEN_PROBLEMS.join(lines)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -15,8 +15,9 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_config import BaseConfig, ConfigFileError, cli
+from pydantic_core import ErrorDetails
 
-from ..ops.errors import UsageError
+from ..ops.errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
@@ -57,7 +58,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     """Resolve the config that `args` (`@ file`, `--a.b value`) and `environ` describe.
 
     Raises:
-        UsageError: unreadable file, unknown key (with the nearest right one), bad value.
+        UsageError: unreadable file, unknown keys (all of them, each with the nearest right one), bad value.
     """
     flags, switches = _switches(_split_equals(args))
     flags, layers = _files(cls, _named_types(cls, flags))
@@ -300,20 +301,32 @@ def _explain(
         message = " ".join(error.message.split())
         return message[:1].lower() + message[1:]
     problems = cause.errors(include_url=False)
-    first = problems[0]
+    known = list(keys(cls))
+    lines: list[str] = []
+    for one in problems:
+        if one["type"] == "extra_forbidden":
+            path = [str(part) for part in one["loc"]]
+            name = ".".join(path)
+            guess = _nearest(name, known)
+            hint = f": did you mean {guess}?" if guess else ": see --help for the keys"
+            lines.append(f"unknown config key {name} {_origin(path, layers, flags)}{hint}")
+    bad = [one for one in problems if one["type"] != "extra_forbidden"]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        lines.append(_bad_value(bad[0], layers, flags) + more)
+    return (
+        lines[0] if len(lines) == 1 else BETWEEN_PROBLEMS.join([f"{len(lines)} problems:", *lines])
+    )
+
+
+def _bad_value(first: ErrorDetails, layers: Sequence[_Layer], flags: Sequence[str]) -> str:
     path = [str(part) for part in first["loc"]]
-    name = ".".join(path)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    where = _origin(path, layers, flags)
-    if first["type"] == "extra_forbidden":
-        guess = _nearest(name, list(keys(cls)))
-        hint = f": did you mean {guess}?" if guess else ": see --help for the keys"
-        return f"unknown config key {name} {where}{hint}{more}"
     if not path:
-        return str(first["msg"]).removeprefix("Value error, ") + more
+        return str(first["msg"]).removeprefix("Value error, ")
     value = first["input"]
     got = "" if isinstance(value, dict | list) else f", not {value!r}"
-    return f"{name} {where}: {_lower(str(first['msg']))}{got}{more}"
+    where = _origin(path, layers, flags)
+    return f"{'.'.join(path)} {where}: {_lower(str(first['msg']))}{got}"
 
 
 def _lower(message: str) -> str:

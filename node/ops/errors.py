@@ -25,6 +25,10 @@ class NodeError(Exception):
     exit_code = 1
 
 
+BETWEEN_PROBLEMS = "\n  - "
+"""Before each problem of a config in one UsageError; the command line keeps them in lines of their own."""
+
+
 class UsageError(NodeError):
     """The command line or a config is wrong."""
 

@@ -322,6 +322,27 @@ def test_a_bad_config_is_one_line_with_code_2(cli: Callable[..., Ran]) -> None:
     )
 
 
+def test_all_unknown_keys_are_listed_at_once_each_with_the_nearest(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """As a config of another program has them; of bad values the first."""
+    path = written(
+        tmp_path / "other.toml",
+        "max_step = 3\n[trainig]\nlr = 1\n[rollouts]\ngroupsize = 4\n[training]\nxyzzy = 1\nmax_norm = 0",
+    )
+    ran = cli("train", "@", path)
+    assert ran.code == 2
+    first, *lines = ran.err.replace(f" in {path}", "").splitlines()
+    assert first == "primerl-node: error: 5 problems:"
+    assert set(lines) == {
+        "  - unknown config key max_step: did you mean max_steps?",
+        "  - unknown config key trainig: did you mean training.lr?",
+        "  - unknown config key rollouts.groupsize: did you mean rollouts.group_size?",
+        "  - unknown config key training.xyzzy: see --help for the keys",
+        "  - training.max_norm: should be greater than 0, not 0",
+    }
+
+
 def test_a_section_may_be_given_by_its_type(tmp_path: Path) -> None:
     assert load(RunConfig, ["@", "demo", "--engine", "vllm"], {}).engine.type == "vllm"
     assert load(RunConfig, ["--training.loss", "dppo_kl"], {}).training.loss.type == "dppo_kl"
