@@ -189,12 +189,17 @@ class TrainingConfig(BaseConfig):
     """`auto`: on a GPU one rank in a process of its own, else `local`; `local`: in a thread of the daemon, on a
     CPU or one GPU; `fsdp`: torchrun ranks that share the model, or, with fsdp.ranks 1, one alone."""
     fsdp: FsdpConfig = FsdpConfig()
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices between embeddings and head, AdamW for the rest; steps are of the same size
+    at the same lr. One rank only."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
-    """Learning rate of AdamW, before the scheduler."""
+    """Learning rate, before the scheduler."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's decay of its momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay of its first and second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """AdamW's decay of the weights."""
+    """Decay of the weights, times lr."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
@@ -244,6 +249,14 @@ class TrainingConfig(BaseConfig):
     """Ranks that share out the experts of a mixture, all or 1; tokens travel in place of weights."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on a GPU."""
+
+    @model_validator(mode="after")
+    def _keeps_matrices_whole(self) -> Self:
+        if self.optimizer == "muon" and self.fsdp.ranks * self.fsdp.nodes > 1:
+            raise ValueError(
+                'optimizer "muon" needs whole matrices: set fsdp.ranks to 1, or optimizer to "adamw"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _keeps_sequences_whole(self) -> Self:

@@ -237,15 +237,16 @@ class Learner:
         staged.write(directory, self._channel)
 
     def load(self, directory: Path) -> None:
-        """Become what save() wrote there, bit by bit. Raises StorageError, then nothing has changed."""
+        """Become what save() wrote there, bit by bit. Raises StorageError, UsageError for another optimizer's
+        moments; then nothing has changed."""
         moments_on = "cpu" if self._config.optimizer_offload else None
         trained = self._optimizer.parameters
         saved = read_saved(directory, trained, self._channel, moments_on=moments_on)
+        self._optimizer.set_moments(saved.moments)
         with torch.no_grad():
             for name, tensor in saved.weights.items():
                 self._parameters[name].copy_(tensor)
         self._model.settle()
-        self._optimizer.set_moments(saved.moments)
         set_rng_state(saved.rng)
         self._warmup_optimizer = None
         self.step_done = saved.step

@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters, its moments on the device or in the host's memory. Imports torch: import lazily.
+"""AdamW or Muon over fp32 masters, moments on the device or in the host's memory. Imports torch: import lazily.
 
 A step is a function of gradients, moments and rate alone: where the moments lie changes no bit. Of parameters
 that are sharded each rank changes its own shard; only the norm of the gradient is exchanged.
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..config.training import TrainingConfig
+from ..ops.errors import UsageError
 
 
 def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
@@ -36,11 +37,17 @@ def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
 
 BUCKET = 1 << 26
 """Elements whose moments are on the device at once where they live in the host's memory: 512 MiB of them."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
+"""Parts of the names of matrices that tokens are looked up in: Muon is not for them."""
 
 
 class Optimizer:
-    """AdamW of named parameters, those that want gradients."""
+    """AdamW of named parameters, those that want gradients; with `muon` of all but their hidden matrices.
+
+    These take the direction of their momentum with all singular values set to about 1 (Muon, Jordan 2024),
+    times 0.2 sqrt(larger side): steps about as large as AdamW's at the same rate (Moonlight, arXiv 2502.16982).
+    """
 
     def __init__(
         self,
@@ -50,21 +57,43 @@ class Optimizer:
         betas: tuple[float, float] | None = None,
         weight_decay: float | None = None,
     ) -> None:
-        """`betas` and `weight_decay` in place of those of `config`."""
+        """`betas` and `weight_decay` in place of those of `config`; with `betas` it is AdamW in any case.
+
+        Raises UsageError for Muon over sharded parameters: it needs whole matrices.
+        """
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._max_norm = config.max_norm
         # plain tensors: of sharded ones every operation would be dispatched anew, and the device waits
         self._locals = {name: _local(one) for name, one in self.parameters.items()}
-        values = list(self._locals.values())
-        on_gpu = bool(values) and values[0].is_cuda
+        on_gpu = any(one.is_cuda for one in self._locals.values())
         self._offload = config.optimizer_offload and on_gpu
-        self._adamw = torch.optim.AdamW(
-            values,
-            lr=config.lr,
-            betas=betas or config.betas,
-            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
-            fused=on_gpu,
-        )
+        decay = config.weight_decay if weight_decay is None else weight_decay
+        muon = config.optimizer == "muon" and betas is None
+        hidden = {name for name, one in self._locals.items() if muon and _is_hidden(name, one)}
+        if hidden and any(isinstance(one, DTensor) for one in self.parameters.values()):
+            raise UsageError(
+                'training.optimizer = "muon" needs whole matrices, and these are sharded over ranks: set '
+                'training.fsdp.ranks to 1, or optimizer to "adamw"'
+            )
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        rest = [one for name, one in self._locals.items() if name not in hidden]
+        if rest:
+            self._optimizers["adamw"] = torch.optim.AdamW(
+                rest,
+                lr=config.lr,
+                betas=betas or config.betas,
+                weight_decay=decay,
+                fused=on_gpu,
+            )
+        if hidden:
+            self._optimizers["muon"] = torch.optim.Muon(
+                [one for name, one in self._locals.items() if name in hidden],
+                lr=config.lr,
+                momentum=config.muon_momentum,
+                weight_decay=decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        self._of = {name: "muon" if name in hidden else "adamw" for name in self._locals}
 
     def clip(self) -> float:
         """Scale the gradient to at most `max_norm`; returns the norm before, over all ranks."""
@@ -81,21 +110,22 @@ class Optimizer:
 
     def step(self, lr: float) -> None:
         """Change the parameters by their gradients, those of the last clip()."""
-        (group,) = self._adamw.param_groups
-        group["lr"] = lr
-        if not self._offload:
-            self._adamw.step()
-            return
-        everything = group["params"]
-        try:
-            for bucket in _buckets(everything):
-                self._bring(bucket)
-                group["params"] = bucket
-                self._adamw.step()
-                self._send_away(bucket)
-        finally:
-            group["params"] = everything
-            torch.cuda.current_stream(everything[0].device).synchronize()
+        for optimizer in self._optimizers.values():
+            (group,) = optimizer.param_groups
+            group["lr"] = lr
+            if not self._offload:
+                optimizer.step()
+                continue
+            everything = group["params"]
+            try:
+                for bucket in _buckets(everything):
+                    _bring(optimizer, bucket)
+                    group["params"] = bucket
+                    optimizer.step()
+                    _send_away(optimizer, bucket)
+            finally:
+                group["params"] = everything
+                torch.cuda.current_stream(everything[0].device).synchronize()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -107,18 +137,29 @@ class Optimizer:
         return {
             f"{name}:{key}": _sharded_as(self.parameters[name], value) if key in MOMENTS else value
             for name, own in self._locals.items()
-            for key, value in self._adamw.state.get(own, {}).items()
+            for key, value in self._optimizers[self._of[name]].state.get(own, {}).items()
         }
 
     def set_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Replace all moments, also by none; each must be sharded as its parameter is."""
-        self._adamw.state.clear()
+        """Replace all moments, also by none; each must be sharded as its parameter is.
+
+        Raises UsageError for moments of another optimizer; then nothing has changed.
+        """
+        for key in moments:
+            name, _, moment = key.rpartition(":")
+            if (moment == "momentum_buffer") != (self._of[name] == "muon"):
+                raise UsageError(
+                    f"the checkpoint has {moment} of {name}, which is another optimizer's than "
+                    "training.optimizer says: set that to what it was"
+                )
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
         for key, value in moments.items():
             name, _, moment = key.rpartition(":")
             own = _local(value)
             if self._offload and moment in MOMENTS:
                 own = own.cpu().pin_memory()
-            self._adamw.state[self._locals[name]][moment] = own
+            self._optimizers[self._of[name]].state[self._locals[name]][moment] = own
 
     def _take_gradients(self) -> None:
         """Those of sharded parameters; of others they are there."""
@@ -134,24 +175,32 @@ class Optimizer:
                 return mesh.get_group(mesh.ndim - 1) if mesh.size(mesh.ndim - 1) > 1 else None
         return None
 
-    def _bring(self, bucket: Sequence[Tensor]) -> None:
-        for own in bucket:
-            state = self._adamw.state.get(own, {})
-            for name in MOMENTS:
-                if name in state:
-                    state[f"host {name}"] = state[name]
-                    state[name] = state[name].to(own.device, non_blocking=True)
 
-    def _send_away(self, bucket: Sequence[Tensor]) -> None:
-        for own in bucket:
-            state = self._adamw.state.get(own, {})
-            for name in MOMENTS:
-                if name in state:
-                    here = state[name]
-                    host = state.pop(f"host {name}", None)
-                    if host is None:
-                        host = torch.empty_like(here, device="cpu", pin_memory=True)
-                    state[name] = host.copy_(here, non_blocking=True)
+def _is_hidden(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and not any(part in name for part in NOT_HIDDEN)
+
+
+def _bring(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> None:
+    """Moments to the device."""
+    for own in bucket:
+        state = optimizer.state.get(own, {})
+        for name in MOMENTS:
+            if name in state:
+                state[f"host {name}"] = state[name]
+                state[name] = state[name].to(own.device, non_blocking=True)
+
+
+def _send_away(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> None:
+    """Moments to the host."""
+    for own in bucket:
+        state = optimizer.state.get(own, {})
+        for name in MOMENTS:
+            if name in state:
+                here = state[name]
+                host = state.pop(f"host {name}", None)
+                if host is None:
+                    host = torch.empty_like(here, device="cpu", pin_memory=True)
+                state[name] = host.copy_(here, non_blocking=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl.node.config.run import ModelCreateConfig
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.weights.state import State, Tensor
 
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained: AdamW on fp32 masters, cross-entropy."""
+    """How a model is trained: fp32 masters, cross-entropy."""
 
     shape: ModelCreateConfig
     length: int
@@ -74,11 +74,13 @@ def synthetic(elements: int) -> Iterator[Pair]:
 
 
 def optimizer_steps(quick: bool) -> Iterator[Pair]:
-    """The demo's model at the demo's rate, and one of 54.5M parameters at three rates of real runs."""
+    """The demo's model at the demo's rate, and one of 54.5M parameters at rates of real runs, at the first
+    by Muon too."""
     demo = Training(DEMO, 24, 64, 20 if quick else 60, 3e-3, 5 if quick else 10)
     middle = Training(MIDDLE, 64, 6, 1 if quick else 12, 5e-4, 2 if quick else 8)
     yield from _trained("demo", demo, [DEMO_LR])
     yield from _trained("54.5M", middle, RATES)
+    yield from _trained("54.5M muon", middle, RATES[:1], "muon")
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
@@ -124,7 +126,10 @@ def _as_state(bits: NDArray[np.uint16]) -> State:
 
 
 def _trained(
-    name: str, training: Training, rates: tuple[float, ...] | list[float]
+    name: str,
+    training: Training,
+    rates: tuple[float, ...] | list[float],
+    kind: Literal["adamw", "muon"] = "adamw",
 ) -> Iterator[Pair]:
     import torch
 
@@ -135,33 +140,36 @@ def _trained(
         model = load_model(Path(directory), dtype="float32", device="cpu")
     model.train()
     rng = np.random.default_rng(1)
-    _steps(model, training, training.warm_rate, training.warm_steps, rng)
+    _steps(model, training, training.warm_rate, training.warm_steps, rng, kind)
     warm = {key: value.detach().clone() for key, value in model.named_parameters()}
     for rate in rates:
         with torch.no_grad():
             for key, value in model.named_parameters():
                 value.copy_(warm[key])
-        optimizer = _steps(model, training, rate, training.steps - 1, rng)
+        optimizer = _steps(model, training, rate, training.steps - 1, rng, kind)
         base = policy_state(model)
-        _step(model, optimizer, training, rng)
+        _step(model, optimizer, training, rate, rng)
         del optimizer  # the peak of memory that is measured next is the codec's own
         gc.collect()
         yield Pair(f"{name} lr {rate:g}", base, policy_state(model))
 
 
 def _steps(
-    model: Any, training: Training, rate: float, count: int, rng: np.random.Generator
+    model: Any, training: Training, rate: float, count: int, rng: np.random.Generator, kind: str
 ) -> Any:
     """Train so many steps with a fresh optimizer, which is returned."""
-    import torch
+    from primerl.node.training.optimizer import Optimizer
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    config = TrainingConfig.model_validate({"optimizer": kind, "betas": (0.9, 0.95)})
+    optimizer = Optimizer(dict(model.named_parameters()), config)
     for _ in range(count):
-        _step(model, optimizer, training, rng)
+        _step(model, optimizer, training, rate, rng)
     return optimizer
 
 
-def _step(model: Any, optimizer: Any, training: Training, rng: np.random.Generator) -> None:
+def _step(
+    model: Any, optimizer: Any, training: Training, rate: float, rng: np.random.Generator
+) -> None:
     """One step on sequences whose second half is the first one backwards."""
     import torch
 
@@ -170,5 +178,5 @@ def _step(model: Any, optimizer: Any, training: Training, rng: np.random.Generat
     loss = model(input_ids=tokens, labels=tokens).loss
     optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    optimizer.clip()
+    optimizer.step(rate)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from primerl.node.config.run import TrainingConfig
+from primerl.node.ops.errors import UsageError
 from primerl.node.training import optimizer as module
 from primerl.node.training.optimizer import Optimizer, learning_rate
 
@@ -134,6 +136,87 @@ def test_betas_and_decay_may_be_others_than_the_config_s() -> None:
         ours.step(0.1)
         theirs.step()
     assert same(mine, wanted)
+
+
+MUON = CONFIG.model_copy(update={"optimizer": "muon", "muon_momentum": 0.9})
+
+
+def with_embeddings() -> dict[str, nn.Parameter]:
+    rng = torch.Generator().manual_seed(4)
+    return parameters() | {
+        "model.embed_tokens.weight": nn.Parameter(torch.randn(11, 5, generator=rng)),
+        "experts": nn.Parameter(torch.randn(2, 3, 5, generator=rng)),
+    }
+
+
+def test_muon_is_torch_s_for_hidden_matrices_and_adamw_for_the_rest() -> None:
+    mine, wanted = with_embeddings(), with_embeddings()
+    ours = Optimizer(mine, MUON)
+    muon = torch.optim.Muon(
+        [wanted["matrix"]], momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    rest = [one for name, one in wanted.items() if name not in ("matrix", "frozen")]
+    adamw = torch.optim.AdamW(rest, betas=MUON.betas, weight_decay=0.1)
+    for step, lr in enumerate(RATES):
+        pull(mine, step)
+        pull(wanted, step)
+        torch.nn.utils.clip_grad_norm_([wanted["matrix"], *rest], MUON.max_norm)
+        ours.clip()
+        ours.step(lr)
+        for theirs in (muon, adamw):
+            theirs.param_groups[0]["lr"] = lr
+            theirs.step()
+        assert same(mine, wanted)
+
+
+def test_a_step_of_muon_is_about_as_large_as_one_of_adamw() -> None:
+    sizes: list[float] = []
+    for config in (MUON, CONFIG):
+        rng = torch.Generator().manual_seed(3)
+        held = {"matrix": nn.Parameter(torch.zeros(96, 64))}
+        ours = Optimizer(held, config)
+        held["matrix"].grad = torch.randn(96, 64, generator=rng)
+        ours.clip()
+        ours.step(1e-2)
+        sizes.append(float(held["matrix"].detach().square().mean().sqrt()))
+    assert 0.1 < sizes[0] / sizes[1] < 1.0
+
+
+def test_muon_goes_on_from_its_moments_and_from_no_other_optimizer_s() -> None:
+    mine = with_embeddings()
+    first = Optimizer(mine, MUON)
+    pull(mine, 0)
+    first.clip()
+    first.step(1e-2)
+    saved = {name: one.clone() for name, one in first.moments().items()}
+    assert "matrix:momentum_buffer" in saved
+    other = {name: nn.Parameter(one.detach().clone()) for name, one in mine.items()}
+    other["frozen"].requires_grad_(False)
+    second = Optimizer(other, MUON)
+    second.set_moments(saved)
+    for held, one in ((mine, first), (other, second)):
+        pull(held, 1)
+        one.clip()
+        one.step(1e-2)
+    assert same(mine, other)
+    adamw = Optimizer(other, CONFIG)
+    with pytest.raises(UsageError, match=r"another optimizer's than training\.optimizer"):
+        adamw.set_moments(saved)
+    assert adamw.moments() == {}
+
+
+def test_muon_alone_has_matrices_only() -> None:
+    held = {"a.lora_A": nn.Parameter(torch.ones(2, 5))}
+    ours = Optimizer(held, MUON)
+    pull(held, 0)
+    ours.clip()
+    ours.step(1e-2)
+    assert set(ours.moments()) == {"a.lora_A:momentum_buffer"}
+
+
+def test_muon_is_refused_for_more_than_one_rank() -> None:
+    with pytest.raises(ValidationError, match=r"set fsdp\.ranks to 1"):
+        TrainingConfig.model_validate({"optimizer": "muon", "fsdp": {"ranks": 2}})
 
 
 LINEAR = TrainingConfig(lr=1.0, scheduler="linear", warmup_steps=10, min_lr_ratio=0.1)
