@@ -95,13 +95,13 @@ async def _measure(
     config: "RunConfig", wanted: "CalibrationRequest", weights: Path | None
 ) -> "CalibrationReport":
     from ..node.app import rundir
-    from ..node.app.factories import Factories, auditing
+    from ..node.app.factories import auditing, sandboxed
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
     from ..node.verification.calibration import Calibrator
 
-    factories = Factories()
+    factories = sandboxed(config)
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
         source = weights or model_dir

@@ -6,12 +6,14 @@ Nothing heavy is imported before a factory is called.
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from ...crypto.keys import SecretKey
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
-from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
+from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
+from ..config.sandbox import SandboxConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
@@ -67,11 +69,22 @@ async def start_libp2p(
 
 
 def make_environment(
-    config: EnvironmentConfig, model_dir: Path, seed: int, max_tokens: int, temperature: float
+    config: EnvironmentConfig,
+    model_dir: Path,
+    seed: int,
+    max_tokens: int,
+    temperature: float,
+    *,
+    sandbox: SandboxConfig | None = None,
 ) -> Environment:
     """The environment of a run, not started."""
     return HostedEnvironment(
-        config, model_dir=model_dir, seed=seed, max_tokens=max_tokens, temperature=temperature
+        config,
+        model_dir=model_dir,
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        sandbox=sandbox,
     )
 
 
@@ -156,3 +169,8 @@ class Factories:
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger
+
+
+def sandboxed(config: RunConfig | JoinConfig) -> Factories:
+    """The real factories of a node, whose environments run in its own sandbox."""
+    return Factories(environment=partial(make_environment, sandbox=config.sandbox))

@@ -52,7 +52,7 @@ from ..storage.ledger import MANIFEST, Ledger
 from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import base_weights, rundir
-from .factories import Factories
+from .factories import Factories, sandboxed
 from .running_node import Node, peer_rows, show_network
 from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
@@ -95,7 +95,7 @@ class PeerNode(Node):
     ) -> None:
         super().__init__(config, key, data_dir, config.role)
         self._config = config
-        self._factories = factories or Factories()
+        self._factories = factories or sandboxed(config)
         self._ticket = ""
         self._services: NodeServices | None = None
         self._weights: WeightSync | None = None

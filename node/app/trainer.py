@@ -44,7 +44,7 @@ from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
-from .factories import Factories, auditing
+from .factories import Factories, auditing, sandboxed
 from .running_node import Node, peer_rows, show_network, shown_silence
 from .services import open_services, open_store
 from .startup import Restarts, Startup, until_done
@@ -196,7 +196,7 @@ class TrainerNode(Node):
         self.farewell = Farewell()
         self._config = config
         self._announce = announce
-        self._factories = factories or Factories()
+        self._factories = factories or sandboxed(config)
         self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._services: NodeServices | None = None

@@ -15,6 +15,7 @@ from pydantic_config import BaseConfig
 from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
+from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import Positive, TrainingConfig
 
 
@@ -202,7 +203,7 @@ class EnvironmentConfig(BaseConfig):
     """One `verifiers` v1 taskset."""
 
     id: str = "reverse-text"
-    """Module name of the taskset, as `verifiers` spells it; `reverse-text` and `arithmetic` are bundled."""
+    """Module name of the taskset, as `verifiers` spells it; docs/environments.md lists the bundled ones."""
     args: dict[str, Any] = {}
     """The taskset's own options."""
     max_turns: Positive = 8
@@ -463,6 +464,7 @@ class JoinConfig(NodeConfig):
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()
+    sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
     wait: bool = False
     """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
@@ -495,6 +497,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     training: TrainingConfig = TrainingConfig()

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ..config.run import EnvironmentConfig
+from ..config.sandbox import SandboxConfig
 from ..inference.engine import Completion
 from ..ops.errors import named_line
 from ..process.serve import Outbox, serve_parent
@@ -41,6 +42,7 @@ from .environment import (
     Task,
 )
 from .policies import episode_clock
+from .sandbox import SANDBOX_VARIABLE, enter
 from .verifiers import VerifiersEnvironment
 
 FAILED, STUCK, MISMATCH = "failed", "stuck", "mismatch"
@@ -462,6 +464,7 @@ def make_environment(request: EnvironmentSetUp) -> Environment:
 def main(environment: Callable[[EnvironmentSetUp], Environment]) -> None:
     """EnvironmentAnswer at the standard input and output; what a taskset prints goes to the standard error."""
     steps = Steps(int(os.environ[MARK_VARIABLE]))
+    enter(SandboxConfig.model_validate_json(os.environ[SANDBOX_VARIABLE]))
 
     def make(outbox: Outbox) -> EnvironmentHost:
         asyncio.get_running_loop().set_task_factory(mark_tasks(steps))

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..config.run import EnvironmentConfig
+from ..config.sandbox import SandboxConfig
 from ..ops.errors import NodeError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
-from ..process.spawn import PARENT_VARIABLE
+from ..process.spawn import PARENT_VARIABLE, kill_group
 from .environment import (
     Branch,
     EnvironmentFailed,
@@ -60,6 +61,7 @@ from .host import (
     unpack_mark,
 )
 from .policies import PlayFailed, RememberedPolicy
+from .sandbox import OFFLINE, SANDBOX_VARIABLE, holds, overrun
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ SET_UP = 1
 PAUSE_S = 1.0
 """Pause after a failed start."""
 PING_S = 2.0
+GUARD_S = 0.25
+"""Pause between two looks at what the process has started."""
 SILENT_S = 30.0
 """Silence of the process that is tolerated beyond the environment's own limits."""
 END_S = 2.0
@@ -96,7 +100,11 @@ class EnvironmentChild(ChildProcess):
     Lost = EnvironmentLost
 
     def __init__(
-        self, config: EnvironmentConfig, program: Sequence[str], environ: Mapping[str, str]
+        self,
+        config: EnvironmentConfig,
+        sandbox: SandboxConfig,
+        program: Sequence[str],
+        environ: Mapping[str, str],
     ) -> None:
         self._mark_file = _shared_file()
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
@@ -104,11 +112,17 @@ class EnvironmentChild(ChildProcess):
         variables |= {
             PARENT_VARIABLE: str(os.getpid()),
             MARK_VARIABLE: str(self._mark_file.fileno()),
+            SANDBOX_VARIABLE: sandbox.model_dump_json(include=set(SandboxConfig.model_fields)),
+            # the order of a set is the same on every machine
+            "PYTHONHASHSEED": "0",
             # what can be imported here can be imported there
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **({} if sandbox.network else OFFLINE),
         }
         super().__init__("environment", f"environment {config.id!r}", program, variables)
         self._config = config
+        self._sandbox = sandbox
+        self._guarding: asyncio.Task[None] | None = None
         self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
         """Its last Environment.status."""
@@ -116,6 +130,7 @@ class EnvironmentChild(ChildProcess):
     async def start(self, set_up: EnvironmentSetUp) -> None:
         """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
         await self.spawn([self._mark_file.fileno()])
+        self._guarding = asyncio.create_task(self._guard(), name="environment guard")
         limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
         self._watch(lambda: EnvironmentPing(0), PING_S, limit_s)
         try:
@@ -150,6 +165,8 @@ class EnvironmentChild(ChildProcess):
 
     async def close(self) -> None:
         """End it, and kill it if that takes too long."""
+        if self._guarding is not None:
+            self._guarding.cancel()
         await self.end(0.0 if self.silent_s > 2 * PING_S else END_S)
         self._mark_file.close()
 
@@ -194,6 +211,14 @@ class EnvironmentChild(ChildProcess):
         """Read (number of the request whose code runs or ran last, steps so far)."""
         return unpack_mark(self._mark[:MARK_BYTES])
 
+    async def _guard(self) -> None:
+        """Declare it lost once what it started exceeds the sandbox, and end all of it."""
+        while self._failure is None and self.pid is not None:
+            if fault := overrun(self.pid, self._sandbox):
+                kill_group(self.pid)
+                await self._lose(fault)
+            await asyncio.sleep(GUARD_S)
+
     def _life(self) -> object:
         """Count running code as life: it may answer late."""
         return super()._life(), self._marked()[1]
@@ -220,6 +245,7 @@ class HostedEnvironment:
         max_tokens: int,
         temperature: float,
         text: bool = False,
+        sandbox: SandboxConfig | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
         """Prepare the environment of a run: nothing of it is imported or run before start().
@@ -228,6 +254,7 @@ class HostedEnvironment:
         characters are tokens. `seed` is the taskset's unless its options name one; `max_tokens` bounds a turn.
         """
         self._config = config
+        self._sandbox = sandbox or SandboxConfig()
         self._set_up = EnvironmentSetUp(
             SET_UP,
             # leaves out the keys of a subclass, which its process does not know
@@ -268,6 +295,8 @@ class HostedEnvironment:
 
     async def start(self) -> None:
         """Start its process and load the taskset. Raises EnvironmentFailed."""
+        if missing := holds():
+            logger.warning("environment %s: %s", self.name, missing)
         await self._start()
 
     async def close(self) -> None:
@@ -385,7 +414,9 @@ class HostedEnvironment:
     async def _start(self) -> EnvironmentChild:
         if self._closed:
             raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
-        child = self._starting = EnvironmentChild(self._config, self._program, os.environ)
+        child = self._starting = EnvironmentChild(
+            self._config, self._sandbox, self._program, os.environ
+        )
         try:
             await child.start(self._set_up)
             self._child = child

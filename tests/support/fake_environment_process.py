@@ -4,11 +4,16 @@ Run as a program by HostedEnvironment; all but the environment is that of the re
 """
 
 import asyncio
+import ctypes
 import os
 import re
+import resource
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from support.counting_environment import ASK, STOP, counting_task
 
@@ -116,6 +121,27 @@ async def behave(mood: str) -> None:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "exits":
             os._exit(3)
+        case "allocates":
+            bytearray(4 << 30)
+        case "connects":
+            socket.create_connection(("127.0.0.1", int(os.environ["HOSTILE_PORT"])), 5.0).close()
+        case "asks":
+            socket.socket(socket.AF_UNIX)
+        case "runs":
+            subprocess.run(["true"], check=True)  # noqa: ASYNC221
+        case "bombs":
+            while True:
+                os.fork()
+        case "hides":
+            hide()
+        case "hoards":
+            hoard()
+        case "kills":
+            os.kill(os.getppid(), signal.SIGKILL)
+        case "strangles":
+            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (8, 8))
+        case "reads":
+            read_memory(os.getppid())
         case "waits":
             await asyncio.sleep(0.3)
         case "heavy":
@@ -124,6 +150,34 @@ async def behave(mood: str) -> None:
                 pass
         case _:
             pass
+
+
+def hide() -> None:
+    """Leave a grandchild behind whose parent has ended, in a session of its own if that can be had."""
+    if not (child := os.fork()):
+        with suppress(OSError):
+            os.setsid()
+        if not os.fork():
+            time.sleep(3600)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def hoard() -> None:
+    """Hold 160 MiB in each of 8 children."""
+    for _ in range(8):
+        if not os.fork():
+            held = bytearray(os.urandom(1 << 20)) * 160
+            time.sleep(3600)
+            del held
+    time.sleep(3600)
+
+
+def read_memory(pid: int) -> None:
+    """Copy memory of another process, as a debugger does."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.ptrace(16, pid, 0, 0):  # PTRACE_ATTACH
+        raise PermissionError(ctypes.get_errno(), "not attached")
 
 
 async def spin_in_a_task() -> None:

@@ -11,6 +11,7 @@ from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.app.startup import demonstrations
 from primerl.node.config.run import EnvironmentConfig
+from primerl.node.config.sandbox import WorkerSandboxConfig
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
 from primerl.node.inference.engine import Completion
@@ -44,6 +45,7 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
         seed=0,
         max_tokens=16,
         temperature=1.0,
+        sandbox=WorkerSandboxConfig(),
     )
     try:
         async with asyncio.timeout(300.0):

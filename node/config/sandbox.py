@@ -1,0 +1,29 @@
+"""Configuration of the sandbox in which a node runs the code of environments. Same rules as run.py."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_config import BaseConfig
+
+Processes = Annotated[int, Field(ge=0, le=4096)]
+Gibibytes = Annotated[float, Field(gt=0)]
+
+
+class SandboxConfig(BaseConfig):
+    """What the code of an environment may do on this machine; a setting of the node, not of the run."""
+
+    network: bool = True
+    """Whether it may open sockets: to judges, to a hub of data sets, also to other programs of this machine."""
+    processes: Processes = 64
+    """Most processes that it may have running at a time; 0: none."""
+    memory_gib: Gibibytes = 4.0
+    """Most memory that one process of it may allocate, and all of its processes together may hold."""
+
+
+class WorkerSandboxConfig(SandboxConfig):
+    """What the code of a run's environment may do on this machine."""
+
+    network: bool = False
+    """Whether it may open sockets: to judges, to a hub of data sets, also to other programs of this machine."""
+    processes: Processes = 0
+    """Most processes that it may have running at a time; 0: none."""
