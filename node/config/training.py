@@ -52,13 +52,16 @@ class LossConfig(BaseConfig):
     """reinforce: smaller weights are raised to this."""
     importance_max: Annotated[float, Field(gt=0)] = 2.0
     """reinforce: larger weights are cut to this."""
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
+    rejection: Literal["none", "token", "sequence", "geometric", "second_moment"] = "none"
     """Any sampled loss: leave tokens out whose ratio, whose sequence's ratio, or the geometric mean of its
-    tokens' ratios, is outside the two bounds below."""
+    tokens' ratios, is outside the two bounds below; `second_moment`: the farthest of a batch (M2PO), which is
+    read once more for that."""
     rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Least ratio that is kept; `geometric` wants it close to 1, as 0.99."""
     rejection_high: Annotated[float, Field(gt=1)] = 2.0
     """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
+    m2_threshold: Annotated[float, Field(gt=0)] = 0.04
+    """second_moment: largest mean of the squared log ratio over the tokens that are kept."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2

@@ -87,6 +87,28 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
     assert after[1] < before[1]
 
 
+def test_m2po_reads_a_batch_first_and_bounds_it_as_a_whole(model_dir: Path) -> None:
+    rows = {"seq_len": 16, "loss": LossConfig(rejection="second_moment", m2_threshold=0.1)}
+    subject = learner(model_dir, FAST.model_copy(update=rows))
+    samples = batch(1).samples
+    far = sorted(
+        (trained - drawn) ** 2
+        for one, row in zip(samples, logprobs(subject, samples), strict=True)
+        for trained, drawn, on in zip(row, one.logprobs, one.mask, strict=True)
+        if on
+    )
+    means = [sum(far[: n + 1]) / (n + 1) for n in range(len(far))]
+    kept = sum(mean <= 0.1 for mean in means)
+    assert 0 < kept < len(far)
+    values = subject.step(TrainBatch(1, samples)).values
+    masked = values["is_masked/mean"] * len(far)
+    assert masked >= len(far) - kept
+    plain = learner(model_dir, FAST.model_copy(update={"seq_len": 16}))
+    assert masked - plain.step(TrainBatch(1, samples)).values["is_masked/mean"] * len(far) <= (
+        len(far) - kept
+    )
+
+
 def test_a_resumed_run_equals_the_unbroken_one_bit_by_bit(model_dir: Path, tmp_path: Path) -> None:
     unbroken, first = learner(model_dir), learner(model_dir)
     for step in (1, 2, 3):
