@@ -117,7 +117,7 @@ class Learner:
         model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
         reference = None
         if config.loss.needs_reference:
-            reference = TrainedModel.build(model_dir, config, world, frozen=True)
+            reference = _reference(model_dir, config, world)
         return cls(
             model,
             model_dir=model_dir,
@@ -342,6 +342,14 @@ class Learner:
         self._optimizer.zero_grad()
         self._meter.phase("optimizer")
         return {"optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
+
+
+def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:
+    """The frozen policy that the loss compares with. Raises EngineError."""
+    teacher = config.loss.reference or model_dir
+    if teacher != model_dir:
+        model_files.check_same_tokens(teacher, model_dir)
+    return TrainedModel.build(teacher, config, world, frozen=True)
 
 
 def _attach(

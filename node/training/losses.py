@@ -296,7 +296,8 @@ def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
         masked = d < -ref_kl_mask_low
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
-    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read.
+    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read. The
+    reference is the model that the run began with, or the teacher that `reference` names.
     """
     low = inputs.moved < -config.ref_kl_mask_low
     values = _pull(config, inputs) + reference_term(config, inputs)

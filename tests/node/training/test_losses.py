@@ -446,7 +446,9 @@ def second_moments(*ranks: list[int]) -> list[LossConfig]:
     sent: dict[int, list[float]] = {}
 
     def find(rank: int) -> LossConfig:
-        def exchange(fold: Callable[[Sequence[float]], float]) -> Callable[[list[float]], list[float]]:
+        def exchange(
+            fold: Callable[[Sequence[float]], float],
+        ) -> Callable[[list[float]], list[float]]:
             def exchanged(values: list[float]) -> list[float]:
                 meeting.wait(30)
                 sent[rank] = values
@@ -474,7 +476,9 @@ def test_m2po_leaves_out_the_farthest_tokens_until_the_mean_of_the_rest_is_small
     metrics = policy_loss(config, given.inputs(), 15)[1].metrics()
     unbounded = policy_loss(LossConfig(), given.inputs(), 15)[1].metrics()
     assert metrics["is_masked/mean"] >= out.mean() > unbounded["is_masked/mean"]
-    slopes = torch.autograd.grad(policy_loss(config, tokens := given.inputs(), 15)[0], tokens.logprobs)
+    slopes = torch.autograd.grad(
+        policy_loss(config, tokens := given.inputs(), 15)[0], tokens.logprobs
+    )
     assert not slopes[0].numpy()[out].any()
     assert slopes[0].numpy()[~out].any()
 
@@ -639,6 +643,7 @@ def test_it_is_not_blamed_for_what_it_was_given(package: str) -> None:
         ({"custom": "a:b"}, "are of type"),
         ({"custom_args": {"scale": 2}}, "are of type"),
         ({"type": "reverse_kl", "ref_kl_tau": 0.1}, "leave ref_kl_tau out"),
+        ({"reference": "teacher"}, "reference is of type"),
         ({"type": "grpo_two_sided", "clip_high": 3.5}, "clip_ratio_max"),
         ({"type": "gspo", "sequence_clip_low": 1.0}, "less than 1"),
         ({"ref_kl_tau": float("nan")}, "greater than or equal"),
