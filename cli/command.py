@@ -110,10 +110,21 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
 
 def check_model(config: "RunConfig | SftConfig") -> None:
-    """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run."""
+    """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
+
+    The model that the loss compares with is checked, too.
+    """
+    from ..node.config.run import ModelConfig
     from ..node.models.architectures import check_trainable
+    from ..node.ops.errors import UsageError
 
     check_trainable(config.model, config.training.seq_len)
+    teacher = config.training.loss.reference
+    if teacher is None:
+        return
+    if not teacher.is_dir():
+        raise UsageError(f"training.loss.reference: {teacher} is no directory: give a model's")
+    check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
 
 
 # -- the node to ask -------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ Every option has a default that is right for one GPU and for a CPU; names are pr
 """
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
 Positive = Annotated[int, Field(ge=1)]
@@ -52,15 +53,21 @@ class LossConfig(BaseConfig):
     """reinforce: smaller weights are raised to this."""
     importance_max: Annotated[float, Field(gt=0)] = 2.0
     """reinforce: larger weights are cut to this."""
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
+    rejection: Literal["none", "token", "sequence", "geometric", "second_moment"] = "none"
     """Any sampled loss: leave tokens out whose ratio, whose sequence's ratio, or the geometric mean of its
-    tokens' ratios, is outside the two bounds below."""
+    tokens' ratios, is outside the two bounds below; `second_moment`: the farthest of a batch (M2PO), which is
+    read once more for that."""
     rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Least ratio that is kept; `geometric` wants it close to 1, as 0.99."""
     rejection_high: Annotated[float, Field(gt=1)] = 2.0
     """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
+    m2_threshold: Annotated[float, Field(gt=0)] = 0.04
+    """second_moment: largest mean of the squared log ratio over the tokens that are kept."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
+    reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
+    tokens; default: the model that the run began with."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """reverse_kl and its term: how far a token's probability may fall before it is left out."""
     custom: str = ""
@@ -95,6 +102,10 @@ class LossConfig(BaseConfig):
             )
         if self.importance_min > self.importance_max:
             raise ValueError("importance_min is above importance_max: lower it")
+        if self.reference is not None and not self.needs_reference:
+            raise ValueError(
+                'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+            )
         if self.type == "ce" and self.rejection != "none":
             raise ValueError('type "ce" reads no ratio: leave rejection out')
         if self.type == "reverse_kl" and self.ref_kl_tau:

@@ -497,6 +497,14 @@ def _trained(config: TrainingConfig, shape: ModelShape) -> int:
     return shape.adapter_parameters(lora.rank, lora.target_modules) if lora else shape.parameters
 
 
+def _reference(config: TrainingConfig, shape: ModelShape) -> int:
+    """Count the parameters of the reference policy. Raises EngineError for a directory without a model."""
+    teacher = config.loss.reference
+    return (
+        read_shape(read_json(teacher / "config.json")).parameters if teacher else shape.parameters
+    )
+
+
 def _resident(
     config: TrainingConfig, shape: ModelShape, gpu: bool, ranks: int, exports: bool
 ) -> MemoryBreakdown:
@@ -512,7 +520,7 @@ def _resident(
         weights = MemoryItem("weights, gathered", element * gathered, detail)
     frozen = 4 * count if config.lora is not None and (not half or ranks > 1) else 0
     moments = 0 if config.optimizer_offload and gpu else 8 * trained
-    reference = element * count if config.loss.needs_reference else 0
+    reference = element * _reference(config, shape) if config.loss.needs_reference else 0
     bits = 2 * trained if exports else 0
     return MemoryBreakdown.of(
         [

@@ -54,6 +54,31 @@ def vocab_size(directory: Path) -> int:
     return size
 
 
+def check_same_tokens(teacher: Path, student: Path) -> None:
+    """Check that every token id of `student` is the same token of `teacher`. Raises EngineError."""
+    fewer = vocab_size(teacher) < vocab_size(student)
+    if fewer or _tokens(teacher) != _tokens(student):
+        raise EngineError(
+            f"training.loss.reference: {teacher} has other tokens than the model that is trained: "
+            "give a teacher of the same tokenizer"
+        )
+
+
+def _tokens(directory: Path) -> dict[str, int]:
+    """Token ids by token, added ones included (tokenizer.json)."""
+    tokenizer = read_json(directory / "tokenizer.json")
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of unigrams: [token, score], numbered in order
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        added = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+        return {**vocabulary, **added}
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{directory / 'tokenizer.json'} has no vocabulary ({one_line(error)}): fetch the model again"
+        ) from error
+
+
 def position_count(directory: Path) -> int:
     """Tokens of the longest sequence that the model was made for (config.json); 0 where it does not say."""
     config = read_json(directory / "config.json")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..config.training import TrainingConfig
+from ..config.training import LossConfig, TrainingConfig
 from ..models import model_files
 from ..models.tensors import bf16_state
 from ..ops.errors import EngineError
@@ -33,7 +33,14 @@ from .learner_state import (
     rng_state,
     set_rng_state,
 )
-from .losses import LossSums, TokenInputs, cross_entropy, formula, policy_loss
+from .losses import (
+    LossSums,
+    TokenInputs,
+    bound_by_second_moment,
+    cross_entropy,
+    formula,
+    policy_loss,
+)
 from .meter import Cost, StepMeter, cost_of
 from .model import MULTIPLE, TrainedModel, compute_dtype
 from .optimizer import Optimizer, learning_rate
@@ -110,7 +117,7 @@ class Learner:
         model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
         reference = None
         if config.loss.needs_reference:
-            reference = TrainedModel.build(model_dir, config, world, frozen=True)
+            reference = _reference(model_dir, config, world)
         return cls(
             model,
             model_dir=model_dir,
@@ -288,6 +295,9 @@ class Learner:
     def _accumulate(self, packed: Packed, batch: TrainBatch) -> LossSums:
         """Forward and backward over this rank's rows; the sums are those of all ranks."""
         self._optimizer.zero_grad()
+        config = self._config.loss
+        if config.rejection == "second_moment" and batch.objective != "ce":
+            config = self._bounded(packed)
         self._model.expert_load.reset()
         sums = LossSums()
         for row in packed.rank(self._world.data_rank):
@@ -295,11 +305,20 @@ class Learner:
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
                 inputs = self._with_reference(self._model.read(row, self._temperature), row)
-                loss, part = policy_loss(self._config.loss, inputs, packed.tokens)
+                loss, part = policy_loss(config, inputs, packed.tokens)
             # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
             (loss * self._world.size).backward()
             sums.add(part)
         return self._reduced(sums)
+
+    def _bounded(self, packed: Packed) -> LossConfig:
+        """The loss with the bounds of this step: every token is read once more, without gradient."""
+        rows = packed.rank(self._world.data_rank)
+        with torch.no_grad():
+            ratios = [self._model.read(row, self._temperature).log_ratio for row in rows]
+        squares = torch.cat(ratios).square()
+        total, largest = self._world.total, self._world.largest
+        return bound_by_second_moment(self._config.loss, squares, total, largest)
 
     def _with_reference(self, inputs: TokenInputs, row: MicroBatch) -> TokenInputs:
         if self._reference is None:
@@ -323,6 +342,14 @@ class Learner:
         self._optimizer.zero_grad()
         self._meter.phase("optimizer")
         return {"optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
+
+
+def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:
+    """The frozen policy that the loss compares with. Raises EngineError."""
+    teacher = config.loss.reference or model_dir
+    if teacher != model_dir:
+        model_files.check_same_tokens(teacher, model_dir)
+    return TrainedModel.build(teacher, config, world, frozen=True)
 
 
 def _attach(

@@ -106,6 +106,8 @@ def mean_of(peak: str) -> str:
 MAX_LOG_RATIO = 20.0
 """Beyond e**20 a ratio is a lie or a broken sampler: the clamp keeps exp() finite and its gradient is 0,
 so that such a token changes no weight. Honest tokens never come near."""
+HALVINGS = 50
+"""Of an interval of 800 until it is less than the spacing of float32 values of 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +244,37 @@ def rejected(config: LossConfig, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
 
     By token it is masked importance sampling (MIS, verl's `rollout_rs`), with bounds of 0.5 and 5 IcePop
     (Ring-1T, arXiv 2510.18855); by the geometric mean of a sequence the mask that verl and SkyRL have for long
-    replies, whose product of ratios says nothing any more.
+    replies, whose product of ratios says nothing any more. For "second_moment": bound_by_second_moment().
     """
     log_ratio = _log_ratio_of(inputs, config.rejection).detach()
     low = math.log(config.rejection_low) if config.rejection_low else -math.inf
     return log_ratio < low, log_ratio > math.log(config.rejection_high)
+
+
+def bound_by_second_moment(
+    config: LossConfig, squares: Tensor, total: Fold, largest: Fold
+) -> LossConfig:
+    """Turn rejection "second_moment" into bounds of the token's ratio for one step; collective over its ranks.
+
+    `squares` are (log r)**2 of all tokens of the step that are this rank's. M2PO (arXiv 2510.01161, AReaL's
+    `m2_threshold`) leaves out the tokens that have the largest, until the mean of the rest is at most
+    m2_threshold. The mean rises with the bound, so halving the interval finds it without exchanging the tokens;
+    the bound is put halfway between the last token that is kept and the first one that is not.
+    """
+    squares = squares.detach().double()
+    low, high = 0.0, MAX_LOG_RATIO**2 * 2
+    for _ in range(HALVINGS):
+        bound = (low + high) / 2
+        kept = squares <= bound
+        moment, count = total([float(squares[kept].sum()), float(kept.sum())])
+        low, high = (bound, high) if moment <= config.m2_threshold * count else (low, bound)
+    kept = squares <= low
+    edges = [float(squares[kept].max()) if bool(kept.any()) else 0.0]
+    edges.append(-float(squares[~kept].min()) if not bool(kept.all()) else -high)
+    inside, outside = largest(edges)
+    log_ratio = math.sqrt((inside - outside) / 2)
+    bounds = {"rejection_low": math.exp(-log_ratio), "rejection_high": math.exp(log_ratio)}
+    return config.model_copy(update={"rejection": "token", **bounds})
 
 
 def _log_ratio_of(inputs: TokenInputs, level: str) -> Tensor:
@@ -268,7 +296,8 @@ def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
         masked = d < -ref_kl_mask_low
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
-    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read.
+    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read. The
+    reference is the model that the run began with, or the teacher that `reference` names.
     """
     low = inputs.moved < -config.ref_kl_mask_low
     values = _pull(config, inputs) + reference_term(config, inputs)
@@ -442,7 +471,7 @@ def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[T
     without tokens gets 0 with a gradient of 0, so that its backward() takes part in the others' collectives.
     A number that is not finite makes the loss so: nothing is repaired here, the caller skips such a step.
 
-    Raises ValueError for columns that do not agree, a count that is too small, or a reference that is
+    Raises ValueError for columns that do not agree, a count that is too small, a reference or bounds that are
     missing; UsageError for a custom loss (load_custom).
     """
     _check(inputs, tokens)
@@ -451,6 +480,8 @@ def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[T
             f"loss {config.type!r} with ref_kl_tau {config.ref_kl_tau:g} compares with a reference policy: "
             "give TokenInputs.reference"
         )
+    if config.rejection == "second_moment":
+        raise ValueError("its bounds are those of a whole step: ask bound_by_second_moment() first")
     return _share(formula(config), inputs, tokens, sampled=True)
 
 

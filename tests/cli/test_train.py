@@ -62,6 +62,15 @@ def test_a_shape_that_an_engine_or_a_model_does_not_have_is_refused(
     cli(*line.split()).refused(2, reason)
 
 
+def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_run(
+    cli: Cli, tmp_path: Path
+) -> None:
+    line = ("rl", "@", "demo", "--training.loss.type", "reverse_kl", "--training.loss.reference")
+    cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is no directory")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    cli(*line, str(tmp_path), "--dry-run").refused(2, "cannot be trained")
+
+
 # -- GPUs ------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
-from primerl.node.config.training import LoraConfig, TrainingConfig
+from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.memory_plan.memory import (
@@ -419,6 +419,18 @@ def test_ranks_share_what_stays() -> None:
     assert learner(LARGE, ranks=4).total < learner(LARGE).total
     whole = named(learner(LARGE, ranks=4, fsdp={"reshard_after_forward": False}).resident)
     assert whole["weights, gathered"] == 2 * LARGE.parameters > stays["weights, gathered"]
+
+
+def test_a_teacher_takes_the_room_of_its_own_size(tmp_path: Path) -> None:
+    made = {"model_type": "qwen3", **ModelCreateConfig(num_hidden_layers=7).model_dump()}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+
+    def reference(**loss: object) -> int:
+        fields = LossConfig.model_validate({"type": "reverse_kl", **loss})
+        return named(learner(LARGE, loss=fields).resident)["reference policy"]
+
+    assert reference() == 2 * LARGE.parameters
+    assert reference(reference=tmp_path) == 2 * read_shape(made).parameters
 
 
 def test_adapters_need_moments_of_their_own_only() -> None:

@@ -1,4 +1,5 @@
 import gc
+import json
 import math
 import random
 import weakref
@@ -85,6 +86,104 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
     after = probabilities()
     assert after[0] > 3 * before[0]
     assert after[1] < before[1]
+
+
+def teacher_of(directory: Path, **shape: int) -> Path:
+    huggingface.create(directory, TINY.model_copy(update=shape), seed=9)
+    return directory
+
+
+def distilling(teacher: Path | None) -> TrainingConfig:
+    loss = LossConfig(type="reverse_kl", reference=teacher, ref_kl_mask_low=1.0, kl_tau=0.0)
+    return FAST.model_copy(update={"loss": loss})
+
+
+def test_distillation_compares_with_the_teacher_that_is_named(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    teacher = teacher_of(tmp_path / "teacher", hidden_size=48, num_hidden_layers=3)
+    rng = random.Random(5)
+    row = sample(rng, drawn=6)
+
+    def read(directory: Path) -> list[float]:
+        return learner(directory).packed_logprobs([row])
+
+    pi, wanted = read(model_dir), read(teacher)
+    drawn = replace(row, logprobs=[0.0] * 4 + pi)
+    values = learner(model_dir, distilling(teacher)).step(TrainBatch(1, [drawn])).values
+    gaps = [other - own for own, other in zip(pi, wanted, strict=True)]
+    assert values["loss/mean"] == pytest.approx(-sum(gaps) / 6, abs=1e-5)
+    assert max(map(abs, gaps)) > 0.01
+    alone = learner(model_dir, distilling(None)).step(TrainBatch(1, [drawn])).values
+    assert alone["loss/mean"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_policy_becomes_like_its_teacher(model_dir: Path, tmp_path: Path) -> None:
+    teacher = teacher_of(tmp_path / "teacher")
+    subject, wanted = learner(model_dir, distilling(teacher)), learner(teacher)
+    prompt = [5, 6, 7]
+    ids = list(range(256))
+    every = [Sample([*prompt, one], [False] * 3 + [True], [0.0] * 4, 0.0) for one in ids]
+
+    def distance() -> float:
+        pi, other = ([one[3] for one in logprobs(model, every)] for model in (subject, wanted))
+        return sum(math.exp(a) * (a - b) for a, b in zip(pi, other, strict=True))
+
+    before = distance()
+    rng = random.Random(3)
+    for step in range(1, 21):
+        pi = [one[3] for one in logprobs(subject, every)]
+        drawn = rng.choices(ids, [math.exp(one) for one in pi], k=64)
+        rows = [replace(every[one], logprobs=[0.0] * 3 + [pi[one]]) for one in drawn]
+        subject.step(TrainBatch(step, rows))
+    assert distance() < 0.7 * before
+
+
+def test_a_teacher_of_other_tokens_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    teacher = teacher_of(tmp_path / "teacher")
+    path = teacher / "tokenizer.json"
+    tokenizer = json.loads(path.read_bytes())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = sorted(vocabulary)[:2]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(EngineError, match="same tokenizer"):
+        learner(model_dir, distilling(teacher))
+    path.write_text("{}")
+    with pytest.raises(EngineError, match="no vocabulary"):
+        learner(model_dir, distilling(teacher))
+    with pytest.raises(EngineError, match="is missing"):
+        learner(model_dir, distilling(tmp_path / "nowhere"))
+
+
+def test_a_teacher_with_fewer_rows_than_there_are_tokens_is_refused(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    teacher = teacher_of(tmp_path / "teacher", vocab_size=TINY.vocab_size - 8)
+    with pytest.raises(EngineError, match="same tokenizer"):
+        learner(model_dir, distilling(teacher))
+
+
+def test_m2po_reads_a_batch_first_and_bounds_it_as_a_whole(model_dir: Path) -> None:
+    rows = {"seq_len": 16, "loss": LossConfig(rejection="second_moment", m2_threshold=0.1)}
+    subject = learner(model_dir, FAST.model_copy(update=rows))
+    samples = batch(1).samples
+    far = sorted(
+        (trained - drawn) ** 2
+        for one, row in zip(samples, logprobs(subject, samples), strict=True)
+        for trained, drawn, on in zip(row, one.logprobs, one.mask, strict=True)
+        if on
+    )
+    means = [sum(far[: n + 1]) / (n + 1) for n in range(len(far))]
+    kept = sum(mean <= 0.1 for mean in means)
+    assert 0 < kept < len(far)
+    values = subject.step(TrainBatch(1, samples)).values
+    masked = values["is_masked/mean"] * len(far)
+    assert masked >= len(far) - kept
+    plain = learner(model_dir, FAST.model_copy(update={"seq_len": 16}))
+    assert masked - plain.step(TrainBatch(1, samples)).values["is_masked/mean"] * len(far) <= (
+        len(far) - kept
+    )
 
 
 def test_a_resumed_run_equals_the_unbroken_one_bit_by_bit(model_dir: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from primerl.node.training.losses import (
     PEAKS,
     LossSums,
     TokenInputs,
+    bound_by_second_moment,
     cross_entropy,
     formula,
     policy_loss,
@@ -434,6 +437,71 @@ def test_what_no_token_has_is_not_reported_as_zero() -> None:
     assert metrics["is_masked/mean"] == 0.0
 
 
+M2PO = LossConfig(rejection="second_moment", m2_threshold=0.04)
+
+
+def second_moments(*ranks: list[int]) -> list[LossConfig]:
+    """The bounds that each rank finds, each in a thread that meets the others at every exchange."""
+    meeting = Barrier(len(ranks))
+    sent: dict[int, list[float]] = {}
+
+    def find(rank: int) -> LossConfig:
+        def exchange(
+            fold: Callable[[Sequence[float]], float],
+        ) -> Callable[[list[float]], list[float]]:
+            def exchanged(values: list[float]) -> list[float]:
+                meeting.wait(30)
+                sent[rank] = values
+                meeting.wait(30)
+                return [fold(column) for column in zip(*sent.values(), strict=True)]
+
+            return exchanged
+
+        squares = loss_cases.tokens().of(ranks[rank]).inputs().log_ratio.square()
+        return bound_by_second_moment(M2PO, squares, exchange(math.fsum), exchange(max))
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(find, range(len(ranks))))
+
+
+def test_m2po_leaves_out_the_farthest_tokens_until_the_mean_of_the_rest_is_small() -> None:
+    given = loss_cases.tokens()
+    squares = np.sort(np.log(given.pi / given.mu) ** 2)
+    small = np.cumsum(squares) / np.arange(1, 16) <= 0.04
+    assert 3 < small.sum() < 12
+    (config,) = second_moments([0, 1, 2, 3, 4])
+    assert config.rejection == "token"
+    ratio = given.pi / given.mu
+    out = np.log(ratio) ** 2 >= squares[small.sum()]
+    metrics = policy_loss(config, given.inputs(), 15)[1].metrics()
+    unbounded = policy_loss(LossConfig(), given.inputs(), 15)[1].metrics()
+    assert metrics["is_masked/mean"] >= out.mean() > unbounded["is_masked/mean"]
+    slopes = torch.autograd.grad(
+        policy_loss(config, tokens := given.inputs(), 15)[0], tokens.logprobs
+    )
+    assert not slopes[0].numpy()[out].any()
+    assert slopes[0].numpy()[~out].any()
+
+
+def test_m2po_finds_the_same_bounds_on_all_ranks_as_on_one() -> None:
+    (alone,) = second_moments([0, 1, 2, 3, 4])
+    for config in second_moments([0, 1, 4], [2], [3], []):
+        assert config == alone
+
+
+def test_m2po_leaves_out_nothing_of_a_batch_that_is_near_its_sampler() -> None:
+    near = torch.full((7,), 0.03)
+    config = bound_by_second_moment(M2PO, near, list, list)
+    assert config.rejection_high > math.exp(0.03**0.5)
+    far = torch.full((7,), 0.05)
+    assert bound_by_second_moment(M2PO, far, list, list).rejection_high < math.exp(0.05**0.5)
+
+
+def test_m2po_is_refused_without_the_bounds_of_a_step() -> None:
+    with pytest.raises(ValueError, match="bound_by_second_moment"):
+        policy_loss(M2PO, loss_cases.tokens().inputs(), 15)
+
+
 SOURCE = """
 from primerl.node.training.losses import TokenInputs, TokenLoss
 
@@ -575,6 +643,7 @@ def test_it_is_not_blamed_for_what_it_was_given(package: str) -> None:
         ({"custom": "a:b"}, "are of type"),
         ({"custom_args": {"scale": 2}}, "are of type"),
         ({"type": "reverse_kl", "ref_kl_tau": 0.1}, "leave ref_kl_tau out"),
+        ({"reference": "teacher"}, "reference is of type"),
         ({"type": "grpo_two_sided", "clip_high": 3.5}, "clip_ratio_max"),
         ({"type": "gspo", "sequence_clip_low": 1.0}, "less than 1"),
         ({"ref_kl_tau": float("nan")}, "greater than or equal"),
