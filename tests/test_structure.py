@@ -80,6 +80,7 @@ HEAVY = {
     "transformers": {"node.models.huggingface"},
     "huggingface_hub": {"node.models.huggingface"},
     "datasets": {"node.sft.data"},
+    "pyarrow": {"node.storage.rollouts"},
     "renderers": {"node.sft.tokens"},
     "uvicorn": {"node.inference.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},

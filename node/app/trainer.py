@@ -28,8 +28,10 @@ from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cau
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
-from ..storage.run_files import TICKET, weights_dir
+from ..storage.rollouts import RolloutFiles
+from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
+from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
@@ -305,9 +307,16 @@ class TrainerNode(Node):
                 ),
                 at_once=2 * self._config.engine.max_batch,
             )
+            kept = RolloutKeeper(
+                RolloutFiles(self._config.run_dir / ROLLOUTS, fsync=self._config.fsync),
+                self._config.rollouts.keep,
+                environment=environment.name,
+                model_dir=model_dir,
+            )
+            cleanup.push_async_callback(asyncio.to_thread, kept.close)
             run = (services, documents, environment, metrics, evaluator, verification, eval_tasks)
             await until_done(
-                lambda again: self._learn(*run, again),
+                lambda again: self._learn(*run, kept, again),
                 Restarts(self._config.training.fsdp.max_restarts),
                 newest=open_checkpoints(self._config).latest,
                 replace=lambda: self._replace_backend(model_dir),
@@ -333,6 +342,7 @@ class TrainerNode(Node):
         evaluator: Evaluator,
         verification: Verification,
         eval_tasks: Sequence[EvalTask],
+        kept: RolloutKeeper,
         again: bool,
     ) -> None:
         """Do all of a run or, with `again`, the rest of it after the newest checkpoint."""
@@ -375,6 +385,7 @@ class TrainerNode(Node):
             verification.test,
             buffer,
             progress,
+            kept,
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(

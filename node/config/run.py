@@ -227,6 +227,17 @@ class SamplingConfig(BaseConfig):
     """Most tokens of one reply."""
 
 
+class KeepConfig(BaseConfig):
+    """Rollouts that are kept to be read: a Parquet file for each step in RUN_DIR/rollouts."""
+
+    share: Fraction = 1.0
+    """Share of the groups that is kept; 0 keeps nothing, and `replay` needs all of them."""
+    steps: Annotated[int, Field(ge=0)] = 50
+    """Newest steps whose rollouts are kept; 0 keeps all."""
+    max_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Most that they may take on the disk: older ones make room for new ones."""
+
+
 class RolloutsConfig(BaseConfig):
     """How work is handed out and how old it may become."""
 
@@ -250,6 +261,7 @@ class RolloutsConfig(BaseConfig):
     """Largest share of a batch that one worker supplies, where there are enough workers."""
     max_empty_batches: Positive = 10
     """Empty or signal-free batches in a row that stop the run."""
+    keep: KeepConfig = KeepConfig()
 
 
 class WarmupConfig(BaseConfig):

@@ -21,6 +21,7 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "logs",
 )
 CHECKPOINTS = "checkpoints"
+ROLLOUTS = "rollouts"
 CONFIG = "config.json"
 MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """At least one of these is in the directory of every run."""
@@ -69,7 +70,10 @@ def check_kinds(run_dir: Path) -> None:
             raise StorageError(
                 f"{run_dir / name} is a directory, and a file is to be written there: move it away"
             )
-    for path in (run_dir, *(run_dir / name for name in (LOGS, CHECKPOINTS, "trainer", "weights"))):
+    for path in (
+        run_dir,
+        *(run_dir / name for name in (LOGS, CHECKPOINTS, ROLLOUTS, "trainer", "weights")),
+    ):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise StorageError(f"{path} is no directory, and one is to be made there: move it away")
 

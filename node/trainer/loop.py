@@ -25,6 +25,7 @@ from ..training.advantages import CreditedBatch, credit, has_equal_rewards
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
+from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
 from .scheduler import LeaseScheduler
 from .state import Progress, TrainerState, snapshots
@@ -214,6 +215,7 @@ class TrainerRole:
         self.submissions = submissions
         self._buffer = submissions.buffer
         self.progress = submissions.progress
+        self._kept = submissions.kept
         self._clock = submissions.progress.clock
         self._backend = backend
         self.publisher = publisher
@@ -243,6 +245,7 @@ class TrainerRole:
         """Restore buffer, tasks and counts from the checkpoint of `step`."""
         state = msgspec.json.decode(parts["cursor"], type=TrainerState)
         await asyncio.to_thread(self._metrics.go_back, step, state.line)
+        await asyncio.to_thread(self._kept.go_back, step)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(state.verified_up_to)
@@ -299,9 +302,8 @@ class TrainerRole:
         await self.scheduler.work_changed()  # a batch less waits
         try:
             snapshot = await self._learn(groups, batch, waited)
-            self._publishing = tasks.create_task(
-                self._publish(self.progress.step, snapshot, self._line)
-            )
+            trained = self._kept.trained(self.progress.step, groups, batch.samples)
+            self._publishing = tasks.create_task(self._publish(trained, snapshot, self._line))
             if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
                 await self._published()
         finally:
@@ -336,15 +338,19 @@ class TrainerRole:
                 await self._publishing
             self._publishing = None
 
-    async def _publish(self, step: int, snapshot: Snapshot, line: dict[str, float | None]) -> None:
-        """Publish a version, tell the network, begin its evaluation, write its metrics."""
-        began = time.monotonic()
+    async def _publish(
+        self, trained: TrainedStep, snapshot: Snapshot, line: dict[str, float | None]
+    ) -> None:
+        """Publish a version, tell the network, begin its evaluation, write its metrics and rollouts."""
+        began, step = time.monotonic(), trained.step
         # written while the version is encoded; with a longer interval, while later steps are trained
         durable = self.settle if self._config.checkpoint.interval == 1 else None
         await self.publisher.publish(step, snapshot, before_announcing=durable)
         await self._gossip()
         self._evaluation.begin(step, self.publisher.states[step])
         self._write_metrics(step, line, time.monotonic() - began)
+        head = self._services.heads.latest()
+        self._kept.write(trained, head.sealed if head else b"")
 
     async def _gossip(self) -> None:
         """Gossip the newest head, where discovery is on."""
@@ -468,6 +474,7 @@ class TrainerRole:
             rewards = [rollout.reward for group in groups for rollout in group.rollouts]
             progress.zero_advantage += 1
             progress.equal_rewards = min(rewards), max(rewards)
+            self._kept.lost(groups, ZERO_ADVANTAGE)
         logger.warning("empty batch %d of %d", progress.empty, limit)
         if progress.empty < limit:
             return
@@ -545,6 +552,7 @@ class TrainerRole:
                 self.submissions.grown.notify_all()
 
     def _count_swept(self, groups: list[RolloutGroup]) -> None:
+        self._kept.lost(groups, Reason.STALE.value)
         count = sum(len(group.rollouts) for group in groups)
         self.progress.accepted -= count
         if count:

@@ -28,6 +28,7 @@ from ..storage.ledger import QueuedSubmission
 from ..training.buffer import RolloutBuffer
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .bounds_book import MeasuredRows
+from .kept_rollouts import RolloutKeeper
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler
 from .state import LEASES_PER_BOOT, ChainEpoch, Progress
@@ -47,6 +48,7 @@ class PendingVerification:
     """A submission that is being verified."""
 
     arrived: QueuedSubmission
+    submission: Submission
     lease: Lease
     before: bytes | None
     """Its sealed verdict from before the trainer was killed."""
@@ -64,8 +66,9 @@ class SubmissionQueue:
         test: BanTest,
         buffer: RolloutBuffer,
         progress: Progress,
+        kept: RolloutKeeper,
     ) -> None:
-        """`test` decides which workers are banned."""
+        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer."""
         self._scheduler = scheduler
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
@@ -75,6 +78,7 @@ class SubmissionQueue:
         self._contract = contract
         self.buffer = buffer
         self.progress = progress
+        self.kept = kept
         self._arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(CAPACITY)
         self._stages = StageFaults(
             self._registry.reputation, self._registry.pipelines.dissolve, test
@@ -136,7 +140,7 @@ class SubmissionQueue:
         before = self._ledger.verdict_on(arrived.arrival)
         submission, lease = self.open(arrived)
         verifying = tasks.create_task(self._verify(arrived, submission, lease, before))
-        begun.put_nowait(PendingVerification(arrived, lease, before, verifying))
+        begun.put_nowait(PendingVerification(arrived, submission, lease, before, verifying))
 
     async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
         """Judge the verified submissions in order of arrival; wakes the trainer and lease requests."""
@@ -146,6 +150,7 @@ class SubmissionQueue:
             self._verifying -= 1
             self._room.release()
             self._judge(one.arrived, verified, one.before)
+            self.kept.judged(one.arrived.node, one.submission, one.lease, verified)
             if verified.groups:
                 self._measure_turnaround(one.lease, len(verified.groups))
             async with self.grown:
@@ -170,6 +175,7 @@ class SubmissionQueue:
             if refusal is not None:
                 progress.accepted -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
+                self.kept.lost([group], refusal)
         self._deliver(arrived, before or self._keep(arrived, verified, measured))
 
     def _measure_turnaround(self, lease: Lease, groups: int) -> None:

@@ -24,6 +24,8 @@ class BranchTokens:
     token_ids: list[int]
     mask: list[bool]
     logprobs: list[float]
+    versions: tuple[int, int] = (0, 0)
+    """Oldest and newest policy version that drew any token."""
 
 
 @dataclass(frozen=True)

@@ -448,7 +448,12 @@ class Verifier:
                     rollouts=[
                         ScoredRollout(
                             [
-                                BranchTokens(b.token_ids, b.sampled, b.logprobs)
+                                BranchTokens(
+                                    b.token_ids,
+                                    b.sampled,
+                                    b.logprobs,
+                                    (b.policy_first, b.policy_last),
+                                )
                                 for b in one.rollout.branches
                             ],
                             one.score.reward,

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from support.bare_services import bare_services
+from support.kept_cases import keeper
 from support.swarm import until
 
 from primerl.crypto.hashing import digest
@@ -56,9 +57,10 @@ class Recorder:
 class FakeQueue:
     """Judges nothing: tests put groups into the buffer themselves."""
 
-    def __init__(self, buffer: RolloutBuffer, progress: Progress) -> None:
+    def __init__(self, buffer: RolloutBuffer, progress: Progress, directory: Path) -> None:
         self.buffer = buffer
         self.progress = progress
+        self.kept = keeper(directory)
         self.grown = asyncio.Condition()
 
     def waiting(self) -> int:
@@ -125,7 +127,7 @@ class World:
             services=services, book=self.book, proven=_proven, reputations={}
         )
         self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
-        self.queue = FakeQueue(self.buffer, self.progress)
+        self.queue = FakeQueue(self.buffer, self.progress, directory)
         self.publisher = SlowPublisher()
         parts: list[Any] = [
             SimpleNamespace(

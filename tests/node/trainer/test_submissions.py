@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from support.bare_services import bare_services
+from support.kept_cases import keeper
 from support.protocol_cases import LEASE, PROOFS, RUN
 from support.swarm import until
 
@@ -117,6 +119,7 @@ class World:
             ban_test(PROOFS, 1000),
             RolloutBuffer(max_off_policy_steps=2, capacity=100),
             self.progress,
+            keeper(Path()),
         )
 
     def arrived_after(self, arrival: int) -> list[QueuedSubmission]:

@@ -1,0 +1,331 @@
+"""`primerl-node rollouts`: the rollouts that a run kept."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .command import AsJson, find_node
+
+if TYPE_CHECKING:
+    from ..node.storage.rollouts import KeptRollout, RolloutFiles, RolloutFilter
+
+SHORT = 10
+PREVIEW = 60
+"""Characters of a reply in the list."""
+COLUMN = 36
+"""Least width of a completion in --diff."""
+RunDir = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Directory of the run; without it, the run of the trainer on this machine."
+    ),
+]
+
+
+def run(
+    run_dir: RunDir = None,
+    step: Annotated[
+        str, typer.Option("--step", "-s", metavar="N|A-B", help="Of this step, or of these.")
+    ] = "",
+    worker: Annotated[str, typer.Option("--worker", help="First digits of its node id.")] = "",
+    environment: Annotated[str, typer.Option("--environment", help="Its id.")] = "",
+    verdict: Annotated[
+        str, typer.Option("--verdict", help="trained, unused (accepted all the same) or rejected.")
+    ] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why it is not trained: bad_reward, stale, thin ..")
+    ] = "",
+    reward_min: Annotated[float | None, typer.Option("--reward-min", help="At least this.")] = None,
+    reward_max: Annotated[float | None, typer.Option("--reward-max", help="At most this.")] = None,
+    last: Annotated[
+        int, typer.Option("--last", min=1, help="How many are listed, the newest.")
+    ] = 40,
+    show: Annotated[
+        str,
+        typer.Option(
+            "--show", metavar="STEP/GROUP/ROLLOUT", help="One as the model saw it, all its tokens."
+        ),
+    ] = "",
+    diff: Annotated[
+        str,
+        typer.Option(
+            "--diff", metavar="STEP/GROUP", help="The completions of a group beside each other."
+        ),
+    ] = "",
+    export: Annotated[
+        str,
+        typer.Option(
+            "--export", metavar="FILE", help="Write those found as JSON lines; - prints them."
+        ),
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Read the rollouts that a run kept: list them, show one, compare a group, export.
+
+    A run keeps those of its newest steps in RUN_DIR/rollouts (rollouts.keep): what was trained, with
+    advantages, what was accepted and not trained, and what was rejected, each with its reason. The
+    reward of a rejected one is what its worker claimed.
+
+    \b
+    Examples:
+      primerl-node rollouts outputs/demo --step 12 --reward-max 0.2
+      primerl-node rollouts outputs/demo --verdict rejected
+      primerl-node rollouts outputs/demo --show 12/0/3
+      primerl-node rollouts outputs/demo --diff 12/0
+      primerl-node rollouts outputs/demo --step 10-20 --export samples.jsonl
+    """
+    import math
+
+    from ..node.ops.errors import UsageError
+    from ..node.storage.rollouts import RolloutFilter
+
+    if sum(map(bool, (show, diff, export))) > 1:
+        raise UsageError("give one of --show, --diff and --export")
+    files = open_files(run_dir)
+    low = -math.inf if reward_min is None else reward_min
+    high = math.inf if reward_max is None else reward_max
+    wanted = RolloutFilter(_steps(step), worker.lower(), environment, verdict, reason, (low, high))
+    if export:
+        _export(files, wanted, export)
+    elif show:
+        _show(_found(files, show, 3), as_json=as_json)
+    elif diff:
+        _diff(_mates(files, diff), as_json=as_json)
+    else:
+        _list(files, wanted, last, as_json=as_json)
+
+
+def open_files(run_dir: Path | None) -> "RolloutFiles":
+    """Find the rollouts of a run. Raises UsageError where there are none."""
+    from ..node.ops.errors import UsageError
+    from ..node.storage.rollouts import RolloutFiles
+    from ..node.storage.run_files import ROLLOUTS
+
+    directory = run_dir.expanduser() if run_dir is not None else find_node(None).parent
+    files = RolloutFiles(directory / ROLLOUTS)
+    if not files.steps():
+        raise UsageError(
+            f"{directory} holds no rollouts: name the directory of a run (outputs/NAME) that has done a step "
+            "with rollouts.keep.share above 0"
+        )
+    return files
+
+
+def _steps(text: str) -> tuple[int, int] | None:
+    """Read "12" or "10-20". Raises UsageError."""
+    from ..node.ops.errors import UsageError
+
+    first, dash, end = text.partition("-")
+    try:
+        return (int(first), int(end if dash else first)) if text else None
+    except ValueError as error:
+        raise UsageError(f"--step is a number or two, as in 12 or 10-20, not {text!r}") from error
+
+
+def _place(text: str, parts: int) -> list[int]:
+    """Read STEP/GROUP or STEP/GROUP/ROLLOUT. Raises UsageError."""
+    from ..node.ops.errors import UsageError
+
+    numbers = text.split("/")
+    if len(numbers) != parts or not all(one.isdecimal() for one in numbers):
+        form = "/".join(("STEP", "GROUP", "ROLLOUT")[:parts])
+        raise UsageError(f"{text!r} is no {form}: the list shows them")
+    return [int(one) for one in numbers]
+
+
+def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
+    """Read what is at a place. Raises UsageError, StorageError."""
+    from ..node.ops.errors import UsageError
+    from ..node.storage.rollouts import RolloutFilter
+
+    step, group, *rest = _place(text, parts)
+    files.record(step)
+    place = RolloutFilter((step, step), group=group, rollout=rest[0] if rest else None)
+    found = list(files.select(place))
+    if not found:
+        raise UsageError(f"nothing is kept at {text}: the list shows what is, --step {step}")
+    return found
+
+
+def _mates(files: "RolloutFiles", text: str) -> "list[KeptRollout]":
+    """Read a group, with those of its rollouts that were rejected, or are in the file of another step."""
+    from ..node.storage.rollouts import BRIEF, RolloutFilter
+
+    group = _found(files, text, 2)
+    lease, task = group[0].lease, group[0].task
+    mates = [
+        (one.step, one.group)
+        for one in files.select(RolloutFilter(), BRIEF)
+        if (one.lease, one.task) == (lease, task)
+        and (one.step, one.group) != (group[0].step, group[0].group)
+    ]
+    for step, number in dict.fromkeys(mates):
+        group += _found(files, f"{step}/{number}", 2)
+    return group
+
+
+def visible(text: str) -> str:
+    """Escape what is no text but line ends and tabs: a reply may hold what a terminal obeys."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
+    )
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json: bool) -> None:
+    from rich.markup import escape
+
+    from ..node.storage.rollouts import BRIEF
+    from .tables import NONE, plain_table, write
+
+    found: list[KeptRollout] = []
+    left = 0
+    for step in reversed(files.steps()):
+        if not wanted.takes_step(step):
+            continue
+        some = [one for one in files.read(step, (*BRIEF, "completion")) if wanted.takes(one)]
+        left += max(0, len(found) + len(some) - last)
+        found = [*some, *found][-last:]
+        if len(found) == last and left:
+            break
+    if as_json:
+        _print_json(found, ("completion",))
+        return
+    if not found:
+        write("no rollout is like that")
+        return
+    names = "ROLLOUT VERDICT REASON REWARD ADVANTAGE VERSIONS WORKER ENVIRONMENT REPLY".split()
+    table = plain_table(*names, right=("REWARD", "ADVANTAGE", "VERSIONS"))
+    for one in found:
+        first, newest = one.policy_first, one.policy_last
+        table.add_row(
+            one.place if not one.branch else f"{one.place}.{one.branch}",
+            one.verdict,
+            escape(one.reason) or NONE,
+            f"{one.reward:.3g}",
+            NONE if one.advantage is None else f"{one.advantage:+.3g}",
+            str(first) if first == newest else f"{first}-{newest}",
+            one.worker[:SHORT],
+            escape(one.environment),
+            escape(repr(one.completion[:PREVIEW])),
+        )
+    write(table)
+    if left:
+        write(f"and older ones: --last {2 * last}, or --step, show more")
+
+
+def _show(branches: "Sequence[KeptRollout]", *, as_json: bool) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
+    from .tables import label_table, write
+
+    if as_json:
+        _print_json(branches, None)
+        return
+    plain = not sys.stdout.isatty()
+    parts: list[Any] = []
+    for one in branches:
+        seen = Text()
+        for text, trained in one.parts():
+            shown = visible(text)
+            marked = f">>>{shown}<<<" if trained and plain else shown
+            seen.append(marked, style="bold green" if trained else "")
+        parts += [label_table(_facts(one)), "", seen, ""]
+    how = "between >>> and <<<" if plain else "bold and green"
+    verb = "is trained" if branches[0].verdict == "trained" else "was drawn by the model"
+    write(Group(*parts, Text(f"What {verb} is {how}.", style="dim")))
+
+
+def _facts(one: "KeptRollout") -> list[tuple[str, str]]:
+    drawn = sum(one.completion_mask)
+    why = f": {one.reason}" if one.reason else ""
+    why += f", {visible(one.detail)}" if one.detail else ""
+    advantage = "" if one.advantage is None else f", advantage {one.advantage:+.6g}"
+    claimed = " (claimed by its worker)" if one.verdict == "rejected" else ""
+    sampled = [
+        logprob
+        for logprob, own in zip(one.completion_logprobs, one.completion_mask, strict=True)
+        if own
+    ]
+    mean = f", mean logprob {sum(sampled) / drawn:.4g}" if drawn else ""
+    return [
+        ("rollout", f"{one.place}, branch {one.branch}, task {one.task[:SHORT]}"),
+        ("verdict", f"{one.verdict}{why}"),
+        ("reward", f"{one.reward:.6g}{claimed}{advantage}"),
+        (
+            "made by",
+            f"worker {one.worker[:SHORT]}, lease {one.lease}, environment {one.environment}",
+        ),
+        ("policies", f"{one.policy_first} to {one.policy_last}"),
+        ("tokens", f"{len(one.prompt_ids)} + {len(one.completion_ids)}, {drawn} drawn{mean}"),
+    ]
+
+
+def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
+    """Draw the completions in columns, as many as fit; what all of them begin with is dim."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .tables import console
+
+    if as_json:
+        _print_json(group, None)
+        return
+    screen = console()
+    replies = [visible(one.completion) for one in group]
+    pairs = zip(min(replies), max(replies), strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    screen.print(Text(visible(group[0].prompt), style="dim"), "")
+    at_once = max(1, screen.width // COLUMN)
+    for start in range(0, len(group), at_once):
+        some = group[start : start + at_once]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+        for one in some:
+            gain = "" if one.advantage is None else f" ({one.advantage:+.3g})"
+            outcome = one.reason if one.verdict != "trained" else ""
+            head = f"{one.place}  {one.reward:.3g}{gain}  {outcome}"
+            table.add_column(Text(head.strip()), overflow="fold", width=screen.width // at_once - 2)
+        cells = [Text(reply) for reply in replies[start : start + at_once]]
+        for cell in cells:
+            cell.stylize("dim", 0, same)
+        table.add_row(*cells)
+        screen.print(table)
+
+
+def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None:
+    """Write JSON lines. Raises StorageError."""
+    from ..node.ops.errors import file_error
+    from ..node.storage.rollouts import as_json
+
+    lines = (as_json(one) + b"\n" for one in files.select(wanted))
+    if target == "-":
+        sys.stdout.buffer.writelines(lines)
+        sys.stdout.flush()
+        return
+    count = 0
+    try:
+        with Path(target).expanduser().open("wb") as file:
+            for line in lines:
+                file.write(line)
+                count += 1
+    except OSError as error:
+        raise file_error(error, Path(target)) from error
+    typer.echo(f"{count} rollouts are in {target}")
+
+
+def _print_json(found: "Iterable[KeptRollout]", texts: Sequence[str] | None) -> None:
+    """Print an array; `texts` are the columns beside the small ones, None: all."""
+    import msgspec
+
+    from ..node.storage.rollouts import BRIEF, COLUMNS
+
+    names = COLUMNS if texts is None else (*BRIEF, *texts)
+    rows = [{name: getattr(one, name) for name in names} for one in found]
+    typer.echo(msgspec.json.format(msgspec.json.encode({"rollouts": rows})).decode())

@@ -1,0 +1,311 @@
+"""Rollouts that a run keeps: one Parquet file per step, `rollouts/step_000012.parquet`, read and written here.
+
+A file is whole or absent. It holds the batch of its step in the order in which it was trained, then what did
+not get into a batch, and in its metadata the signed head of the policy that the step made.
+"""
+
+import math
+import os
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ..ops.errors import StorageError, file_error
+
+FORMAT = 1
+"""Of the files; a higher number where the meaning of columns changed."""
+ROWS_AT_ONCE = 16
+"""Rows that are converted in one go: converting holds Python's lock, and a node has a network to serve."""
+_NAME = re.compile(r"step_(\d{6,})\.parquet")
+_META = b"primerl"
+
+Outcome = Literal["trained", "unused", "rejected"]
+"""`trained`: in a batch, with an advantage; `unused`: accepted, but nothing was learned from it; `rejected`."""
+
+
+@dataclass(frozen=True)
+class KeptRollout:
+    """One training sequence (branch) of one rollout."""
+
+    step: int
+    """Of the batch; of a rollout in no batch, the step that came next."""
+    group: int
+    """Place of its group in the file: those of the batch first, in order."""
+    rollout: int
+    """Place in the group; of a rejected one, its index in the lease's group."""
+    branch: int
+    verdict: Outcome
+    reason: str
+    """Why it is not trained: a reason code, thin (too few of its group left) or zero_advantage."""
+    detail: str
+    """The evidence for a rejection, in words."""
+    reward: float
+    """The trainer's own; of a rejected one, what its worker claimed."""
+    advantage: float | None
+    environment: str
+    task: str
+    """Digest, hex."""
+    worker: str
+    """Node id, hex."""
+    lease: int
+    policy_first: int
+    policy_last: int
+    """Oldest and newest policy version that drew any token."""
+    prompt: str = ""
+    """Text of the tokens before the first that the model drew, as the model saw it."""
+    completion: str = ""
+    """Text of all others: replies and, between them, what the environment said."""
+    cuts: list[int] = field(default_factory=list[int])
+    """Characters of `completion` up to each place where a reply ends or the next one begins, in order."""
+    prompt_ids: list[int] = field(default_factory=list[int])
+    completion_ids: list[int] = field(default_factory=list[int])
+    completion_mask: list[bool] = field(default_factory=list[bool])
+    """Which tokens of the completion the model drew: those are trained."""
+    completion_logprobs: list[float] = field(default_factory=list[float])
+    """The sampler's; 0 where the model did not draw."""
+
+    @property
+    def place(self) -> str:
+        """STEP/GROUP/ROLLOUT."""
+        return f"{self.step}/{self.group}/{self.rollout}"
+
+    def parts(self) -> list[tuple[str, bool]]:
+        """Prompt and completion as the model saw them, in parts, each with whether the model drew it."""
+        bounds = [0, *self.cuts, len(self.completion)]
+        spans = [self.completion[start:end] for start, end in pairwise(bounds)]
+        drawn = any(self.completion_mask)
+        return [
+            (self.prompt, False),
+            *((text, drawn and not at % 2) for at, text in enumerate(spans)),
+        ]
+
+
+COLUMNS = tuple(one.name for one in fields(KeptRollout))
+TOKENS = ("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs")
+BRIEF = tuple(name for name in COLUMNS if name not in (*TOKENS, "prompt", "completion", "cuts"))
+"""Columns that are small."""
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """Which rollouts are wanted; what is left at its default does not matter."""
+
+    steps: tuple[int, int] | None = None
+    """First and last."""
+    worker: str = ""
+    """First digits of its id."""
+    environment: str = ""
+    verdict: str = ""
+    reason: str = ""
+    reward: tuple[float, float] = (-math.inf, math.inf)
+    """Lowest and highest."""
+    group: int | None = None
+    rollout: int | None = None
+
+    def takes_step(self, step: int) -> bool:
+        """Whether any rollout of a step can be wanted."""
+        return self.steps is None or self.steps[0] <= step <= self.steps[1]
+
+    def takes(self, one: KeptRollout) -> bool:
+        """Whether a rollout is wanted."""
+        low, high = self.reward
+        return (
+            self.takes_step(one.step)
+            and one.worker.startswith(self.worker)
+            and self.environment in ("", one.environment)
+            and self.verdict in ("", one.verdict)
+            and self.reason in ("", one.reason)
+            and (low == -math.inf or low <= one.reward)
+            and (high == math.inf or one.reward <= high)
+            and self.group in (None, one.group)
+            and self.rollout in (None, one.rollout)
+        )
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """What a file says of its step."""
+
+    step: int
+    groups: int
+    """Of the batch."""
+    kept: int
+    """Groups of the batch that are in the file."""
+    rejected: int = 0
+    """Rollouts that did not get into a batch."""
+    left_out: int = 0
+    """Those of them that are not in the file for want of room."""
+    head: bytes = b""
+    """The sealed head of the policy that the step made; empty if it is not known."""
+    format: int = FORMAT
+
+    @property
+    def whole(self) -> bool:
+        """Whether the file holds all of the batch."""
+        return self.kept == self.groups
+
+
+class RolloutFiles:
+    """The files of one run in `directory`."""
+
+    def __init__(self, directory: Path, *, fsync: bool = True) -> None:
+        self.directory = directory
+        self._fsync = fsync
+
+    def path(self, step: int) -> Path:
+        """Where the rollouts of a step are."""
+        return self.directory / f"step_{step:06d}.parquet"
+
+    def steps(self) -> list[int]:
+        """Steps whose rollouts are there, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted(int(name[1]) for name in found if name)
+
+    def write(self, record: StepRecord, rows: Iterable[KeptRollout]) -> int:
+        """Write the file of a step, whole or not at all; returns its bytes. Raises StorageError."""
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        schema = _schema().with_metadata({_META: msgspec.json.encode(record)})
+        target = self.path(record.step)
+        with _replaced(target, fsync=self._fsync) as partial:
+            with parquet.ParquetWriter(partial, schema, compression="zstd") as file:
+                source = iter(rows)
+                while some := [vars(one) for one in islice(source, ROWS_AT_ONCE)]:
+                    file.write(pa.Table.from_pylist(some, schema))
+        return target.stat().st_size
+
+    def record(self, step: int) -> StepRecord:
+        """What the file of a step says of it. Raises StorageError."""
+        import pyarrow.parquet as parquet
+
+        with _reading(self.path(step)):
+            return _record(self.path(step), parquet.read_schema(self.path(step)).metadata)
+
+    def read(self, step: int, columns: Sequence[str] = COLUMNS) -> list[KeptRollout]:
+        """Read the rollouts of a step; fields beyond `columns`, which include BRIEF, are empty.
+
+        Raises StorageError.
+        """
+        import pyarrow.parquet as parquet
+
+        path = self.path(step)
+        with _reading(path):
+            table = parquet.read_table(path, columns=list(columns))
+            _record(path, table.schema.metadata)
+            return [KeptRollout(**row) for row in table.to_pylist()]
+
+    def select(
+        self, wanted: RolloutFilter, columns: Sequence[str] = COLUMNS
+    ) -> Iterator[KeptRollout]:
+        """Read the rollouts that are wanted, in order. Raises StorageError."""
+        for step in self.steps():
+            if wanted.takes_step(step):
+                yield from filter(wanted.takes, self.read(step, columns))
+
+    def go_back(self, step: int) -> None:
+        """Remove the files of later steps: the run goes on after `step`. Raises StorageError."""
+        self._remove(one for one in self.steps() if one > step)
+
+    def prune(self, steps: int, max_bytes: float) -> None:
+        """Remove the oldest files beyond the newest `steps` (0: all), or beyond `max_bytes` together.
+
+        The newest stays in any case. Raises StorageError.
+        """
+        there = self.steps()
+        old = there[:-steps] if steps else []
+        size = 0
+        for step in reversed(there[len(old) :]):
+            size += self.path(step).stat().st_size
+            if size > max_bytes and step != there[-1]:
+                old.append(step)
+        self._remove(old)
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            try:
+                self.path(step).unlink(missing_ok=True)
+            except OSError as error:
+                raise file_error(error, self.path(step)) from error
+
+
+def as_json(rollout: KeptRollout) -> bytes:
+    """Encode a rollout as one line of JSON; numbers that are not finite become null."""
+    return msgspec.json.encode(asdict(rollout))
+
+
+@contextmanager
+def _replaced(target: Path, *, fsync: bool) -> Generator[Path]:
+    """Yield a path to write; the file there becomes `target` at the end. Raises StorageError."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if fsync:
+            _sync(partial)
+        partial.replace(target)
+        if fsync:
+            _sync(target.parent)
+    except OSError as error:
+        raise file_error(error, target) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Turn what a missing or damaged file raises into StorageError."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{path} is not there: rollouts of that step were not kept, or made room for newer ones"
+        ) from error
+    except (OSError, pa.ArrowException, TypeError) as error:
+        raise StorageError(f"{path} is damaged ({error}): remove it") from error
+
+
+def _record(path: Path, metadata: "dict[bytes, bytes] | None") -> StepRecord:
+    try:
+        record = msgspec.json.decode((metadata or {})[_META], type=StepRecord)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise StorageError(f"{path} is no file of rollouts of ours: move it away") from error
+    if record.format > FORMAT:
+        raise StorageError(
+            f"{path} is of a newer release (format {record.format}): read it by that"
+        )
+    return record
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(("step", "policy_first", "policy_last", "lease"), pa.int64()),
+        **dict.fromkeys(("group", "rollout", "branch"), pa.int32()),
+        **dict.fromkeys(("reward", "advantage"), pa.float64()),
+        "cuts": pa.list_(pa.int32()),
+        "prompt_ids": pa.list_(pa.uint32()),
+        "completion_ids": pa.list_(pa.uint32()),
+        "completion_mask": pa.list_(pa.bool_()),
+        "completion_logprobs": pa.list_(pa.float32()),
+    }
+    return pa.schema([(name, kinds.get(name, pa.string())) for name in COLUMNS])

@@ -1,0 +1,305 @@
+"""Keep rollouts to be read, and a run to be replayed: collect what becomes of each, write it step by step.
+
+Invariant: nothing here holds up training. Rows and texts are made in a thread beside it, what waits is bounded,
+and a file that cannot be written is reported and costs that step's file alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+from ...crypto.hashing import digest
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.leases import Lease
+from ...protocol.rollouts import BranchRecord, RolloutRecord, Submission, unpack_f32, unpack_u32
+from ..config.run import KeepConfig
+from ..environments.chat import ChatFormat
+from ..process.background import BackgroundThread
+from ..storage.rollouts import KeptRollout, Outcome, RolloutFiles, StepRecord
+from ..training.backend import Sample
+from ..training.buffer import BranchTokens, RolloutGroup
+from ..verification.verifier import Verified
+
+logger = logging.getLogger(__name__)
+
+STEPS_WAITING = 4
+"""Steps that may wait to be written; with a slower disk further ones are left out."""
+LOST_BYTES = 64 * 2**20
+"""Most bytes of tokens, of rollouts in no batch, that are kept of one step: a hostile worker sends many."""
+CLOSE_S = 30.0
+"""Longest wait for the last files when a trainer ends."""
+THIN = "thin"
+ZERO_ADVANTAGE = "zero_advantage"
+
+
+@dataclass(frozen=True)
+class LostRollout:
+    """A rollout of a submission that did not get into a group."""
+
+    key: tuple[int, int]
+    """Lease, and group in it."""
+    index: int
+    verdict: Outcome
+    reason: str
+    detail: str
+    environment: str
+    task: bytes
+    worker: bytes
+    record: RolloutRecord | None
+    """None: the worker sent nothing for this index."""
+
+
+@dataclass
+class Lost:
+    """What did not get into a batch since the last step."""
+
+    rollouts: list[LostRollout] = field(default_factory=list[LostRollout])
+    groups: list[tuple[RolloutGroup, str]] = field(default_factory=list[tuple[RolloutGroup, str]])
+    """Accepted groups, and the reason why they are not trained."""
+    size: int = 0
+    """Bytes of their tokens, or about as many."""
+    count: int = 0
+    """Rollouts, those without room included."""
+    left_out: int = 0
+
+    def room(self, size: int, rollouts: int) -> bool:
+        """Count rollouts of that size; returns whether there is room for them."""
+        self.count += rollouts
+        if self.size + size > LOST_BYTES:
+            self.left_out += rollouts
+            return False
+        self.size += size
+        return True
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """The batch of a step, in order, and what was lost before it."""
+
+    step: int
+    groups: Sequence[RolloutGroup]
+    samples: Sequence[Sample]
+    lost: Lost
+
+
+Shown = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+
+class RolloutKeeper:
+    """Collects the rollouts of a run, and writes them once the version that they made is published."""
+
+    def __init__(
+        self, files: RolloutFiles, config: KeepConfig, *, environment: str, model_dir: Path
+    ) -> None:
+        """`environment` is the run's; the tokenizer of `model_dir` makes the texts."""
+        self._files = files
+        self._config = config
+        self._environment = environment
+        self._model_dir = model_dir
+        self._shown: Shown | None = None
+        self._lost = Lost()
+        self._writer = BackgroundThread("the writer of rollouts", STEPS_WAITING)
+
+    def lost(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """Note accepted groups that are never trained."""
+        for group in groups:
+            kept = self._config.share and self._chosen(group.lease, group.task)
+            size = sum(8 * len(b.token_ids) for one in group.rollouts for b in one.branches)
+            if kept and self._lost.room(size, len(group.rollouts)):
+                self._lost.groups.append((group, reason))
+
+    def judged(
+        self, worker: bytes, submission: Submission, lease: Lease, verified: Verified
+    ) -> None:
+        """Note the rollouts of a submission that were rejected, and survivors of a group that are alone."""
+        if not self._config.share:
+            return
+        name = lease.lease_id.to_bytes(8, "big")
+        rejected = {(one.group, one.rollout): one for one in verified.rejections}
+        for number, task in enumerate(lease.tasks):
+            if not self._chosen(name, task.digest):
+                continue
+            sent = submission.groups[number].rollouts if number < len(submission.groups) else ()
+            indices = range(lease.group_size)
+            survivors = [index for index in indices if (number, index) not in rejected]
+            for index in indices:
+                fault = rejected.get((number, index))
+                if fault is None and len(survivors) > 1:
+                    continue
+                record = sent[index] if index < len(sent) else None
+                size = (
+                    sum(len(b.tokens) + len(b.logprobs) for b in record.branches) if record else 0
+                )
+                if not self._lost.room(size, 1):
+                    continue
+                self._lost.rollouts.append(
+                    LostRollout(
+                        key=(lease.lease_id, number),
+                        index=index,
+                        verdict="unused" if fault is None else "rejected",
+                        reason=THIN if fault is None else fault.reason.value,
+                        detail="" if fault is None else fault.detail,
+                        environment=self._environment,
+                        task=task.digest,
+                        worker=worker,
+                        record=record,
+                    )
+                )
+
+    def trained(
+        self, step: int, groups: Sequence[RolloutGroup], samples: Sequence[Sample]
+    ) -> TrainedStep:
+        """Close a step: what is lost from now on belongs to the next one."""
+        lost, self._lost = self._lost, Lost()
+        return TrainedStep(step, groups, samples, lost)
+
+    def write(self, step: TrainedStep, head: bytes) -> None:
+        """Write a step beside training; `head` is the sealed head of the version that it made."""
+        if self._config.share:
+            self._writer.put(lambda: self._write(step, head))
+
+    def go_back(self, step: int) -> None:
+        """Remove what later steps left: the run goes on after `step`. Raises StorageError."""
+        self._lost = Lost()
+        self._files.go_back(step)
+
+    def close(self) -> None:
+        """Wait for the last files, for a while."""
+        self._writer.close(CLOSE_S)
+
+    def _chosen(self, lease: bytes, task: bytes) -> bool:
+        """Whether a group is in the share; the same for all that becomes of it."""
+        lot = int.from_bytes(digest(lease + task)[:8], "big") / 2**64
+        return lot < self._config.share
+
+    def _write(self, step: TrainedStep, head: bytes) -> None:
+        if self._shown is None:
+            chat = ChatFormat.load(self._model_dir, needs_template=False)
+            self._shown = lambda ids: chat.shown(ids, special=True)
+        batch = [
+            (at, one) for at, one in enumerate(step.groups) if self._chosen(one.lease, one.task)
+        ]
+        record = StepRecord(
+            step.step,
+            groups=len(step.groups),
+            kept=len(batch),
+            rejected=step.lost.count,
+            left_out=step.lost.left_out,
+            head=head,
+        )
+        self._files.write(record, rows(step, batch, self._shown))
+        self._files.prune(self._config.steps, self._config.max_gib * 2**30)
+
+
+def rows(
+    step: TrainedStep, batch: Sequence[tuple[int, RolloutGroup]], shown: Shown
+) -> Iterator[KeptRollout]:
+    """Make the rows of a step: `batch` holds the groups to keep with their places, then comes what was lost."""
+    # a sample has the very list of its branch (advantages.py)
+    advantages = {id(sample.token_ids): sample.advantage for sample in step.samples}
+    for place, group in batch:
+        trained = any(id(b.token_ids) in advantages for r in group.rollouts for b in r.branches)
+        reason = THIN if trained or len(group.rollouts) < 2 else ZERO_ADVANTAGE
+        yield from _group_rows(step.step, place, group, reason, advantages, shown)
+    places = count(len(step.groups))
+    for group, reason in step.lost.groups:
+        yield from _group_rows(step.step, next(places), group, reason, {}, shown)
+    numbers: dict[tuple[int, int], int] = {}
+    for one in step.lost.rollouts:
+        if one.key not in numbers:
+            numbers[one.key] = next(places)
+        yield from _lost_rows(step.step, numbers[one.key], one, shown)
+
+
+def _group_rows(
+    step: int,
+    place: int,
+    group: RolloutGroup,
+    reason: str,
+    advantages: dict[int, float],
+    shown: Shown,
+) -> Iterator[KeptRollout]:
+    for index, rollout in enumerate(group.rollouts):
+        for number, branch in enumerate(rollout.branches):
+            advantage = advantages.get(id(branch.token_ids))
+            yield _row(
+                KeptRollout(
+                    step=step,
+                    group=place,
+                    rollout=index,
+                    branch=number,
+                    verdict="unused" if advantage is None else "trained",
+                    reason=reason if advantage is None else "",
+                    detail="",
+                    reward=rollout.reward,
+                    advantage=advantage,
+                    environment=group.environment,
+                    task=group.task.hex(),
+                    worker=group.node.hex(),
+                    lease=int.from_bytes(group.lease[:8], "big"),
+                    policy_first=branch.versions[0],
+                    policy_last=branch.versions[1],
+                ),
+                branch,
+                shown,
+            )
+
+
+def _lost_rows(step: int, place: int, one: LostRollout, shown: Shown) -> Iterator[KeptRollout]:
+    record = one.record
+    branches = [_readable(branch) for branch in record.branches] if record else []
+    for number, branch in enumerate(branches or [BranchTokens([], [], [])]):
+        yield _row(
+            KeptRollout(
+                step=step,
+                group=place,
+                rollout=one.index,
+                branch=number,
+                verdict=one.verdict,
+                reason=one.reason,
+                detail=one.detail,
+                reward=record.reward if record else 0.0,
+                advantage=None,
+                environment=one.environment,
+                task=one.task.hex(),
+                worker=one.worker.hex(),
+                lease=one.key[0],
+                policy_first=branch.versions[0],
+                policy_last=branch.versions[1],
+            ),
+            branch,
+            shown,
+        )
+
+
+def _readable(record: BranchRecord) -> BranchTokens:
+    """Unpack as much of a branch as fits together: whoever sent it may have been refused for its form."""
+    versions = (record.policy_first, record.policy_last)
+    try:
+        tokens, drawn = unpack_u32(record.tokens), iter(unpack_f32(record.logprobs))
+    except RemoteProtocolError:
+        return BranchTokens([], [], [], versions)
+    mask = [flag == 1 for flag in record.sampled[: len(tokens)]]
+    mask += [False] * (len(tokens) - len(mask))
+    return BranchTokens(tokens, mask, [next(drawn, 0.0) if one else 0.0 for one in mask], versions)
+
+
+def _row(row: KeptRollout, branch: BranchTokens, shown: Shown) -> KeptRollout:
+    """Fill in the tokens and texts of a row."""
+    mask = branch.mask
+    start = mask.index(True) if True in mask else len(mask)
+    ids = branch.token_ids
+    turns = [at for at in range(start + 1, len(mask)) if mask[at] != mask[at - 1]]
+    return replace(
+        row,
+        prompt=shown(ids[:start]),
+        completion=shown(ids[start:]),
+        cuts=[len(shown(ids[start:at])) for at in turns],
+        prompt_ids=ids[:start],
+        completion_ids=ids[start:],
+        completion_mask=mask[start:],
+        completion_logprobs=branch.logprobs[start:],
+    )
