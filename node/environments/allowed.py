@@ -21,8 +21,24 @@ from ..config.run import EnvironmentConfig
 from ..ops.errors import StorageError, UsageError, one_line, printable
 from ..storage.run_files import write_private
 
-BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
+BUNDLED = {
+    "reverse-text": "reverse_text",
+    "arithmetic": "arithmetic",
+    "math": "math",
+    "alphabet-sort": "alphabet_sort",
+    "word-game": "word_game",
+    "reasoning-gym": "reasoning_gym",
+    "math-env": "math_env",
+    "hendrycks-math": "math_env",
+    "intellect-math": "math_env",
+    "deepscaler": "math_env",
+    "simple-math": "math_env",
+}
 """Environments that come with this package, and their modules in tasksets/."""
+SCORED_BY = {"math": "math-verify", "math_env": "math-verify", "reasoning_gym": "reasoning-gym"}
+"""Modules in tasksets/ -> the distribution whose release their tasks and rewards depend on."""
+READS_DATA = "math_env"
+"""The module in tasksets/ that reads a data set which the run names: it needs leave like a foreign package."""
 LIBRARY = "verifiers"
 LIBRARY_TASKSETS = ("v1", "tasksets")
 """Where the library has tasksets of its own; it looks there first."""
@@ -43,6 +59,8 @@ class Package:
     """Of the names and contents of its source files: equal wherever the same release is installed."""
     of_library: bool = False
     """Whether it is one of the library's own tasksets."""
+    bundled: bool = False
+    """Whether it scores a bundled taskset, which needs no leave; its release matters all the same."""
 
     def __str__(self) -> str:
         return f"package {self.label}, digest {self.digest.hex()[:SHOWN]}"
@@ -53,21 +71,24 @@ class EnvironmentNotAllowed(UsageError):
 
     def __init__(self, package: Package) -> None:
         self.package = package
-        why = ", one of the library's own tasksets, which may fetch and run code of others"
+        why = ""
+        if package.of_library:
+            why = ", one of the library's own tasksets, which may fetch and run code of others"
+        if package.environment in BUNDLED:
+            why = ", bundled, which reads a data set that the run names"
         super().__init__(
-            f"this run wants to run the environment {package.environment!r} ({package}"
-            f"{why if package.of_library else ''}) on this machine: if you trust it, allow it with "
-            f"--allow-environment {package.environment}"
+            f"this run wants to run the environment {package.environment!r} ({package}{why}) on this machine: "
+            f"if you trust it, allow it with --allow-environment {package.environment}"
         )
 
 
 def find_package(environment: str) -> Package | None:
-    """The package of an environment, without importing any of it; None for a bundled one.
+    """The package of an environment, without importing any of it; None for a bundled one that needs no other.
 
-    Raises UsageError where the name leads to nothing that could be an environment.
+    Raises UsageError where the name leads to nothing that could be an environment, or to what is not installed.
     """
     if environment in BUNDLED:
-        return None
+        return _scoring_package(environment)
     if not NAME.fullmatch(environment):
         raise UsageError(
             f"no environment is named {environment[:80]!r}: it is a module name, such as reverse-text"
@@ -85,13 +106,33 @@ def find_package(environment: str) -> Package | None:
     root = _root(module)
     if root is None:
         raise UsageError(f"the environment {environment!r} is not installed here")
-    distributions = metadata.packages_distributions()
-    names = distributions.get(module, [])
+    names = metadata.packages_distributions().get(module, [])
     if not names:
         return Package(environment, f"{module}, no distribution", _digest([root]))
-    modules = sorted(name for name, owners in distributions.items() if names[0] in owners)
-    roots = [root for name in modules if (root := _root(name)) is not None]
-    return Package(environment, f"{names[0]} {metadata.version(names[0])}", _digest(roots))
+    return Package(environment, *_distribution(names[0]))
+
+
+def _scoring_package(environment: str) -> Package | None:
+    """The distribution that scores a bundled environment; None where that is done by our own code."""
+    module = BUNDLED[environment]
+    if (name := SCORED_BY.get(module)) is None:
+        return None
+    try:
+        label, held = _distribution(name)
+    except metadata.PackageNotFoundError as error:
+        raise UsageError(
+            f"the environment {environment!r} needs {name}: pip install {name}, or primerl-node[{name}]"
+        ) from error
+    return Package(environment, label, held, bundled=module != READS_DATA)
+
+
+def _distribution(name: str) -> tuple[str, bytes]:
+    """Name with version, and digest, of an installed distribution. Raises PackageNotFoundError."""
+    label = f"{name} {metadata.version(name)}"
+    modules = sorted(
+        module for module, names in metadata.packages_distributions().items() if name in names
+    )
+    return label, _digest([root for module in modules if (root := _root(module)) is not None])
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
@@ -133,7 +174,7 @@ def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Pat
             f"digest {contract.package_digest.hex()[:SHOWN] or 'none'}, and here it is {package}: install the "
             "release that the run has"
         )
-    if _plain(contract.id) in {_plain(name) for name in allow}:
+    if package.bundled or _plain(contract.id) in {_plain(name) for name in allow}:
         return
     if remembered(data_dir).get(_plain(contract.id)) != package.digest.hex():
         raise EnvironmentNotAllowed(package)

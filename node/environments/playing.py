@@ -13,6 +13,7 @@ Tasksets with tool servers or containers are refused: a node runs no commands fo
 
 import importlib
 import math
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1 import graph
+from verifiers.v1 import tasksets as library_tasksets
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.errors import boundary
 from verifiers.v1.interception import Interception
@@ -387,7 +389,7 @@ def open_player(
 
 def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
     """The taskset's own Env; None where the short way plays it. Raises EnvironmentFailed."""
-    kind = loaders.environment_class("" if name in BUNDLED else name)
+    kind = loaders.environment_class(name)
     if kind is vf.SingleAgentEnv and not _hooks_requests(type(taskset).task_type()):
         return None
     config = loaders.resolve_env_config({"taskset": taskset.config.model_dump()})
@@ -399,10 +401,10 @@ def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
 
 def _find(name: str) -> tuple[type[vf.Taskset], type[vf.TasksetConfig]]:
     if name in BUNDLED:
+        # the library looks for a taskset, and for its Env, among its own first: bundled ones are there, too
         module = importlib.import_module(f".tasksets.{BUNDLED[name]}", __package__)
-        kind: type[vf.Taskset] = getattr(module, module.__all__[0])
-    else:
-        kind = loaders.taskset_class(name)
+        sys.modules[f"{library_tasksets.__name__}.{name.replace('-', '_')}"] = module
+    kind = loaders.taskset_class(name)
     return kind, concrete_type(kind, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
 
 

@@ -60,7 +60,7 @@ def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
         return find(name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise EnvironmentFailed(
-            f"no taskset named {name!r}: install it, or use reverse-text or arithmetic ({error})"
+            f"no taskset named {name!r}: install it, or use a bundled one, such as reverse-text ({error})"
         ) from error
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..app.daemon import load_key
 from ..config import loader
 from ..config.run import MAX_SEEDS, RunConfig
-from ..environments.allowed import BUNDLED
+from ..environments.allowed import BUNDLED, READS_DATA
 from ..ops.control import NodeState, View, watched
 from ..ops.errors import EngineError, NodeError, TicketError, UsageError
 from ..ops.gpus import VARIABLE, shown, usable
@@ -92,7 +92,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
     if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or Path(config.model.name).is_dir()
-    if local and config.environment.id in BUNDLED:  # they need no hub
+    if local and BUNDLED.get(config.environment.id, READS_DATA) != READS_DATA:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,33 @@ def test_a_module_of_the_same_distribution_counts(site: Site, tmp_path: Path) ->
     assert after.digest != before.digest
 
 
-@pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
+@pytest.mark.parametrize("name", ["reverse-text", "arithmetic", "alphabet-sort", "word-game"])
 def test_a_bundled_environment_needs_no_leave(name: str, tmp_path: Path) -> None:
     options = json.dumps({"id": name}).encode()
     bundled = EnvironmentContract(id=name, config=options, seed=0, version="verifiers")
     check_allowed(bundled, [], tmp_path)
+
+
+def test_a_bundled_environment_that_a_library_scores_needs_its_release_and_no_leave(
+    tmp_path: Path,
+) -> None:
+    found = find_package("math")
+    assert found is not None
+    assert found.label.startswith("math-verify ")
+    check_allowed(contract(found), [], tmp_path)
+    with pytest.raises(UsageError, match="install the release that the run has"):
+        check_allowed(contract(replace(found, digest=bytes(32))), ["math"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["math-env", "hendrycks-math", "intellect-math", "deepscaler"])
+def test_a_bundled_environment_that_reads_a_data_set_needs_leave(name: str, tmp_path: Path) -> None:
+    found = find_package(name)
+    assert found is not None
+    with pytest.raises(EnvironmentNotAllowed, match="reads a data set that the run names"):
+        check_allowed(contract(found), [], tmp_path)
+    check_allowed(contract(found), [name], tmp_path)
+    remember(found, tmp_path)
+    check_allowed(contract(found), [], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["this", "antigravity", "os", "sys", "subprocess", "http"])

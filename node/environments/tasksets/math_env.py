@@ -1,0 +1,300 @@
+"""Problems of a data set of the hub, judged as in math.py: what prime-rl and the INTELLECT runs train on.
+
+`math-env` takes the options of prime-rl's environment of that name; `hendrycks-math`, `intellect-math`,
+`deepscaler` and `simple-math` are the same with other defaults. Rows come from files of the machine's owner,
+~/.primerl/datasets/OWNER/NAME/[SUBSET/]SPLIT*.jsonl or .parquet, and else from the hub or its cache. Invariant:
+a run names a data set, never a path.
+"""
+
+# A hook must name the library's bare Trace, which is generic.
+# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from verifiers.v1.utils.score import extract_boxed_answer
+
+from .draws import Draws
+from .math import INSTRUCTION, boxed_answer, is_right
+
+FOLDER = Path(".primerl") / "datasets"
+"""Below the home directory."""
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+GENESYS = {
+    "question_key": "prompt",
+    "answer_key": "verification_info.ground_truth",
+    "instruction_prompt": "",
+}
+"""The columns of INTELLECT-2's data: the prompt asks for a box itself."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "hendrycks-math": {"dataset_name": "PrimeIntellect/Hendrycks-Math"},
+    "intellect-math": {
+        **GENESYS,
+        "dataset_name": "PrimeIntellect/INTELLECT-2-only-math",
+        "len_reward": {},
+    },
+    "deepscaler": {
+        "dataset_name": "agentica-org/DeepScaleR-Preview-Dataset",
+        "question_key": "problem",
+    },
+    "simple-math": {**GENESYS, "dataset_name": "justus27/math-hendrycks-genesys-format"},
+}
+"""Id of an environment -> its own defaults."""
+
+
+class LenRewardConfig(BaseModel):
+    """Target lengths of replies, as INTELLECT-2 was trained with; names and defaults are prime-rl's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reward_type: Literal["exact", "max", "clip"] = "max"
+    """What the target is: to be met (exact), to stay below, the shorter the better (max), or a bound (clip)."""
+    target_length_sampling: Literal["discrete", "range"] = "discrete"
+    length_prompt_location: Literal["system_prompt", "instruction"] = "system_prompt"
+    min_length: int = Field(default=1000, ge=1)
+    max_length: int = Field(default=24000, ge=1)
+    target_lengths: tuple[int, ...] = Field(default=(500, 1000, 2000, 3000), min_length=1)
+    reward_coef: float = 0.0003
+    """Per token."""
+    max_reward_delta: float = 0.5
+    """Factor of a right reply that has exactly the target length (max)."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "LenRewardConfig":
+        if self.min_length > self.max_length:
+            raise ValueError("min_length must not exceed max_length")
+        return self
+
+    def target(self, draws: Draws) -> int:
+        """Draw a target length in tokens."""
+        if self.target_length_sampling == "discrete":
+            return draws.choice(self.target_lengths)
+        return draws.between(self.min_length, self.max_length)
+
+    def instruction(self, target: int) -> str:
+        """Tell the target to the model."""
+        bound = "at most " if self.reward_type == "clip" else ""
+        return f"Think for {bound}{target} tokens before giving a response."
+
+    def apply(self, reward: float, target: int, length: int) -> float:
+        """The reward of a reply of `length` tokens, where it is `reward` without regard to length."""
+        match self.reward_type:
+            case "exact":
+                return reward - self.reward_coef * abs(target - length)
+            case "max":
+                return reward * min(
+                    1.0, max(0.0, self.reward_coef * (target - length) + self.max_reward_delta)
+                )
+            case "clip":
+                return reward * (length <= target)
+
+
+class MathEnvConfig(vf.TasksetConfig):
+    """Which rows of which data set are asked."""
+
+    seed: int = 0
+    """Of the target lengths."""
+    dataset_name: str = "PrimeIntellect/Hendrycks-Math"
+    dataset_subset: str = ""
+    dataset_split: str = "train"
+    dataset_revision: str = ""
+    dataset_shuffle: bool = False
+    dataset_seed: int = 42
+    question_key: str = "question"
+    answer_key: str = "answer"
+    """A column, and after dots keys of the JSON in it."""
+    difficulty_key: str = ""
+    """A column with an average reward or solve rate: rows outside of the two bounds are left out."""
+    min_avg_reward: float = 0.0
+    max_avg_reward: float = 1.0
+    instruction_prompt: str = INSTRUCTION
+    """Stands behind each question."""
+    len_reward: LenRewardConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {**PRESETS.get(str(values.get("id")), {}), **values}
+
+    @field_validator("dataset_name", "dataset_subset", "dataset_split")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        if value and not NAME.fullmatch(value):
+            raise ValueError(f"{value[:80]!r} is no name of a data set: give OWNER/NAME")
+        return value
+
+
+class MathEnvData(vf.TaskData):
+    """One problem, its answer in a box, and what the length of a reply is judged by."""
+
+    answer: str
+    target_length: int = 0
+    len_reward: LenRewardConfig | None = None
+
+
+class MathEnvTask(vf.Task[MathEnvData]):
+    """One turn: the last box after any thoughts has to mean the answer, and the reply to keep its length."""
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        """One reply is all there is."""
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 for a boxed answer of the same value, else 0.0; then len_reward is applied, if there is one."""
+        solved = self._solved(trace)
+        if self.data.len_reward is None:
+            return solved
+        return self.data.len_reward.apply(solved, self.data.target_length, _length(trace))
+
+    @vf.metric
+    async def solved(self, trace: vf.Trace) -> float:
+        """1.0 for a right answer, of whatever length."""
+        return self._solved(trace)
+
+    @vf.metric
+    async def boxed(self, trace: vf.Trace) -> float:
+        """1.0 if there is a boxed answer at all."""
+        return float(bool(boxed_answer(trace.last_reply)))
+
+    @vf.metric
+    async def off_target(self, trace: vf.Trace) -> float:
+        """Tokens by which the reply is longer than its target, negative if shorter; 0 without a target."""
+        target = self.data.target_length
+        return float(_length(trace) - target) if target else 0.0
+
+    def _solved(self, trace: vf.Trace) -> float:
+        return float(is_right(trace.last_reply, self.data.answer))
+
+
+def _length(trace: vf.Trace) -> int:
+    usage = trace.calls[-1].usage
+    return usage.completion_tokens if usage is not None else 0
+
+
+class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
+    """As many tasks as the data set has rows with a question and an answer."""
+
+    def load(self) -> Iterator[MathEnvTask]:
+        """All rows in order, or shuffled by dataset_seed."""
+        for number, (question, answer) in enumerate(self._problems):
+            yield MathEnvTask(self._data(number, question, answer), self.config.task)
+
+    def _data(self, number: int, question: str, answer: str) -> MathEnvData:
+        lengths = self.config.len_reward
+        prompt, system, target = question + self.config.instruction_prompt, None, 0
+        if lengths is not None:
+            target = lengths.target(Draws("math-env", self.config.seed, number))
+            told = lengths.instruction(target)
+            if lengths.length_prompt_location == "system_prompt":
+                system = told
+            else:
+                prompt = f"{prompt} {told}"
+        values = {
+            "prompt": prompt,
+            "system_prompt": system,
+            "answer": f"\\boxed{{{answer}}}",
+            "target_length": target,
+            "len_reward": lengths,
+        }
+        return MathEnvData.model_validate(values)
+
+    @cached_property
+    def _problems(self) -> list[tuple[str, str]]:
+        """(question, answer) of each row that is asked. Raises ValueError if there is none."""
+        config = self.config
+        found = [
+            (question, answer)
+            for row in _rows(config)
+            for question, answer in _problem(row, config)
+        ]
+        if not found:
+            raise ValueError(
+                f"{config.dataset_name} has no row with {config.question_key} and {config.answer_key} that "
+                "is asked: correct question_key, answer_key or the bounds of difficulty_key"
+            )
+        if config.dataset_shuffle:
+            draws = Draws("shuffle", config.dataset_seed)
+            for place in range(len(found) - 1, 0, -1):
+                other = draws.below(place + 1)
+                found[place], found[other] = found[other], found[place]
+        return found
+
+
+def _problem(row: Mapping[str, Any], config: MathEnvConfig) -> Iterator[tuple[str, str]]:
+    """Question and answer of a row; nothing if it lacks one, or if its difficulty is out of bounds."""
+    if config.difficulty_key:
+        rate = _value(row, config.difficulty_key)
+        if not isinstance(rate, int | float):
+            return
+        if not config.min_avg_reward <= rate <= config.max_avg_reward:
+            return
+    question, answer = _value(row, config.question_key), _value(row, config.answer_key)
+    if isinstance(answer, int | float):
+        answer = str(answer)
+    if isinstance(question, str) and isinstance(answer, str):
+        answer = answer.rsplit("####", 1)[-1]  # gsm8k's
+        answer = (extract_boxed_answer(answer, strict=True) or answer).strip()
+        if question.strip() and answer:
+            yield question, answer
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """What stands under `key`, whose dots lead into JSON or nested values; None if nothing does."""
+    column, *inner = [key] if key in row else key.split(".")
+    value = row.get(column)
+    for name in inner:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return None
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _rows(config: MathEnvConfig) -> Iterable[Mapping[str, Any]]:
+    """The rows of the data set, from the owner's files or else from the hub."""
+    folder = Path.home() / FOLDER / config.dataset_name
+    if config.dataset_subset and (folder / config.dataset_subset).is_dir():
+        folder /= config.dataset_subset
+    files = [
+        path
+        for path in sorted(folder.glob(f"{config.dataset_split}*"))
+        if path.suffix in (".jsonl", ".parquet")
+    ]
+    if files:
+        return (row for path in files for row in _read(path))
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows: Any = datasets.load_dataset(
+        config.dataset_name,
+        config.dataset_subset or None,
+        split=config.dataset_split,
+        revision=config.dataset_revision or None,
+    )
+    return rows
+
+
+def _read(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+        return
+    from pyarrow import parquet
+
+    for batch in parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+__all__ = ["MathEnvTaskset"]
