@@ -231,7 +231,7 @@ class KeepConfig(BaseConfig):
     """Rollouts that are kept to be read: a Parquet file for each step in RUN_DIR/rollouts."""
 
     share: Fraction = 1.0
-    """Share of the groups that is kept; 0 keeps nothing, and `replay` needs all of them."""
+    """Share of the groups that is kept; 0 keeps nothing."""
     steps: Annotated[int, Field(ge=0)] = 50
     """Newest steps whose rollouts are kept; 0 keeps all."""
     max_gib: Annotated[float, Field(gt=0)] = 4.0
