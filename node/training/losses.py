@@ -223,20 +223,18 @@ def reinforce(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
         loss = -adv_tau * w * A * log pi + kl_tau * (log r)**2
 
     An upper bound alone is truncated importance sampling (TIS, Ionides 2008; between sampler and trainer: Yao
-    et al. 2025, verl's `rollout_is`). Bounds on both sides close to 1 are CISPO (MiniMax-M1, arXiv 2506.13585).
+    et al. 2025, verl's `rollout_is`). With one close to 1 it is CISPO (MiniMax-M1, arXiv 2506.13585), whose
+    formula has a lower bound, too, that the paper does not use.
     A batch is learned from in one step, so that the old policy of PPO is pi itself: decoupled PPO (AReaL, arXiv
-    2505.24298) with that as its proximal policy is this loss, too. A ratio at the guard (MAX_LOG_RATIO) has no
-    weight.
+    2505.24298) with that as its proximal policy is this loss, too. A token whose own ratio is at the guard
+    (MAX_LOG_RATIO) has no weight; a product beyond it, as of long sequences, is cut to its bounds like any.
     """
-    values = _pull(config, inputs)
-    gain = config.adv_tau * inputs.advantages * inputs.logprobs
-    if config.importance == "none":
-        lied = inputs.log_ratio.detach().abs() >= MAX_LOG_RATIO
-        return TokenLoss.unmasked(values - gain.masked_fill(lied, 0.0))
-    log_ratio = _log_ratio_of(inputs, config.importance).detach()
-    weight = log_ratio.exp().clamp(config.importance_min, config.importance_max)
-    weight = weight.masked_fill(log_ratio.abs() >= MAX_LOG_RATIO, 0.0)
-    return TokenLoss.unmasked(values - weight * gain)
+    lied = inputs.log_ratio.detach().abs() >= MAX_LOG_RATIO
+    gain = (config.adv_tau * inputs.advantages * inputs.logprobs).masked_fill(lied, 0.0)
+    if config.importance != "none":
+        ratio = _log_ratio_of(inputs, config.importance).detach().exp()
+        gain = gain * ratio.clamp(config.importance_min, config.importance_max)
+    return TokenLoss.unmasked(_pull(config, inputs) - gain)
 
 
 def rejected(config: LossConfig, inputs: TokenInputs) -> tuple[Tensor, Tensor]:

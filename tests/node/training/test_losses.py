@@ -193,6 +193,35 @@ def test_an_absurd_ratio_gives_finite_numbers_and_moves_nothing(case: Case, lie:
         assert all(math.isfinite(value) for value in sums.metrics().values())
 
 
+SEQUENCE_TIS = LossConfig(type="reinforce", kl_tau=0.0, importance="sequence", importance_max=2.0)
+
+
+def slopes_of_sequence(log_ratio: Sequence[float]) -> list[float]:
+    """By log pi of each token of one sequence whose advantage is 1, undivided."""
+    logprobs = torch.full((len(log_ratio),), -0.7, requires_grad=True)
+    one = torch.ones(len(log_ratio))
+    given = TokenInputs(logprobs, -0.7 - torch.tensor(log_ratio), one, one, 0 * one.long())
+    loss, _ = policy_loss(SEQUENCE_TIS, given, len(log_ratio))
+    (slopes,) = torch.autograd.grad(loss, logprobs)
+    return (slopes * len(log_ratio)).tolist()
+
+
+@pytest.mark.parametrize(("drift", "weight"), [(0.009, 2.0), (0.011, 2.0), (-0.011, 0.0)])
+def test_a_long_sequence_is_weighed_by_its_bounds_however_far_it_drifted(
+    drift: float, weight: float
+) -> None:
+    """2000 honest tokens: their ratios' product goes beyond what is a lie for one token."""
+    assert slopes_of_sequence([drift] * 2000) == pytest.approx([-weight] * 2000, abs=1e-6)
+
+
+@pytest.mark.parametrize("lie", [-1000.0, 1000.0, math.inf])
+def test_a_lie_about_one_token_of_a_sequence_does_not_move_it(lie: float) -> None:
+    """Also where others take the sum back inside the guard; their own weight is bounded."""
+    slopes = slopes_of_sequence([lie, math.copysign(0.5, -lie), 0.0])
+    assert slopes[0] == 0.0
+    assert all(-2.0 <= slope <= 0.0 for slope in slopes)
+
+
 @pytest.mark.parametrize("lie", [-1000.0, -math.inf])
 def test_a_reference_that_rules_a_token_out_lowers_it_by_a_bounded_step(lie: float) -> None:
     config = LossConfig(type="reverse_kl", kl_tau=0.0)
