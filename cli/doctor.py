@@ -51,6 +51,7 @@ def run(
     """
     from ..node.config.run import RunConfig
     from ..node.ops import doctor
+    from ..node.ops.gpus import torch_without_gpus
 
     config = read_config(RunConfig, ctx.args)
     model, shape, why_not = _model(config)
@@ -58,9 +59,8 @@ def run(
     if model is not None:
         checks.append(doctor.check_model(model, config.training.seq_len))
         if config.engine.type == "vllm":
-            build = doctor.torch_build()
-            without = gpu_memory is None and build is not None and not build.cuda
-            checks.append(doctor.check_served(model, cpu=cpu or without))
+            here = gpu_memory is None
+            checks.append(doctor.check_served(model, cpu=cpu or (here and torch_without_gpus())))
     plan = None
     if shape is not None:
         device, count = _device(gpu_memory, cpu=cpu)

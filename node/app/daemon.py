@@ -21,8 +21,8 @@ from ..inference.vllm_arguments import (
     is_installed,
     read_shape,
 )
-from ..ops.doctor import torch_build
 from ..ops.errors import EngineError, UsageError
+from ..ops.gpus import torch_without_gpus
 from ..ops.logs import configure
 from ..process.threads import share_python
 
@@ -119,6 +119,5 @@ def check_config(
         shape = read_shape(directory)
     else:
         return
-    build = torch_build()
-    check_family(shape, cpu=build is not None and not build.cuda)
+    check_family(shape, cpu=torch_without_gpus())
     check_parallel(config, shape)

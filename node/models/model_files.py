@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...crypto.hashing import short
 from ..ops.errors import EngineError, StorageError, one_line
+from ..storage.chunk_store import sync
 from ..weights.replica import prove
 from ..weights.state import State, Tensor
 from .json_files import read_json
@@ -147,7 +148,7 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
         for name in contract_files(model_dir):
             shutil.copyfile(model_dir / name, partial / name)
         for path in (*partial.iterdir(), partial):
-            _fsync(path)
+            sync(path)
         _replace(partial, directory)
     except OSError as error:
         raise StorageError(f"cannot export to {directory}: {error}") from error
@@ -166,13 +167,5 @@ def _replace(source: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     source.rename(target)
-    _fsync(target.parent)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,10 +4,8 @@ Nothing heavy is imported and CUDA is never started: the builds of torch and vLL
 Each check judges its arguments, so that tests can pass them; examine() collects them from the machine.
 """
 
-import importlib.util
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -40,7 +38,7 @@ from ..models.architectures import untrainable
 from ..p2p import libp2p
 from . import gpus
 from .errors import EngineError, UsageError
-from .gpus import GpuMemory, HostMemory, machine_memory
+from .gpus import GpuMemory, HostMemory, TorchBuild, machine_memory, torch_build
 
 State = Literal["ok", "warning", "problem"]
 
@@ -98,25 +96,6 @@ def check_python(version: Sequence[int]) -> MachineCheck:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         return MachineCheck("Python", "problem", text, f"use {wanted} or newer")
     return MachineCheck("Python", "ok", text)
-
-
-@dataclass(frozen=True)
-class TorchBuild:
-    """The torch that is installed."""
-
-    version: str
-    cuda: str  # empty for a CPU build
-
-
-def torch_build() -> TorchBuild | None:
-    """Read which torch is installed, without importing it."""
-    found = importlib.util.find_spec("torch")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        text = Path(place, "version.py").read_text(encoding="utf-8")
-        version = re.search(r"^__version__ = '([^']+)'", text, re.M)
-        cuda = re.search(r"^cuda: .*= '([^']+)'", text, re.M)
-        return TorchBuild(version[1] if version else "?", cuda[1] if cuda else "")
-    return None
 
 
 def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> MachineCheck:

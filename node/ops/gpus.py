@@ -3,6 +3,7 @@
 Names are those of CUDA_VISIBLE_DEVICES, passed on as they were found: a position, a UUID or a MIG slice.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -211,3 +212,28 @@ def machine_memory(
     if most.isdigit():
         total, available = min(total, int(most)), min(available, int(most))
     return HostMemory(total, available)
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The torch that is installed."""
+
+    version: str
+    cuda: str  # empty for a CPU build
+
+
+def torch_build() -> TorchBuild | None:
+    """Read which torch is installed, without importing it."""
+    found = importlib.util.find_spec("torch")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        text = Path(place, "version.py").read_text(encoding="utf-8")
+        version = re.search(r"^__version__ = '([^']+)'", text, re.M)
+        cuda = re.search(r"^cuda: .*= '([^']+)'", text, re.M)
+        return TorchBuild(version[1] if version else "?", cuda[1] if cuda else "")
+    return None
+
+
+def torch_without_gpus() -> bool:
+    """Whether the torch that is installed computes on the CPU alone."""
+    build = torch_build()
+    return build is not None and not build.cuda

@@ -175,8 +175,9 @@ async def open_seeds(
     Raises:
         UsageError: `authority` cannot be read.
     """
-    if not urls:
-        yield ()
+    named = list(zip(urls, _names(urls), strict=True))
+    if all(_is_folder(url) for url in urls):
+        yield tuple(FolderSeed(url, name) for url, name in named)
         return
     from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
@@ -190,10 +191,9 @@ async def open_seeds(
         cookie_jar=DummyCookieJar(),
         trust_env=False,  # no proxy and no .netrc of the environment
     ) as session:
-        pairs = zip(urls, _names(urls), strict=True)
         yield tuple(
             FolderSeed(url, name) if _is_folder(url) else HttpSeed(url, name, session)
-            for url, name in pairs
+            for url, name in named
         )
 
 

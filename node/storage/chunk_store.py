@@ -73,6 +73,15 @@ def read_chunk(store: Store, name: bytes) -> bytes:
     return data
 
 
+def sync(path: Path) -> None:
+    """Bring one file, or the names in one directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Disk:
     """The few calls through which files become durable; tests stop the power between any two."""
 
@@ -95,13 +104,8 @@ class Disk:
 
     def sync(self, directory: Path) -> None:
         """Bring the names in `directory` to the disk."""
-        if not self._fsync:
-            return
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if self._fsync:
+            sync(directory)
 
 
 def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | None = None) -> None:

@@ -5,7 +5,6 @@ not get into a batch, and in its metadata the signed head of the policy that the
 """
 
 import math
-import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..ops.errors import StorageError, file_error
+from .chunk_store import sync
 
 FORMAT = 1
 """Of the files; a higher number where the meaning of columns changed."""
@@ -249,23 +249,15 @@ def _replaced(target: Path, *, fsync: bool) -> Generator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if fsync:
-            _sync(partial)
+            sync(partial)
         partial.replace(target)
         if fsync:
-            _sync(target.parent)
+            sync(target.parent)
     except OSError as error:
         raise file_error(error, target) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -106,9 +106,8 @@ class RolloutKeeper:
     def lost(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Note accepted groups that are never trained."""
         for group in groups:
-            kept = self._config.share and self._chosen(group.lease, group.task)
             size = sum(8 * len(b.token_ids) for one in group.rollouts for b in one.branches)
-            if kept and self._lost.room(size, len(group.rollouts)):
+            if self._chosen(group.lease, group.task) and self._lost.room(size, len(group.rollouts)):
                 self._lost.groups.append((group, reason))
 
     def judged(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
-from .attention_kernels import Layout, Rules, kernel_for, longest_of, parts_of, seen
+from .attention_kernels import Layout, Rules, kernel_for, longest_of, parts_of, scores_of, seen
 
 ATTENTION_NAME = "primerl_packed"
 """What transformers' models call this attention."""
@@ -238,10 +238,7 @@ def _softmax_mixed(
     groups = q.shape[1] // k.shape[1]
     k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
     scores = q @ k.transpose(2, 3)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * rules.scale
-    if rules.cap:
-        scores = torch.tanh(scores / rules.cap) * rules.cap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores_of(scores.to(torch.promote_types(scores.dtype, torch.float32)), mask, rules)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)

@@ -208,10 +208,8 @@ class Mathematics:
     def _scores(q: Tensor, k: Tensor, rules: Rules) -> Tensor:
         """[KV, H / KV, L, L]: scaled, capped, and minus infinity where a token does not see another."""
         grouped = q.float().unflatten(1, (k.shape[1], -1))
-        scores = torch.einsum("qkgd,skd->kgqs", grouped, k.float()) * rules.scale
-        if rules.cap:
-            scores = rules.cap * torch.tanh(scores / rules.cap)
-        return scores.masked_fill(~seen(len(q), rules.window, q.device), float("-inf"))
+        products = torch.einsum("qkgd,skd->kgqs", grouped, k.float())
+        return scores_of(products, seen(len(q), rules.window, q.device), rules)
 
 
 FLASH4, FLASH2, MATHEMATICS = Flash4(), Flash2(), Mathematics()
@@ -289,6 +287,14 @@ def _flash4() -> Any:
     from flash_attn.cute import interface  # type: ignore[import-not-found]
 
     return interface
+
+
+def scores_of(products: Tensor, mask: Tensor, rules: Rules) -> Tensor:
+    """Products of queries and keys [..., L, L]: scaled, capped, and minus infinity where `mask` has none."""
+    scores = products * rules.scale
+    if rules.cap:
+        scores = torch.tanh(scores / rules.cap) * rules.cap
+    return scores.masked_fill(~mask, float("-inf"))
 
 
 def seen(length: int, window: int, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ import msgspec
 
 from ...crypto.hashing import digest_parts
 from ..ops.errors import NodeError, StorageError
+from ..storage.chunk_store import sync
 from .backend import TrainBackend
 
 PARTIAL = ".partial"
@@ -67,15 +68,6 @@ def sync_tree(directory: Path) -> None:
         for name in files:
             sync(Path(root, name))
         sync(Path(root))
-
-
-def sync(path: Path) -> None:
-    """fsync one file or directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 logger = logging.getLogger(__name__)

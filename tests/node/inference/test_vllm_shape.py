@@ -18,8 +18,8 @@ from primerl.node.inference.vllm_arguments import (
     visible_gpus,
 )
 from primerl.node.inference.vllm_sampling import RankPlace
-from primerl.node.ops.doctor import TorchBuild
 from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.ops.gpus import TorchBuild
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 288,
@@ -140,7 +140,7 @@ def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts
     def build() -> TorchBuild:
         return TorchBuild("2.13.0", cuda)
 
-    monkeypatch.setattr("primerl.node.app.daemon.torch_build", build)
+    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
     experts = ModelConfig(create=ModelCreateConfig(num_experts=4))
     with nullcontext() if cuda else pytest.raises(EngineError, match="vLLM without a GPU"):
         check_config(vllm(), experts)
