@@ -14,6 +14,8 @@ from primerl.node.ops.errors import NetworkError, RunFailed
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.p2p.waiting import LogBackoff
+from primerl.node.storage.run_files import CHECKPOINTS
+from primerl.node.training.checkpoint import Checkpoints
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import ControlRequest, HeadNotice, Heads, RunEnded, WatchHeads
 
@@ -133,9 +135,8 @@ async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_th
         await swarm.wait_step(3)
         await swarm.crash_trainer()
         await asyncio.sleep(2.0)  # the worker's pauses between dials grow
-        saved = max(
-            int(path.name.split("_")[1]) for path in swarm.run_dir.glob("checkpoints/step_*")
-        )
+        # it may have been killed in the middle of one, which does not count
+        saved = Checkpoints(swarm.run_dir / CHECKPOINTS, keep_last=1).steps()[-1]
         await swarm.start_trainer(resume=True, max_steps=saved)
         await swarm.finished()
         await worker.ended(10.0)
