@@ -72,11 +72,15 @@ def run(
       primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
-    from ..node.config.run import RunConfig
+    from ..node.config.run import OwnSamplingConfig, RunConfig
     from ..node.verification.calibration import CalibrationRequest
 
     longest = {"sampling.max-tokens": str(tokens) if tokens else None}
     config = read_config(RunConfig, arguments(ctx, longest))
+    if tokens:
+        own = {"sampling": OwnSamplingConfig(max_tokens=tokens)}
+        listed = [one.model_copy(update=own) for one in config.environments]
+        config = config.model_copy(update={"environments": listed})
     wanted = CalibrationRequest(
         rollouts=64 if quick else rollouts,
         cheats=16 if quick else cheats,
@@ -107,26 +111,33 @@ async def _measure(
         source = weights or model_dir
         found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
-        sampling = config.sampling
-        tasks = factories.environment(
-            config.environment, model_dir, config.seed, sampling.max_tokens, sampling.temperature
-        )
+        environments = [
+            factories.environment(
+                one.options(),
+                model_dir,
+                config.seed,
+                one.sampling.max_tokens,
+                config.sampling.temperature,
+            )
+            for one in config.mixture
+        ]
         try:
-            await tasks.start()
+            await asyncio.gather(*(one.start() for one in environments))
             return await Calibrator(
                 config,
                 model_dir,
                 state,
-                tasks,
+                environments,
                 factories.auditor(auditing(config), config.verification.audit_timeout_s),
                 wanted,
                 say=lambda line: typer.echo(line, err=True),
                 make_engine=factories.engine,
             ).run()
         except EnvironmentFailed as error:
-            raise UsageError(f"environment {config.environment.id!r} failed: {error}") from error
+            raise UsageError(f"an environment failed: {error}") from error
         finally:
-            await tasks.close()
+            for one in environments:
+                await one.close()
 
 
 def _print(report: "CalibrationReport", *, as_json: bool) -> None:

@@ -127,6 +127,16 @@ def check_model(config: "RunConfig | SftConfig") -> None:
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
 
 
+def show_missing_environments(config: "RunConfig", *, as_json: bool = False) -> None:
+    """Say after a dry run which of a run's environments are not installed here, a comment each."""
+    from ..node.ops.doctor import check_environments
+
+    for one in check_environments(config):
+        if one.state != "ok":
+            line = f"{one.name}: {one.advice}"
+            typer.echo(line if as_json else f"# {line}", err=as_json)
+
+
 # -- the node to ask -------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from .tables import (
     bounds_in_one,
     console,
     duration,
+    environment,
     gone,
     label_table,
     lag,
@@ -260,6 +261,9 @@ def _progress(status: Status | None, width: int) -> Table:
     grid.add_row("progress", steps)
     curve = sparkline([reward for _, reward in status.history], room)
     grid.add_row("reward", f"[green]{curve}[/]  [bold]{number(status.reward)}[/]")
+    if len(status.environments) > 1:
+        for row in status.environments:
+            grid.add_row(f"  {escape(row.name)}", escape(environment(row)))
     grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
     grid.add_row("rollouts", escape(outcomes(status)))
     if status.bounds:
@@ -366,6 +370,14 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
         if before is not None and after is not None:
             yield label, f"{before:.3f} before, {after:.3f} after (held-out prompts)"
+    environments = summary.get("environments") or {}
+    for name, one in environments.items() if len(environments) > 1 else ():
+        before, after = one.get("reward_before"), one.get("reward_after")
+        if before is not None and after is not None:
+            how = (
+                f"reward {before:.3f} before, {after:.3f} after, {one.get('accepted', 0)} accepted"
+            )
+            yield f"  {name}", how
     for name, versions in (summary.get("evaluations") or {}).items():
         for one in (versions[0], *versions[1:][-1:]):
             yield f"eval {name}", f"version {one['version']}: {passes(one)}"

@@ -20,7 +20,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..node.ops.control import BoundsRow, EngineRow, GroupRow, PeerRow, StageRow, Status, ask
+from ..node.ops.control import (
+    BoundsRow,
+    EngineRow,
+    EnvironmentRow,
+    GroupRow,
+    PeerRow,
+    StageRow,
+    Status,
+    ask,
+)
 from ..node.ops.errors import UsageError
 
 T = TypeVar("T")
@@ -319,6 +328,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines.append(("step", f"{status.step} of {status.max_steps}"))
         lines.append(("reward", f"{number(status.reward)}  {curve}"))
         lines.append(("staleness", number(status.staleness)))
+        lines += [(f"  {row.name}", environment(row)) for row in status.environments]
         for name, figures in status.evaluations.items():
             shown = f"{name}, version {figures.get('version', 0):.0f}: {passes(figures)}"
             lines.append(("eval", shown))
@@ -343,6 +353,12 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("time", seconds(status.seconds)),
     ]
     return [(name, value) for name, value in lines if value]
+
+
+def environment(row: EnvironmentRow) -> str:
+    """Say how an environment that is trained on does, and how many workers can play it."""
+    workers = f"{row.workers} worker{'s' if row.workers != 1 else ''}"
+    return f"reward {number(row.reward)}, {row.accepted} accepted, {row.share:.0%} of the groups, {workers}"
 
 
 def bounds(row: BoundsRow) -> str:

@@ -13,7 +13,7 @@ either, and check_assignment() tells whether the tasks are the environment's own
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any
@@ -23,7 +23,13 @@ import msgspec
 from ..crypto.hashing import Digest, derive
 from .envelope import Purpose, unseal
 from .errors import Reason, RemoteProtocolError
-from .manifests import Version
+from .manifests import (
+    MAX_ENVIRONMENTS,
+    EnvironmentContract,
+    GroupSize,
+    RunManifest,
+    Version,
+)
 
 MEMORY = 16
 """Leases that a node's reliability remembers, about."""
@@ -71,7 +77,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     lease_id: Version
     tasks: Annotated[tuple[TaskRef, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    group_size: GroupSize
     seed: Digest
     """Fresh randomness of the trainer, so that no sample can be computed before the lease exists."""
     min_version: Version
@@ -81,12 +87,25 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     term: Version = 0
     """Epoch of min_version: a version of an abandoned epoch is another policy of the same number."""
+    environment: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENVIRONMENTS)] = 0
+    """Place in RunManifest.environments of the one environment whose tasks these are."""
+
+
+def environment_of(run: RunManifest, lease: Lease) -> EnvironmentContract:
+    """Return the environment of a lease. Raises RemoteProtocolError: WRONG_TASK if the run has none there."""
+    if lease.environment >= len(run.environments):
+        detail = f"environment {lease.environment} of {len(run.environments)}"
+        raise RemoteProtocolError(Reason.WRONG_TASK, detail)
+    return run.environments[lease.environment]
 
 
 def sample_seed(
     run: bytes, lease: Lease, node: bytes, task: bytes, index: int, turn: int = 0
 ) -> int:
-    """Derive the sampling seed (63 bits) of sample `index` of `task` from everything that it is bound to."""
+    """Derive the sampling seed (63 bits) of sample `index` of `task` from everything that it is bound to.
+
+    The environment is bound by the lease's own seed: a lease is of one environment.
+    """
     name = derive(
         "sample seed",
         run,
@@ -101,7 +120,7 @@ def sample_seed(
 
 
 def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
-    """Check that a lease names tasks of the environment, each once; `digest_of` is the environment's.
+    """Check that a lease names tasks of its environment, each once; `digest_of` is that environment's.
 
     Raises:
         RemoteProtocolError: WRONG_TASK. What digest_of raises for an index that is none goes through.
@@ -283,19 +302,36 @@ class Held:
     granted: float
     newcomer: Origin | None = None
     """Where the node is from, if no work of it had been accepted when this was granted."""
+    charges: Mapping[int, float] = field(default_factory=dict[int, float])
+    """What it changed of the groups that environments are owed; undone if it does not come back."""
+
+
+@dataclass(frozen=True)
+class MixtureShare:
+    """The part that an environment has in a run."""
+
+    group_size: int
+    """Rollouts per task."""
+    ratio: float = 1.0
+    """Its weight: of the groups that are leased it has this over the sum of all ratios."""
 
 
 @dataclass(frozen=True)
 class LeasePolicy:
     """Limits of leases. Sizes are in groups."""
 
-    group_size: int
+    environments: tuple[MixtureShare, ...]
     groups_per_batch: int
     groups_per_lease: int
     max_off_policy_steps: int
     leases_per_worker: int
     timeout_s: float
     max_bytes: int
+
+    @property
+    def largest_group(self) -> int:
+        """Rollouts per task, where an environment has most."""
+        return max(one.group_size for one in self.environments)
 
     @property
     def step(self) -> float:
@@ -315,6 +351,10 @@ class LeaseShare:
     """Its groups that were accepted."""
     newcomer: Origin | None = None
     """Its origin if none was: it holds one lease at a time."""
+    playable: Collection[int] = range(MAX_ENVIRONMENTS)
+    """Environments that it can play, and whose next tasks are known."""
+    staffed: Collection[int] = range(MAX_ENVIRONMENTS)
+    """Environments that some node can play."""
 
 
 @dataclass
@@ -401,14 +441,43 @@ class LeadTime:
 
 
 @dataclass
-class LeaseBook:
-    """Keeps the leases that are out, the tasks that come next, and decides what may be granted."""
+class TaskQueue:
+    """The tasks of one environment, in the order in which they are leased."""
 
-    policy: LeasePolicy
-    next_lease: int = 0
     next_task: int = 0
     requeued: deque[int] = field(default_factory=deque[int])
     """Tasks of expired leases; they go out before new ones."""
+    owed: float = 0.0
+    """Groups that its ratio gives it, less those that were leased."""
+
+    def upcoming(self, count: int) -> list[int]:
+        """List the numbers of the next `count` tasks."""
+        again = list(islice(self.requeued, count))
+        fresh = count - len(again)
+        return [*again, *range(self.next_task, self.next_task + fresh)]
+
+    def take(self, count: int) -> None:
+        """Remove the next `count` tasks."""
+        again = min(count, len(self.requeued))
+        for _ in range(again):
+            self.requeued.popleft()
+        self.next_task += count - again
+
+
+@dataclass
+class LeaseBook:
+    """Keeps the leases that are out, the tasks that come next, and decides what may be granted.
+
+    Groups are divided among the environments by smooth weighted round-robin: each group that is leased gives
+    every environment its share of one, and costs the environment that it is of a whole one. A node gets the
+    environment that is owed most of those that it can play: so nodes that can play all make up for those that
+    cannot. What nobody can play gets no share, nor does what is owed a batch already.
+    """
+
+    policy: LeasePolicy
+    next_lease: int = 0
+    tasks: list[TaskQueue] = field(default_factory=list[TaskQueue])
+    """By environment."""
     held: dict[int, Held] = field(default_factory=dict[int, Held])
     expired: int = 0
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
@@ -416,6 +485,9 @@ class LeaseBook:
     newcomers: NewcomerQueue = field(default_factory=NewcomerQueue)
     lead: LeadTime = field(default_factory=LeadTime)
     _staffed_until: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.tasks = self.tasks or [TaskQueue() for _ in self.policy.environments]
 
     def outstanding_groups(self) -> int:
         """Count the groups that proven nodes hold."""
@@ -439,14 +511,23 @@ class LeaseBook:
             return pool(self.policy.groups_per_batch) - taken
         return self.capacity(waiting_groups=waiting_groups, training=training) - taken
 
-    def next_newcomer(self, capacity: int, now: float) -> bytes | None:
-        """Find the newcomer whose turn it is, where they may be granted `capacity` groups."""
+    def next_newcomer(
+        self, capacity: int, now: float, able: Container[bytes] | None = None
+    ) -> bytes | None:
+        """Find the newcomer whose turn it is, where they may be granted `capacity` groups.
+
+        `able` are the nodes for which there are tasks that they can play; None: all.
+        """
         if capacity < 1 or not len(self.newcomers):
             return None
         holders = {held.node for held in self.held.values()}
 
         def may(node: bytes) -> bool:
-            return node not in holders and not self.resting(node, now)
+            return (
+                node not in holders
+                and not self.resting(node, now)
+                and (able is None or node in able)
+            )
 
         return self.newcomers.next(capacity, self._slots(now), may, alone=not self.staffed(now))
 
@@ -511,36 +592,69 @@ class LeaseBook:
         *,
         version: int,
         capacity: int,
-        digest_of: Callable[[int], bytes],
+        digest_of: Callable[[int, int], bytes],
         seed: bytes,
         now: float,
         epoch: int = 0,
         share: LeaseShare = LeaseShare(),
     ) -> Lease | None:
-        """Grant the next lease; None when the node or the system holds enough, or it is the turn of others."""
+        """Grant the next lease; None when the node or the system holds enough, or it is the turn of others.
+
+        `digest_of` maps (environment, task) to the task's digest.
+        """
         size = self._size(node, capacity, share, now)
-        if size < 1:
+        environment = self._owed_most(share.playable)
+        if size < 1 or environment is None:
             return None
         # Nothing is taken before every digest is known: a task that cannot be made is not lost.
-        tasks = tuple(TaskRef(index, digest_of(index)) for index in self._next_tasks(size))
+        queue = self.tasks[environment]
+        tasks = tuple(
+            TaskRef(index, digest_of(environment, index)) for index in queue.upcoming(size)
+        )
         lease = Lease(
             lease_id=self.next_lease,
             tasks=tasks,
-            group_size=self.policy.group_size,
+            group_size=self.policy.environments[environment].group_size,
             seed=seed,
             min_version=version,
             deadline=now + self.policy.timeout_s,
             max_bytes=self.policy.max_bytes,
             term=epoch,
+            environment=environment,
         )
-        self._take(size)
+        queue.take(size)
+        charges = self._charges(environment, size, share.staffed)
+        self._owe(charges)
         self.next_lease += 1
-        self.held[lease.lease_id] = Held(lease, node, now, share.newcomer)
+        self.held[lease.lease_id] = Held(lease, node, now, share.newcomer, charges)
         self.nodes.setdefault(node, NodeRecord())
         if share.newcomer is not None:
             until = now + SLOT_SHARE * self.policy.timeout_s
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
+
+    def _owed_most(self, playable: Collection[int]) -> int | None:
+        """Find the environment to lease next, of those that can be played; None if there is none."""
+        found = [number for number in range(len(self.tasks)) if number in playable]
+        return max(found, key=lambda number: self.tasks[number].owed, default=None)
+
+    def _charges(self, environment: int, groups: int, staffed: Collection[int]) -> dict[int, float]:
+        """Divide `groups` that an environment is leased among what environments are owed; the sum is 0."""
+        most = self.policy.groups_per_batch
+        shares = {
+            number: share.ratio
+            for number, share in enumerate(self.policy.environments)
+            if number == environment or (number in staffed and self.tasks[number].owed < most)
+        }
+        total = sum(shares.values())
+        return {
+            number: groups * (ratio / total - (number == environment))
+            for number, ratio in shares.items()
+        }
+
+    def _owe(self, charges: Mapping[int, float], sign: int = 1) -> None:
+        for number, groups in charges.items():
+            self.tasks[number].owed += sign * groups
 
     def _size(self, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
         """Size the next lease for `node`, in groups; below 1 if there is none."""
@@ -631,23 +745,14 @@ class LeaseBook:
             del self.held[held.lease.lease_id]
             if held.newcomer is not None and expired:
                 self.newcomers.count(held.newcomer.ticket, False)
-            self.requeued.extend(task.index for task in held.lease.tasks)
+            requeued = self.tasks[held.lease.environment].requeued
+            requeued.extend(task.index for task in held.lease.tasks)
+            self._owe(held.charges, -1)
         self.expired += len(leases)
 
-    def upcoming(self, leases: int) -> list[int]:
-        """List the numbers of the tasks that the next `leases` may name."""
-        return self._next_tasks(leases * self.policy.groups_per_lease)
-
-    def _next_tasks(self, count: int) -> list[int]:
-        again = list(islice(self.requeued, count))
-        fresh = count - len(again)
-        return [*again, *range(self.next_task, self.next_task + fresh)]
-
-    def _take(self, count: int) -> None:
-        again = min(count, len(self.requeued))
-        for _ in range(again):
-            self.requeued.popleft()
-        self.next_task += count - again
+    def upcoming(self, environment: int, leases: int) -> list[int]:
+        """List the numbers of the tasks that the next `leases` of an environment may name."""
+        return self.tasks[environment].upcoming(leases * self.policy.groups_per_lease)
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:

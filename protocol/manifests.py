@@ -16,6 +16,9 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Role = Literal["inference", "trainer", "validator", "seed"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+MAX_ENVIRONMENTS = 64
+"""Of one run."""
+GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 MAX_RANK = 1024
 """Of adapters; higher ones save nothing."""
 Addresses = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
@@ -62,17 +65,30 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is the model contract's base_state."""
 
 
+class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How every token is drawn: softmax(logits / temperature), no top-k, no top-p."""
+
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=2)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+
+
 class EnvironmentContract(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """An environment, so that every node makes the same tasks."""
+    """An environment, so that every node makes the same tasks and plays them alike."""
 
+    name: Name
+    """Its name in the run: no other environment of it has the same."""
     id: Name
     config: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
     """EnvironmentConfig as JSON."""
     seed: int
     version: Name
     """Version of the library that runs it, shown when task digests disagree."""
+    group_size: GroupSize
+    """Rollouts per task."""
+    max_turns: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    sampling: SamplingContract
     package: Name = ""
     """Distribution and version that the environment comes from; empty for one that is bundled."""
     package_digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
@@ -80,13 +96,6 @@ class EnvironmentContract(
     rewards: Literal["recomputed", "sampled"] = "recomputed"
     """Whether equal rollouts always earn equal rewards. Where they are `sampled` (judges, randomness) the
     trainer's own score counts, and a claim that differs from it tells nothing."""
-
-
-class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How every token is drawn: softmax(logits / temperature), no top-k, no top-p."""
-
-    temperature: Annotated[float, msgspec.Meta(gt=0, le=2)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,8 +145,6 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that every node knows beforehand."""
 
     max_off_policy_steps: Annotated[int, msgspec.Meta(ge=0)]
-    group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    max_turns: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
 
 
@@ -153,8 +160,10 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     trainer: NodeId
     """The only key whose heads, leases, receipts and verdicts count."""
     model: ModelContract
-    environment: EnvironmentContract
-    sampling: SamplingContract
+    environments: Annotated[
+        tuple[EnvironmentContract, ...], msgspec.Meta(min_length=1, max_length=MAX_ENVIRONMENTS)
+    ]
+    """Those that the run trains on; leases name them by their place here."""
     limits: RunLimits
     proofs: ProofContract
     max_steps: Annotated[int, msgspec.Meta(ge=1)]
@@ -162,6 +171,11 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Random: two runs of one config are two runs."""
     adapters: AdapterContract | None = None
     """None: all weights are trained, and travel."""
+
+    @property
+    def temperature(self) -> float:
+        """At which every token is drawn: all environments of a run have the same."""
+        return self.environments[0].sampling.temperature
 
 
 def encode(document: msgspec.Struct) -> bytes:

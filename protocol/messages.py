@@ -11,7 +11,7 @@ from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
-from .manifests import Name, Role, UnixSeconds, Version
+from .manifests import MAX_ENVIRONMENTS, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
 from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
@@ -122,6 +122,14 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
     """Leases that I work on or have not delivered yet: any other was lost on its way to me."""
     numerics: NumericsClass | None = None
     """How I compute, as my submissions will say, signed."""
+    environments: (
+        Annotated[
+            tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENVIRONMENTS)], ...],
+            msgspec.Meta(min_length=1, max_length=MAX_ENVIRONMENTS),
+        ]
+        | None
+    ) = None
+    """Places in RunManifest.environments of those that I can play; None: all."""
 
 
 class LeaseReply(Message, frozen=True, omit_defaults=True):

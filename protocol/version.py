@@ -8,7 +8,9 @@ a damaged one; hello and welcome say the sender's wire version and clock; ticket
 number of uses; a reply without leases says why; a run's environment has the name and the digest of its
 package, and says whether its rewards are recomputed; samples of a group stand in the order in which they began;
 the end of a run says whether it finished, failed or was stopped; a withdrawn sample has a reason of its
-own; workers say how they compute, and a run may measure the bounds that judge each class of them.
+own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
+several environments, each with a name, a group size, a sampling contract and a limit of turns, a lease names
+one of them, and a worker says which it can play.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -95,13 +95,16 @@ def completed(config: EvalConfig) -> EvalConfig:
     run = run_config(config.weights_dir) if config.weights_dir else {}
     environments = config.environments
     if not environments:
-        told = run.get("environment")
-        if not isinstance(told, dict):
+        told = [one for one in run.get("environments") or [run.get("environment")] if one]
+        if not told:
             raise UsageError(
                 f"{config.weights_dir} is of no run that names an environment: add [[environments]]"
             )
-        known = {name: told[name] for name in EnvironmentConfig.model_fields if name in told}
-        environments = [EvaluatedEnvironment.model_validate(known)]
+        fields = ("name", *EnvironmentConfig.model_fields)
+        environments = [
+            EvaluatedEnvironment.model_validate({name: one[name] for name in fields if name in one})
+            for one in told
+        ]
     sampled = run.get("sampling") or {}
     length = config.sampling.max_tokens or sampled.get("max_tokens") or MAX_TOKENS
     sampling = config.sampling.model_copy(update={"max_tokens": int(length)})

@@ -175,7 +175,7 @@ class PeerNode(Node):
         self.phase = "joining"
         documents = await self._hello(services, ticket)
         run = documents.manifest
-        await asyncio.to_thread(self._check_environment, run)
+        await asyncio.to_thread(self._check_environments, run)
         self._name, self._obstacle = run.name, "fetching the files of the model"
         remember(services.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
@@ -255,8 +255,8 @@ class PeerNode(Node):
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, RETRY_MAX_S)
 
-    def _check_environment(self, run: RunManifest) -> None:
-        """Raise UsageError if this node would play an environment that its owner has not allowed."""
+    def _check_environments(self, run: RunManifest) -> None:
+        """Raise UsageError if this node plays environments, and its owner has allowed none of the run's."""
 
     def _check_numerics(self, run: RunManifest) -> None:
         """Another dtype would make proofs that no audit accepts: say so before any work is done."""

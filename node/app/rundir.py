@@ -14,6 +14,7 @@ from msgspec import structs
 from ... import __version__
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, seal, unseal, utc
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import (
     AdapterContract,
     ChunkRef,
@@ -22,15 +23,15 @@ from ...protocol.manifests import (
     ModelContract,
     RunLimits,
     RunManifest,
-    SamplingContract,
     encode,
     run_id,
 )
+from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead
-from ...protocol.version import CLOCK_SKEW_S
+from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig
 from ..config.training import LoraConfig
-from ..environments.allowed import Package, find_package
+from ..environments.allowed import environment_contracts
 from ..models.model_files import position_count
 from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
@@ -51,6 +52,8 @@ from . import base_weights
 logger = logging.getLogger(__name__)
 
 MANIFEST_TTL_S = 10 * 365 * 86400
+MAX_RUN = MAX_SEALED - KIB
+"""Bytes of a manifest: it travels sealed."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,9 @@ async def documents(
     contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
     lora = config.training.lora
     if known is not None:
-        found = read_documents(known, key.node_id)
+        found = _known_documents(known, key.node_id)
         _check_adapters(lora, found.manifest.adapters)
+        _check_environments(config, found.manifest)
         return found
     adapters = None
     if lora is not None:
@@ -118,10 +122,15 @@ async def documents(
             base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
         )
         contract = structs.replace(contract, base_state=base)
-    package = await asyncio.to_thread(_package, config.environment.id)
+    environments = await asyncio.to_thread(environment_contracts, config)
     longest = longest_sequence(config, position_count(model_dir))
-    new = _new_manifest(config, key, contract, package, longest)
+    new = _new_manifest(config, key, contract, environments, longest)
     manifest = encode(structs.replace(new, adapters=adapters))
+    if len(manifest) > MAX_RUN:
+        raise UsageError(
+            f"the run's manifest has {len(manifest)} bytes, and at most {MAX_RUN} may travel: name fewer "
+            "environments, or shorten their args"
+        )
     expires = int(time.time()) + MANIFEST_TTL_S
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
     ledger.set(MANIFEST, sealed)
@@ -135,6 +144,28 @@ def read_documents(sealed: bytes, trainer: bytes, run: bytes | None = None) -> R
     # The run id is the digest of the manifest: an envelope that says otherwise is refused here.
     unseal(sealed, Purpose.RUN, RunManifest, now=0, run=name, signer=trainer)
     return RunDocuments(name, sealed, opened.body)
+
+
+def _known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
+    """Read the manifest that a run began with. Raises StorageError for one of another version."""
+    try:
+        return read_documents(sealed, trainer)
+    except RemoteProtocolError as error:
+        raise StorageError(
+            f"this version cannot go on with the run ({error}): begin another from its checkpoint, --name NEW "
+            "--resume.dir DIRECTORY"
+        ) from error
+
+
+def _check_environments(config: RunConfig, run: RunManifest) -> None:
+    """A run goes on with the environments that it began with: leases name them by place. Raises UsageError."""
+    wanted = [f"{one.name} ({one.id})" for one in config.mixture]
+    begun = [f"{one.name} ({one.id})" for one in run.environments]
+    if wanted != begun:
+        raise UsageError(
+            f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
+            "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
+        )
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
@@ -253,51 +284,31 @@ def longest_sequence(config: RunConfig, positions: int) -> int:
     longest = min(config.training.seq_len, positions or config.training.seq_len)
     if "max_model_len" in config.engine.model_fields_set:
         longest = min(longest, config.engine.max_model_len)
-    if config.sampling.max_tokens >= longest:
+    most = max(one.sampling.max_tokens for one in config.mixture)
+    if most >= longest:
         raise UsageError(
-            f"sampling.max_tokens is {config.sampling.max_tokens}, and a sequence of this run has at most "
+            f"sampling.max_tokens is {most}, and a sequence of this run has at most "
             f"{longest} tokens (training.seq_len, the model's positions, engine.max_model_len): lower it"
         )
     return longest
-
-
-def _package(environment: str) -> Package | None:
-    """The environment's package; one that cannot be found is told by what starts the environment."""
-    try:
-        return find_package(environment)
-    except UsageError:
-        return None
 
 
 def _new_manifest(
     config: RunConfig,
     key: SecretKey,
     model: ModelContract,
-    package: Package | None,
+    environments: tuple[EnvironmentContract, ...],
     longest: int,
 ) -> RunManifest:
-    from importlib.metadata import version
-
     return RunManifest(
         name=config.name,
         created=int(time.time()),
         software=__version__,
         trainer=key.node_id,
         model=model,
-        environment=EnvironmentContract(
-            id=config.environment.id,
-            config=config.environment.model_dump_json().encode(),
-            rewards="recomputed" if config.environment.deterministic_rewards else "sampled",
-            seed=config.seed,
-            version=f"verifiers {version('verifiers')}",
-            package=package.label if package else "",
-            package_digest=package.digest if package else b"",
-        ),
-        sampling=SamplingContract(config.sampling.temperature, config.sampling.max_tokens),
+        environments=environments,
         limits=RunLimits(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
-            group_size=config.rollouts.group_size,
-            max_turns=config.environment.max_turns,
             max_model_len=longest,
         ),
         proofs=proof_contract(config, _config_digest(model)),

@@ -4,7 +4,7 @@ after the loss of ranks.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,7 @@ import msgspec
 
 from ..config.run import RunConfig, WarmupConfig
 from ..environments.environment import Environment
-from ..evaluation.evaluator import EvalResult, Evaluator
+from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
 from ..ops import summary
 from ..ops.errors import RankFailed, StorageError, UsageError
 from ..ops.metrics import PhaseClock
@@ -44,6 +44,7 @@ def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
             "DIRECTORY/weights/step_N"
         ) from error
     ours = TrainerState(
+        tasks=other.tasks,
         next_task=other.next_task,
         requeued=other.requeued,
         verified_up_to=0,
@@ -79,15 +80,15 @@ class Startup:
     def __init__(
         self,
         config: RunConfig,
-        environment: Environment,
+        environments: Sequence[Environment],
         backend: TrainBackend,
         evaluator: Evaluator,
         clock: PhaseClock,
         enter: Callable[[str], None],
     ) -> None:
-        """`enter` is called with the phase that begins."""
+        """`environments` are those of the run; `enter` is called with the phase that begins."""
         self._config = config
-        self._environment = environment
+        self._environments = environments
         self._backend = backend
         self._evaluator = evaluator
         self._clock = clock
@@ -154,9 +155,9 @@ class Startup:
         with self._clock.phase("evaluate"):
             return await self._evaluator.evaluate(
                 await self._backend.state(),
+                own_tasks(self._config, self._environments, prompts),
                 split="eval",
                 first=0,
-                prompts=prompts,
                 seed=self._config.seed,
             )
 
@@ -164,17 +165,19 @@ class Startup:
         if not isinstance(self._backend, SupervisedBackend):
             raise UsageError("this backend cannot warm up: remove the [warmup] section")
 
+        own = own_tasks(self._config, self._environments, config.eval_prompts)
+        shown = [one for one in own if await has_demonstrations(one.environment)]
+        if not shown:
+            names = ", ".join(one.name for one in own)
+            raise UsageError(f"{names} has no demonstrations: remove the [warmup] section")
+
         async def accuracy(state: State) -> float:
             result = await self._evaluator.evaluate(
-                state,
-                split="train",
-                first=WARMUP_EVAL_TASKS,
-                prompts=config.eval_prompts,
-                seed=self._config.seed,
+                state, shown, split="train", first=WARMUP_EVAL_TASKS, seed=self._config.seed
             )
             return result.exact
 
-        async with aclosing(demonstrations(self._environment)) as examples:
+        async with aclosing(demonstrations([one.environment for one in shown])) as examples:
             await warm_up(
                 self._backend, examples, config, evaluate=accuracy, progress=show_progress
             )
@@ -194,10 +197,32 @@ def show_progress(progress: WarmupProgress) -> None:
     )
 
 
-async def demonstrations(environment: Environment) -> AsyncGenerator[tuple[list[int], list[int]]]:
-    """Yield (prompt, reply) token ids of training tasks that RL never leases. Raises UsageError."""
+def own_tasks(
+    config: RunConfig, environments: Sequence[Environment], prompts: int
+) -> list[EvalTask]:
+    """Make evaluations of the run's own environments, `prompts` tasks of each."""
+    samples = config.evaluation.samples
+    return [
+        EvalTask(own.name, one, prompts, samples, max_tokens=own.sampling.max_tokens)
+        for own, one in zip(config.mixture, environments, strict=True)
+    ]
+
+
+async def has_demonstrations(environment: Environment) -> bool:
+    """Whether an environment shows right replies."""
+    return await environment.demonstration(await environment.task(WARMUP_TASKS)) is not None
+
+
+async def demonstrations(
+    environments: Sequence[Environment],
+) -> AsyncGenerator[tuple[list[int], list[int]]]:
+    """Yield (prompt, reply) token ids of training tasks that RL never leases, of each environment in turn.
+
+    Raises UsageError.
+    """
 
     async def make(index: int) -> tuple[list[int], list[int]]:
+        environment = environments[index % len(environments)]
         task = await environment.task(index)
         reply = await environment.demonstration(task)
         if reply is None:

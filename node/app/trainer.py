@@ -12,18 +12,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.leases import LeaseBook, LeasePolicy
+from ...protocol.leases import LeaseBook, LeasePolicy, MixtureShare
 from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
-from ..environments.environment import Environment, EnvironmentFailed
+from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..ops import summary
-from ..ops.control import PeerRow, Status
+from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..p2p.services import NodeServices
@@ -49,7 +49,7 @@ from . import rundir
 from .factories import Factories, auditing, sandboxed
 from .running_node import Node, peer_rows, show_network, shown_silence
 from .services import open_services, open_store
-from .startup import Restarts, Startup, until_done
+from .startup import Restarts, Startup, own_tasks, until_done
 from .tickets import TicketIssuer
 
 EVALUATIONS = "evaluations.jsonl"
@@ -58,19 +58,19 @@ EVALUATIONS = "evaluations.jsonl"
 async def open_eval_tasks(
     config: RunConfig,
     factories: Factories,
-    own: Environment,
+    own: Sequence[Environment],
     model_dir: Path,
     cleanup: AsyncExitStack,
 ) -> list[EvalTask]:
-    """Start the environments of [evaluation], to be closed with `cleanup`; `own` is the run's, started.
+    """Start the environments of [evaluation], to be closed with `cleanup`; `own` are the run's, started.
 
     Raises UsageError.
     """
     told, sampling = config.evaluation, config.sampling
-    if not told.interval:
+    if not told.is_online:
         return []
     if not told.environments:
-        return [EvalTask(own.name, own, told.prompts, told.samples)]
+        return own_tasks(config, own, told.prompts)
     found: list[EvalTask] = []
     for one in told.environments:
         environment = factories.environment(
@@ -83,7 +83,16 @@ async def open_eval_tasks(
             raise UsageError(
                 f"environment {one.title!r} of [evaluation] does not start: {error}"
             ) from error
-        found.append(EvalTask(one.title, environment, one.prompts, one.samples, one.success))
+        found.append(
+            EvalTask(
+                one.title,
+                environment,
+                one.prompts,
+                one.samples,
+                one.success,
+                interval=one.interval,
+            )
+        )
     return found
 
 
@@ -94,10 +103,11 @@ stages of the longest pipeline."""
 
 def lease_policy(config: RunConfig) -> LeasePolicy:
     """Make the lease policy of a run."""
-    rollouts = config.rollouts
-    tokens = config.training.seq_len * rollouts.group_size * rollouts.groups_per_lease
+    rollouts, mixture = config.rollouts, config.mixture
+    largest = max(one.group_size for one in mixture)
+    tokens = config.training.seq_len * largest * rollouts.groups_per_lease
     return LeasePolicy(
-        group_size=rollouts.group_size,
+        environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
         groups_per_batch=rollouts.groups_per_batch,
         groups_per_lease=rollouts.groups_per_lease,
         max_off_policy_steps=rollouts.max_off_policy_steps,
@@ -128,8 +138,8 @@ class Verification:
             timeout_s=settings.audit_timeout_s,
         )
         self._references = read_nodes("verification.references", settings.references)
-        rollouts = config.rollouts
-        batch = rollouts.groups_per_batch * rollouts.group_size
+        largest = max(one.group_size for one in config.mixture)
+        batch = config.rollouts.groups_per_batch * largest
         # all rollouts of the run, twice: some are refused, some are never trained
         self.test = ban_test(documents.manifest.proofs, 2 * config.max_steps * batch)
 
@@ -147,7 +157,7 @@ class Verification:
         await self._auditor.close()
 
     def verifier(
-        self, environment: Environment, publisher: Publisher, clock: PhaseClock
+        self, environments: Sequence[Environment], publisher: Publisher, clock: PhaseClock
     ) -> Verifier:
         """Make a verifier for the versions that `publisher` holds; `clock` counts what audits take."""
         run = self._documents.manifest
@@ -158,7 +168,7 @@ class Verification:
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states
-        return Verifier(run_id, run, environment, audits, states, CopyDetector())
+        return Verifier(run_id, run, environments, audits, states, CopyDetector())
 
 
 logger = logging.getLogger(__name__)
@@ -204,7 +214,7 @@ class TrainerNode(Node):
         self._services: NodeServices | None = None
         self._role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
-        self._environment: Environment | None = None
+        self._environments: Sequence[Environment] = ()
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -253,39 +263,54 @@ class TrainerNode(Node):
                 uses=self._config.ticket_uses,
             )
             self._announce(self._tickets.current().text)
-            environment = self._environment = self._make_environment(model_dir)
+            environments = self._environments = self._make_environments(model_dir)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:
                 cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
                 cleanup.push_async_callback(self._close_backend)
-                cleanup.push_async_callback(environment.close)
+                for environment in environments:
+                    cleanup.push_async_callback(environment.close)
                 cleanup.callback(metrics.close)
-                await self._train(services, documents, environment, metrics, model_dir)
+                await self._train(services, documents, environments, metrics, model_dir)
 
-    def _make_environment(self, model_dir: Path) -> Environment:
-        sampling = self._config.sampling
-        return self._factories.environment(
-            self._config.environment,
-            model_dir,
-            self._config.seed,
-            sampling.max_tokens,
-            sampling.temperature,
-        )
+    def _make_environments(self, model_dir: Path) -> list[Environment]:
+        config = self._config
+        return [
+            self._factories.environment(
+                one.options(),
+                model_dir,
+                config.seed,
+                one.sampling.max_tokens,
+                config.sampling.temperature,
+            )
+            for one in config.mixture
+        ]
+
+    async def _start_environments(self, environments: Sequence[Environment]) -> None:
+        """Start all of them. Raises UsageError with the name of one that does not start."""
+
+        async def start(name: str, environment: Environment) -> None:
+            try:
+                await environment.start()
+            except EnvironmentFailed as error:
+                raise UsageError(f"the environment {name!r} does not start: {error}") from error
+
+        names = [one.name for one in self._config.mixture]
+        await asyncio.gather(*map(start, names, environments))
 
     async def _train(
         self,
         services: NodeServices,
         documents: rundir.RunDocuments,
-        environment: Environment,
+        environments: Sequence[Environment],
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
-            try:
-                await asyncio.gather(environment.start(), self._backend.start(model_dir))
-            except EnvironmentFailed as error:
-                raise UsageError(f"the environment does not start: {error}") from error
+            await asyncio.gather(
+                self._start_environments(environments), self._backend.start(model_dir)
+            )
         engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
@@ -295,11 +320,10 @@ class TrainerNode(Node):
             if self._config.evaluates:
                 await engine.start(model_dir)
             eval_tasks = await open_eval_tasks(
-                self._config, self._factories, environment, model_dir, cleanup
+                self._config, self._factories, environments, model_dir, cleanup
             )
             evaluator = Evaluator(
                 engine,
-                environment,
                 EvalSampling(
                     self._config.sampling.max_tokens,
                     self._config.sampling.temperature,
@@ -310,11 +334,11 @@ class TrainerNode(Node):
             kept = RolloutKeeper(
                 RolloutFiles(self._config.run_dir / ROLLOUTS, fsync=self._config.fsync),
                 self._config.rollouts.keep,
-                environment=environment.name,
+                environments=[one.name for one in documents.manifest.environments],
                 model_dir=model_dir,
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
-            run = (services, documents, environment, metrics, evaluator, verification, eval_tasks)
+            run = (services, documents, environments, metrics, evaluator, verification, eval_tasks)
             await until_done(
                 lambda again: self._learn(*run, kept, again),
                 Restarts(self._config.training.fsdp.max_restarts),
@@ -337,7 +361,7 @@ class TrainerNode(Node):
         self,
         services: NodeServices,
         documents: rundir.RunDocuments,
-        environment: Environment,
+        environments: Sequence[Environment],
         metrics: MetricsLog,
         evaluator: Evaluator,
         verification: Verification,
@@ -369,6 +393,7 @@ class TrainerNode(Node):
             verification.queue,
             cut_model(documents.manifest, services.store, config.engine.max_batch),
             calibration=verification.calibration(),
+            environments=documents.manifest.environments,
         )
         buffer = RolloutBuffer(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
@@ -376,11 +401,11 @@ class TrainerNode(Node):
         )
         progress = Progress(clock=self._clock)
         demand = LeaseDemand(config, registry, buffer, progress)
-        tasks = TaskSupply(environment, registry.book)
+        tasks = [TaskSupply(one, registry.book, at) for at, one in enumerate(environments)]
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            verification.verifier(environment, publisher, self._clock),
+            verification.verifier(environments, publisher, self._clock),
             documents.manifest.proofs,
             verification.test,
             buffer,
@@ -391,13 +416,13 @@ class TrainerNode(Node):
         role = self._role = TrainerRole(
             services, config, scheduler, submissions, self._backend, publisher, metrics, evaluation
         )
-        startup = Startup(config, environment, self._backend, evaluator, self._clock, self._enter)
+        startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:
             background = [
                 group.create_task(services.router(handler.handle).run()),
                 group.create_task(services.watch_fraud()),
                 group.create_task(self._issued.keep_fresh()),
-                group.create_task(tasks.run(scheduler)),
+                *(group.create_task(one.run(scheduler)) for one in tasks),
             ]
             gossip = services.gossip()
             if gossip is not None:
@@ -502,9 +527,8 @@ class TrainerNode(Node):
         if role is not None:
             show_training(status, role)
             status.waiting_for = role.waits_for() if self.phase == "running" else ""
-        if self._environment is not None:
-            rewards = role.submissions.verifier.fault if role is not None else ""
-            status.environment = rewards or self._environment.status
+        rewards = role.submissions.verifier.fault if role is not None else ""
+        status.environment = rewards or shown_statuses(self._environments)
         if self._evaluation is not None:
             status.evaluating = self._evaluation.version
             status.evaluations = self._evaluation.log.latest()
@@ -527,9 +551,29 @@ def show_training(status: Status, role: TrainerRole) -> None:
     status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
     status.pipelines = scheduler.registry.pipelines.rows()
     registry = scheduler.registry
+    status.environments = environment_rows(role)
     status.bounds = registry.bounds.rows(registry.classes())
     missing = registry.bounds.warnings(registry.classes(strangers=True))
     status.warnings = [*registry.warnings(), *missing]
+
+
+def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
+    """Make a row for each environment that is trained on."""
+    progress, registry = role.progress, role.scheduler.registry
+    ratios = [one.ratio for one in registry.book.policy.environments]
+    able = registry.able()
+    return [
+        EnvironmentRow(
+            name=one.name,
+            id=one.id,
+            share=ratio / sum(ratios),
+            group_size=one.group_size,
+            reward=progress.rewards.get(one.name),
+            accepted=progress.accepted_of[one.name],
+            workers=able[number],
+        )
+        for number, (one, ratio) in enumerate(zip(registry.environments, ratios, strict=True))
+    ]
 
 
 def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:

@@ -3,16 +3,16 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from ...crypto.keys import SecretKey
 from ...protocol.manifests import RunManifest
-from ..config.run import EngineConfig, JoinConfig
+from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig
 from ..environments.allowed import check_allowed, options_of
-from ..environments.environment import Environment, EnvironmentFailed
+from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.numerics import exact_engine
@@ -31,7 +31,6 @@ from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import Order, PipelinedEngine
 from ..worker.weight_sync import WeightSync, stand
-from . import rundir
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 from .stage_supervisor import StageSupervisor
@@ -49,7 +48,9 @@ class WorkerNode(PeerNode):
         self._role: InferenceRole | None = None
         self._verdicts: VerdictLog | None = None
         """Of all stages that this node ever holds."""
-        self._environment: Environment | None = None
+        self._allowed: dict[int, EnvironmentConfig] = {}
+        """Environments of the run that may be played here, by place."""
+        self._environments: dict[int, Environment] = {}
         self._acceptor: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None
 
@@ -98,25 +99,22 @@ class WorkerNode(PeerNode):
     ) -> None:
         """Start what an inference worker needs, and do its work."""
         run = joined.documents.manifest
-        environment = self._make_environment(joined.documents, joined.model_dir)
-        self._environment = environment
-        self._obstacle = "starting the engine and the environment"
+        environments = self._make_environments(run, joined.model_dir)
+        self._obstacle = "starting the engine and the environments"
         try:
-            try:
-                await asyncio.gather(
-                    engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
-                    environment.start(),
-                )
-            except EnvironmentFailed as error:
-                raise NodeError(f"the environment does not start: {error}") from error
+            _, self._environments = await asyncio.gather(
+                engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
+                start_environments(run, environments),
+            )
             self._obstacle = ""
-            role = self._role = self._build(joined, engine, config, environment, share)
+            role = self._role = self._build(joined, engine, config, share)
             await work(role)
         finally:
             # a worker that only changes its stage in a pipeline does not leave the run
             if self._stages is None and self._role is not None and not joined.services.heads.ended:
                 await self._role.leave()
-            await environment.close()
+            for environment in environments.values():
+                await environment.close()
             await engine.close()
 
     # -- pipelines -----------------------------------------------------------------------------------
@@ -186,26 +184,36 @@ class WorkerNode(PeerNode):
         """Begin a phase, which the status names."""
         self.phase = phase
 
-    def _check_environment(self, run: RunManifest) -> None:
-        check_allowed(run.environment, self._config.environments.allow, self.data_dir)
+    def _check_environments(self, run: RunManifest) -> None:
+        allow, refused = self._config.environments.allow, list[UsageError]()
+        for number, contract in enumerate(run.environments):
+            try:
+                check_allowed(contract, allow, self.data_dir)
+                self._allowed[number] = options_of(contract)
+            except UsageError as error:
+                refused.append(error)
+        if not self._allowed:
+            raise refused[0]
+        for error in refused:
+            logger.warning("an environment is not played here: %s", error)
 
-    def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
-        contract = documents.manifest.environment
-        sampling = documents.manifest.sampling
-        return self._factories.environment(
-            options_of(contract),
-            model_dir,
-            contract.seed,
-            sampling.max_tokens,
-            sampling.temperature,
-        )
+    def _make_environments(self, run: RunManifest, model_dir: Path) -> dict[int, Environment]:
+        return {
+            number: self._factories.environment(
+                options,
+                model_dir,
+                run.environments[number].seed,
+                run.environments[number].sampling.max_tokens,
+                run.environments[number].sampling.temperature,
+            )
+            for number, options in self._allowed.items()
+        }
 
     def _build(
         self,
         joined: JoinedRun,
         engine: Engine,
         config: EngineConfig,
-        environment: Environment,
         share: TensorShare,
     ) -> InferenceRole:
         if self._verdicts is None:
@@ -217,7 +225,7 @@ class WorkerNode(PeerNode):
             self._make_weights(joined, engine, share=share),
             engine,
             config,
-            environment,
+            self._environments,
             self._verdicts,
             self._config.leases,
         )
@@ -240,8 +248,7 @@ class WorkerNode(PeerNode):
             status.engine = self._role.engine_row()
             bounds = self._role.verdicts.bounds
             status.bounds = [bounds_row(bounds)] if bounds else []
-        if self._environment is not None:
-            status.environment = self._environment.status
+        status.environment = shown_statuses(self._environments.values())
         if self._stages is not None:
             status.stage = self._stages.row()
             if self._stages.row() is None:
@@ -261,6 +268,33 @@ class WorkerNode(PeerNode):
             "versions_loaded": self._weights.versions_loaded if self._weights else 0,
         }
         run_files.write(self.data_dir / "last_status.json", json.dumps(last))
+
+
+async def start_environments(
+    run: RunManifest, environments: Mapping[int, Environment]
+) -> dict[int, Environment]:
+    """Start environments of a run, by place, side by side; return those that work.
+
+    Raises NodeError where none does.
+    """
+    outcomes = await asyncio.gather(
+        *(one.start() for one in environments.values()), return_exceptions=True
+    )
+    works, faults = dict[int, Environment](), list[str]()
+    for (number, environment), outcome in zip(environments.items(), outcomes, strict=True):
+        if outcome is None:
+            works[number] = environment
+        elif isinstance(outcome, EnvironmentFailed):
+            faults.append(
+                f"the environment {run.environments[number].name!r} does not start: {outcome}"
+            )
+        else:
+            raise outcome
+    if not works:
+        raise NodeError("; ".join(faults))
+    for fault in faults:
+        logger.error("%s: this node goes on with its other environments", fault)
+    return works
 
 
 def served_length(config: EngineConfig, run: RunManifest) -> int:

@@ -16,7 +16,13 @@ from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .sandbox import SandboxConfig, WorkerSandboxConfig
-from .training import Positive, TrainingConfig
+from .training import (
+    Advantage,
+    LengthPenaltyConfig,
+    OverlongConfig,
+    Positive,
+    TrainingConfig,
+)
 
 
 class CheckpointConfig(BaseConfig):
@@ -99,6 +105,7 @@ def _check_seed(text: str) -> str:
 
 
 MAX_SEEDS = 16
+MAX_ENVIRONMENTS = 64
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
@@ -217,6 +224,42 @@ class EnvironmentConfig(BaseConfig):
     """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
     trainer's own score. Set false for judges and random rewards: then only the trainer's score counts."""
 
+    def options(self) -> "EnvironmentConfig":
+        """Return what of it decides how tasks are made and scored: the options that a manifest has."""
+        return EnvironmentConfig(
+            **{name: getattr(self, name) for name in EnvironmentConfig.model_fields}
+        )
+
+
+class OwnSamplingConfig(BaseConfig):
+    """[environments.sampling]: what is sampled otherwise than [sampling] says. The temperature is the run's."""
+
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of one reply; 0: sampling.max_tokens."""
+
+
+class TrainedEnvironment(EnvironmentConfig):
+    """One of the environments that a run trains on."""
+
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Its name in metrics, status and kept rollouts; else the id."""
+    ratio: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Its weight: it has this over the sum of all ratios of the groups that are leased."""
+    group_size: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rollouts per task; 0: rollouts.group_size."""
+    sampling: OwnSamplingConfig = OwnSamplingConfig()
+    advantage: Advantage | None = None
+    """Default: training.advantage."""
+    overlong: OverlongConfig | None = None
+    """Default: training.overlong."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """Default: training.length_penalty."""
+
+    @property
+    def title(self) -> str:
+        """Its name, or the id."""
+        return self.name or self.id
+
 
 class SamplingConfig(BaseConfig):
     """The sampling contract: every worker samples like this."""
@@ -241,8 +284,8 @@ class KeepConfig(BaseConfig):
 class RolloutsConfig(BaseConfig):
     """How work is handed out and how old it may become."""
 
-    group_size: Positive = 8
-    """Rollouts per task."""
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Rollouts per task, where an environment has no group_size of its own."""
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
@@ -359,6 +402,13 @@ class EvaluatedEnvironment(EnvironmentConfig):
         return self.name or self.id
 
 
+class OnlineEnvironment(EvaluatedEnvironment):
+    """An environment that is evaluated beside training."""
+
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Steps between two evaluations on it; 0: evaluation.interval."""
+
+
 def check_names(what: str, names: list[str]) -> None:
     """Refuse empty and duplicate names. Raises ValueError."""
     for name in names:
@@ -377,8 +427,13 @@ class EvaluationConfig(BaseConfig):
     """Steps between evaluations beside training, of the first version and the last, too; 0: none."""
     samples: Positive = 4
     """Beside training: rollouts of each of the run's own prompts."""
-    environments: list[EvaluatedEnvironment] = []
-    """Environments evaluated beside training; if none is named, `prompts` tasks of the run's own."""
+    environments: list[OnlineEnvironment] = []
+    """Environments evaluated beside training; if none is named, `prompts` tasks of each of the run's own."""
+
+    @property
+    def is_online(self) -> bool:
+        """Whether anything is evaluated beside training."""
+        return bool(self.interval or any(one.interval for one in self.environments))
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
@@ -509,6 +564,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
     """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    """The one environment that is trained on; [[environments]] in its place for several."""
+    environments: Annotated[list[TrainedEnvironment], Field(max_length=MAX_ENVIRONMENTS)] = []
+    """Environments that are trained on together, each with its part of every batch."""
     sandbox: SandboxConfig = SandboxConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
@@ -523,7 +581,33 @@ class RunConfig(NodeConfig, OwnRunConfig):
     def evaluates(self) -> bool:
         """Whether the trainer generates by itself: to evaluate, or to see how far a warm-up has come."""
         asked = self.evaluation
-        return bool(asked.prompts or asked.interval) or self.warmup is not None
+        return bool(asked.prompts) or asked.is_online or self.warmup is not None
+
+    @property
+    def mixture(self) -> tuple[TrainedEnvironment, ...]:
+        """The environments that are trained on; what they leave out is filled in from the run's sections."""
+        given = self.environments or [TrainedEnvironment(**self.environment.model_dump())]
+        return tuple(self._completed(one) for one in given)
+
+    def _completed(self, one: TrainedEnvironment) -> TrainedEnvironment:
+        training, sampling = self.training, self.sampling.max_tokens
+        update = {
+            "name": one.title,
+            "group_size": one.group_size or self.rollouts.group_size,
+            "sampling": OwnSamplingConfig(max_tokens=one.sampling.max_tokens or sampling),
+            "advantage": one.advantage or training.advantage,
+            "overlong": one.overlong or training.overlong,
+            "length_penalty": one.length_penalty or training.length_penalty,
+        }
+        return one.model_copy(update=update)
+
+    def training_on(self) -> dict[str, TrainingConfig]:
+        """Map each environment's name to the training section with its own advantage."""
+        own = ("advantage", "overlong", "length_penalty")
+        return {
+            one.name: self.training.model_copy(update={name: getattr(one, name) for name in own})
+            for one in self.mixture
+        }
 
     @property
     def may_replace_auditor(self) -> bool:
@@ -544,7 +628,14 @@ class RunConfig(NodeConfig, OwnRunConfig):
             home, other = self.run_dir.absolute(), self.resume.dir.absolute()
             if home == other or home in other.parents:
                 raise ValueError("resume.dir is of another run: go back in this one by resume.step")
-        if self.sampling.max_tokens >= self.training.seq_len:
+        if self.environments and "environment" in self.model_fields_set:
+            raise ValueError(
+                "[environment] is for one environment alone: name all of them in [[environments]]"
+            )
+        check_names("environments", [one.name for one in self.mixture])
+        if any("/" in one.name or one.name == "mean" for one in self.mixture):
+            raise ValueError('the name of an environment has no "/" in it, and is not "mean"')
+        if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":

@@ -193,6 +193,9 @@ class FsdpConfig(BaseConfig):
     """How often dead ranks are replaced from the same checkpoint before the run ends."""
 
 
+Advantage = Literal["grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"]
+
+
 class TrainingConfig(BaseConfig):
     """How the trainer learns."""
 
@@ -221,9 +224,7 @@ class TrainingConfig(BaseConfig):
     """`linear` and `cosine` decay to lr x this at max_steps."""
     seq_len: Positive = 2048
     """Longest packed sequence, tokens; also how many a rank's micro-batch holds."""
-    advantage: Literal[
-        "grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"
-    ] = "grpo"
+    advantage: Advantage = "grpo"
     """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
     `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward
     minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation."""

@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ...crypto.hashing import digest
-from ...protocol.manifests import EnvironmentContract
+from ...protocol.manifests import EnvironmentContract, SamplingContract
 from ...protocol.version import MAX_NAME
-from ..config.run import EnvironmentConfig
+from ..config.run import EnvironmentConfig, RunConfig, TrainedEnvironment
 from ..ops.errors import StorageError, UsageError, one_line, printable
 from ..storage.run_files import write_private
 
@@ -133,6 +133,35 @@ def _distribution(name: str) -> tuple[str, bytes]:
         module for module, names in metadata.packages_distributions().items() if name in names
     )
     return label, _digest([root for module in modules if (root := _root(module)) is not None])
+
+
+def environment_contracts(config: RunConfig) -> tuple[EnvironmentContract, ...]:
+    """The environments of the run that `config` would start, with the packages that are installed here.
+
+    A package that cannot be found is left empty: what starts the environment says so.
+    """
+    library = f"{LIBRARY} {metadata.version(LIBRARY)}"
+    return tuple(_contract(one, config, library) for one in config.mixture)
+
+
+def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> EnvironmentContract:
+    try:
+        package = find_package(one.id)
+    except UsageError:
+        package = None
+    return EnvironmentContract(
+        name=one.name,
+        id=one.id,
+        config=one.options().model_dump_json().encode(),
+        seed=config.seed,
+        version=library,
+        group_size=one.group_size,
+        max_turns=one.max_turns,
+        sampling=SamplingContract(config.sampling.temperature, one.sampling.max_tokens),
+        package=package.label if package else "",
+        package_digest=package.digest if package else b"",
+        rewards="recomputed" if one.deterministic_rewards else "sampled",
+    )
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:

@@ -6,7 +6,7 @@ Implementations: hosted.py (real: verifiers.py in a process of its own), tests/s
 (fake). Suite: tests/conformance/test_environment.py.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -158,6 +158,11 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Stop the environment."""
         ...
+
+
+def shown_statuses(environments: Iterable[Environment]) -> str:
+    """Join the statuses of environments that have something to say, each with its id."""
+    return "; ".join(f"{one.name}: {one.status}" for one in environments if one.status)
 
 
 class EnvironmentFailed(NodeError):

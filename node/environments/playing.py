@@ -96,7 +96,7 @@ class PreparedTask:
     prompt: tuple[int, ...]
     stops: list[Callable[..., Any]]
     answer: str | None
-    """The right first reply, where the task data has one and the taskset is plain."""
+    """A good first reply, where the data has one: its `first_reply` or, in a plain taskset, its `answer`."""
 
 
 class TasksetPlayer:
@@ -146,7 +146,8 @@ class TasksetPlayer:
         if data.prompt is None and self._env is None:
             raise EnvironmentFailed(f"task {index} has no prompt: mend the taskset")
         messages = [] if data.prompt is None else _messages(data.system_prompt, data.prompt)
-        answer = getattr(data, "answer", None)
+        shown = "answer" if self._env is None else "first_reply"
+        answer = getattr(data, shown, None)
         return PreparedTask(
             task=task,
             digest=bytes.fromhex(content),
@@ -155,7 +156,7 @@ class TasksetPlayer:
             messages=messages,
             prompt=tuple(self._chat.prompt(_wire(messages))) if messages else (),
             stops=task.hooks("stop"),
-            answer=answer if isinstance(answer, str) and self._env is None else None,
+            answer=answer if isinstance(answer, str) else None,
         )
 
     async def play(self, prepared: PreparedTask, exchange: Exchange) -> Episode:

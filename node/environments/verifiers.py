@@ -113,7 +113,8 @@ class VerifiersEnvironment:
         return list((await self._own(task)).prompt)
 
     async def demonstration(self, task: Task) -> list[int] | None:
-        """The task data's `answer` as a reply; None without one, or where turns hang on replies."""
+        """The task data's `answer` as a reply, or its `first_reply` where the taskset has an Env of its own;
+        None without one."""
         answer = (await self._own(task)).answer
         return None if answer is None else self._format.reply(answer)
 

@@ -6,8 +6,8 @@ engine that is given up, an API that is down, a wrong key) is raised.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -238,6 +238,17 @@ class EvalResult:
     prompts: int
     reward: float
     exact: float
+    environments: "dict[str, EvalResult]" = field(default_factory=dict[str, "EvalResult"])
+    """The same of each environment, where several were evaluated together."""
+
+    @classmethod
+    def of(cls, found: "Mapping[str, EvalResult]") -> "EvalResult":
+        """Join the results of environments: means over the prompts of all."""
+        results = found.values()
+        prompts = sum(one.prompts for one in results)
+        reward = sum(one.prompts * one.reward for one in results) / max(prompts, 1)
+        exact = sum(one.prompts * one.exact for one in results) / max(prompts, 1)
+        return cls(prompts, reward, exact, dict(found))
 
 
 @dataclass(frozen=True)
@@ -249,6 +260,10 @@ class EvalTask:
     prompts: int
     samples: int
     success: float = 1.0
+    max_tokens: int = 0
+    """Of one reply; 0: as many as the evaluator's sampling says."""
+    interval: int = 0
+    """Versions from one evaluation beside training to the next; 0: as many as for the others."""
 
 
 class Evaluator:
@@ -257,32 +272,29 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
-        environment: Environment,
         sampling: EvalSampling,
         at_once: int = 256,
     ) -> None:
         """`at_once` rollouts are in flight; the engine makes batches of them."""
         self._engine = engine
-        self._environment = environment
         self._sampling = sampling
         self._at_once = at_once
         self._loads = 0
         self._turn = asyncio.Lock()
 
     async def evaluate(
-        self, state: State, *, split: Split, first: int, prompts: int, seed: int
+        self, state: State, tasks: Sequence[EvalTask], *, split: Split, first: int, seed: int
     ) -> EvalResult:
-        """Roll out tasks `first` .. `first + prompts` of `split`, one sample each."""
-        tasks = [await self._environment.task(first + number, split) for number in range(prompts)]
+        """Roll out `prompts` tasks of each environment from `first` on, one sample each."""
+        found: dict[str, EvalResult] = {}
         async with self._turn:
-            policy = await self._load(state)
-            found = await run_rollouts(
-                self._environment, tasks, policy, samples=1, seed=seed, concurrency=self._at_once
-            )
-        exacts = [one.metrics.get("exact", float(one.reward >= 1.0)) for one in found]
-        return EvalResult(
-            prompts, sum(one.reward for one in found) / prompts, sum(exacts) / prompts
-        )
+            version = await self._load(state)
+            for one in tasks:
+                numbers = range(first, first + one.prompts)
+                asked = [await one.environment.task(number, split) for number in numbers]
+                rollouts = await self._roll_out(one, asked, version, samples=1, seed=seed)
+                found[one.name] = _means(rollouts)
+        return EvalResult.of(found)
 
     async def evaluate_tasks(
         self, state: State, tasks: Sequence[EvalTask], *, seed: int
@@ -290,20 +302,36 @@ class Evaluator:
         """Roll out every environment's held-out tasks with one state, by name. Raises EnvironmentFailed."""
         found: dict[str, list[Rollout]] = {}
         async with self._turn:
-            policy = await self._load(state)
+            version = await self._load(state)
             for one in tasks:
                 prompts = await held_out(one.environment, one.prompts)
-                found[one.name] = await run_rollouts(
-                    one.environment,
-                    prompts,
-                    policy,
-                    samples=one.samples,
-                    seed=seed,
-                    concurrency=self._at_once,
+                found[one.name] = await self._roll_out(
+                    one, prompts, version, samples=one.samples, seed=seed
                 )
         return found
 
-    async def _load(self, state: State) -> EnginePolicy:
+    async def _load(self, state: State) -> int:
         self._loads += 1
         await self._engine.load(self._loads, state)
-        return EnginePolicy(self._engine, self._loads, self._sampling)
+        return self._loads
+
+    async def _roll_out(
+        self, one: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
+    ) -> list[Rollout]:
+        sampling = self._sampling
+        if one.max_tokens:
+            sampling = replace(sampling, max_tokens=one.max_tokens)
+        return await run_rollouts(
+            one.environment,
+            tasks,
+            EnginePolicy(self._engine, version, sampling),
+            samples=samples,
+            seed=seed,
+            concurrency=self._at_once,
+        )
+
+
+def _means(found: Sequence[Rollout]) -> EvalResult:
+    exacts = [one.metrics.get("exact", float(one.reward >= 1.0)) for one in found]
+    count = len(found)
+    return EvalResult(count, sum(one.reward for one in found) / count, sum(exacts) / count)

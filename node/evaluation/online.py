@@ -60,13 +60,13 @@ class EvaluationLog:
         return any(one.version == version for one in self.held)
 
     def latest(self) -> dict[str, dict[str, float]]:
-        """Return the newest version's figures by environment, by the names that metrics have."""
+        """Return the newest figures of each environment, by the names that metrics have."""
         if not self.held:
             return {}
-        newest = self.held[-1]
         return {
-            name: {"version": newest.version, **one.flat()}
-            for name, one in newest.environments.items()
+            name: {"version": one.version, **figures.flat()}
+            for one in self.held
+            for name, figures in one.environments.items()
         }
 
     def _write(self) -> None:
@@ -103,7 +103,7 @@ class OnlineEvaluation:
         last: int,
         seed: int,
     ) -> None:
-        """`interval` 0 evaluates nothing; `last` is the last version of the run."""
+        """`interval` is that of tasks without one of their own, 0: never; `last` is the run's last version."""
         self._evaluator = evaluator
         self._tasks = tasks
         self.log = log
@@ -136,7 +136,8 @@ class OnlineEvaluation:
 
         Raises StorageError if the evaluation before could not be kept.
         """
-        if not self._due(version):
+        due = self._due(version)
+        if not due:
             return
         if self._task is not None and not self._task.done():
             if version != self._last:  # finish() sees to that one
@@ -149,22 +150,23 @@ class OnlineEvaluation:
             return
         self._settle()
         self._begun = True
-        self._task = asyncio.create_task(self._evaluate(version, state), name="evaluation")
+        self._task = asyncio.create_task(self._evaluate(version, state, due), name="evaluation")
 
     async def finish(self, version: int, state: State) -> None:
         """Wait for a running evaluation, then evaluate the run's last version. Raises StorageError."""
         if self._task is not None:
             await asyncio.wait([self._task])
             self._settle()
-        if self._due(version):
-            await self._evaluate(version, state)
+        if due := self._due(version):
+            await self._evaluate(version, state, due)
 
-    def _due(self, version: int) -> bool:
-        """Say whether a version is due: the first, every `interval`-th and the last; none twice."""
-        if not self._interval or self.log.has(version) or version == self.version:
-            return False
-        first = not self.log.held and not self._begun
-        return first or version % self._interval == 0 or version == self._last
+    def _due(self, version: int) -> list[EvalTask]:
+        """List what is due: the first version, every `interval`-th and the last; none twice."""
+        if self.log.has(version) or version == self.version:
+            return []
+        every = not (self.log.held or self._begun) or version == self._last
+        intervals = ((one, one.interval or self._interval) for one in self._tasks)
+        return [one for one, steps in intervals if steps and (every or version % steps == 0)]
 
     def _settle(self) -> None:
         """Raise the error of the last evaluation, which has ended."""
@@ -172,10 +174,10 @@ class OnlineEvaluation:
         if task is not None:
             task.result()
 
-    async def _evaluate(self, version: int, state: State) -> None:
+    async def _evaluate(self, version: int, state: State, due: Sequence[EvalTask]) -> None:
         self.version, began = version, time.monotonic()
         try:
-            found = await self._evaluator.evaluate_tasks(state, self._tasks, seed=self._seed)
+            found = await self._evaluator.evaluate_tasks(state, due, seed=self._seed)
         except (NodeError, EnvironmentFailed) as error:
             # training does not hang on it: the run goes on, and this version has no figures
             logger.error("version %d could not be evaluated: %s", version, error)
@@ -184,7 +186,7 @@ class OnlineEvaluation:
             self.version = -1
         measured = {
             one.name: summarize(found[one.name], samples=one.samples, success=one.success)
-            for one in self._tasks
+            for one in due
         }
         one = Evaluated(version, round(time.monotonic() - began, 3), measured)
         self.log.add(one)

@@ -71,8 +71,8 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
             "max_model_len"
         ]  # set in a file it would bound what the run's manifest says
     dumped["environments"] = {
-        "allow": [config.environment.id]
-    }  # the author of the run's config allows it
+        "allow": [one.id for one in config.mixture]
+    }  # the author of the run's config allows them
     seeds = dumped["network"]["seeds"]
     if config.launch.share_chunks:
         chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
@@ -92,7 +92,8 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
     if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or Path(config.model.name).is_dir()
-    if local and BUNDLED.get(config.environment.id, READS_DATA) != READS_DATA:  # they need no hub
+    modules = [BUNDLED.get(one.id, READS_DATA) for one in config.mixture]
+    if local and READS_DATA not in modules:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 

@@ -95,6 +95,22 @@ class EngineRow(msgspec.Struct):
     """Why it does not work at present, and the remedy; empty while it works."""
 
 
+class EnvironmentRow(msgspec.Struct):
+    """An environment that a run trains on."""
+
+    name: str
+    id: str
+    share: float
+    """Of the groups that are leased, by its ratio, 0 to 1."""
+    group_size: int
+    reward: float | None = None
+    """Mean of its rollouts in the last batch that had some; None before the first."""
+    accepted: int = 0
+    """Rollouts of it so far."""
+    workers: int = 0
+    """Workers that are here and can play it."""
+
+
 class GroupRow(msgspec.Struct):
     """A pipeline that the trainer has planned."""
 
@@ -211,7 +227,9 @@ class Status(msgspec.Struct, kw_only=True):
     engine: EngineRow | None = None
     """The engine of a worker."""
     environment: str = ""
-    """The environment's present work, or its last fault; empty while all is well."""
+    """The environments' present work, or their last fault; empty while all is well."""
+    environments: list[EnvironmentRow] = []
+    """What the run trains on (trainer)."""
     stage: StageRow | None = None
     """Of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}

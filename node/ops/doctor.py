@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.run import NodeConfig, RunConfig
+from ..environments.allowed import find_package
 from ..inference.numerics import engine_class
 from ..inference.vllm_arguments import check_family, check_release, installed_release
 from ..memory_plan.memory import (
@@ -74,6 +75,7 @@ def examine(
         check_torch(torch_build(), gpus=len(found), wanted=True),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         *check_exact_numerics(config),
+        *check_environments(config),
         check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
         *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
         check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
@@ -137,6 +139,18 @@ def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iter
         return
     own = engine_class(config.engine, found)
     yield MachineCheck("exact numerics", "ok", f"every worker and validator has to be {own}")
+
+
+def check_environments(config: NodeConfig) -> Iterator[MachineCheck]:
+    """Check that each environment that a run trains on is installed; its code is not run."""
+    for one in config.mixture if isinstance(config, RunConfig) else ():
+        name = f"environment {one.name}"
+        try:
+            package = find_package(one.id)
+        except UsageError as error:
+            yield MachineCheck(name, "problem", "not installed", str(error))
+        else:
+            yield MachineCheck(name, "ok", str(package) if package else "bundled")
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:

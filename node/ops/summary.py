@@ -51,6 +51,7 @@ def write(
         "reward_before": before.reward,
         "reward_after": after.reward,
         "eval_prompts": after.prompts,
+        "environments": _environments(config, progress, before, after),
         "evaluations": _evaluations(evaluations),
         "mismatch_kl": sum(window) / len(window) if window else 0.0,
         "staleness_max": progress.staleness_max,
@@ -77,6 +78,19 @@ def write(
     }
     run_files.write(config.run_dir / run_files.SUMMARY, json.dumps(document, indent=2) + "\n")
     report.write_picture(document, picture)
+
+
+def _environments(
+    config: RunConfig, progress: Progress, before: EvalResult, after: EvalResult
+) -> dict[str, dict[str, float]]:
+    """Map each environment that was trained on to its results before and after, and its accepted rollouts."""
+    found: dict[str, dict[str, float]] = {}
+    for one in config.mixture:
+        found[one.name] = {"accepted": progress.accepted_of[one.name]}
+        for when, result in (("before", before), ("after", after)):
+            if (own := result.environments.get(one.name)) is not None:
+                found[one.name] |= {f"reward_{when}": own.reward, f"exact_match_{when}": own.exact}
+    return found
 
 
 def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, float]]]:

@@ -92,12 +92,17 @@ class RolloutKeeper:
     """Collects the rollouts of a run, and writes them once the version that they made is published."""
 
     def __init__(
-        self, files: RolloutFiles, config: KeepConfig, *, environment: str, model_dir: Path
+        self,
+        files: RolloutFiles,
+        config: KeepConfig,
+        *,
+        environments: Sequence[str],
+        model_dir: Path,
     ) -> None:
-        """`environment` is the run's; the tokenizer of `model_dir` makes the texts."""
+        """`environments` are the names of the run's; the tokenizer of `model_dir` makes the texts."""
         self._files = files
         self._config = config
-        self._environment = environment
+        self._environments = environments
         self._model_dir = model_dir
         self._shown: Shown | None = None
         self._lost = Lost()
@@ -141,7 +146,7 @@ class RolloutKeeper:
                         verdict="unused" if fault is None else "rejected",
                         reason=THIN if fault is None else fault.reason.value,
                         detail="" if fault is None else fault.detail,
-                        environment=self._environment,
+                        environment=self._environments[lease.environment],
                         task=task.digest,
                         worker=worker,
                         record=record,

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -28,7 +29,7 @@ from ..training.checkpoint import Checkpoints
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
 from .scheduler import LeaseScheduler
-from .state import Progress, TrainerState, snapshots
+from .state import Progress, TrainerState, positions, snapshots
 from .submissions import SubmissionQueue
 from .workers import WorkerRegistry, WorkerState
 
@@ -77,10 +78,11 @@ def next_batch(
 
 def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
     """Show the rewards in the buffer, if it holds several groups and every group's rewards are equal."""
-    training = config.training
+    training, own = config.training, config.training_on()
     if not (training.filter_zero_advantages and training.loss.reads_advantages) or len(buffer) < 2:
         return ""
-    if not all(has_equal_rewards(group, training) for group in buffer.groups()):
+    settings = (own.get(group.environment, training) for group in buffer.groups())
+    if not all(map(has_equal_rewards, buffer.groups(), settings)):
         return ""
     rewards = [group.rollouts[0].reward for group in buffer.groups()]
     return reward_range(min(rewards), max(rewards))
@@ -211,6 +213,8 @@ class TrainerRole:
         self._services = services
         self._ledger = services.ledger
         self._config = config
+        self._environments = [one.name for one in config.mixture]
+        self._training_on = config.training_on()
         self.scheduler = scheduler
         self.submissions = submissions
         self._buffer = submissions.buffer
@@ -249,7 +253,8 @@ class TrainerRole:
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(state.verified_up_to)
-        state.restore_tasks(self.scheduler.book, (self.submissions.open(one)[1] for one in arrived))
+        answered = (self.submissions.open(one)[1] for one in arrived)
+        state.restore_tasks(self.scheduler.book, self._environments, answered)
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
         progress.history = list(state.history)
@@ -257,6 +262,7 @@ class TrainerRole:
         progress.staleness_max = state.staleness_max
         progress.accepted, progress.received = state.accepted, state.received
         progress.rejected = Counter(state.rejected)
+        progress.accepted_of = Counter(state.accepted_of)
         self.publisher.delta_bytes, self.publisher.full_bytes = (
             state.delta_bytes,
             state.full_bytes,
@@ -293,7 +299,7 @@ class TrainerRole:
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
-        batch = credit(groups, self._config.training) if groups else None
+        batch = credit(groups, self._config.training, self._training_on) if groups else None
         if groups is None or batch is None or not batch.samples:
             self._count_empty(groups)
             return
@@ -323,7 +329,8 @@ class TrainerRole:
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
-        self._line = self._figures(batch, staleness.max, waited, figures.values)
+        rewards = mean_rewards(groups)
+        self._line = self._figures(batch, rewards, staleness.max, waited, figures.values)
         interval = self._config.checkpoint.interval
         if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
@@ -377,6 +384,7 @@ class TrainerRole:
         progress = self.progress
         progress.step = step
         progress.reward = sum(rewards) / len(rewards)
+        progress.rewards |= mean_rewards(groups)
         progress.staleness = staleness
         progress.staleness_max = max(progress.staleness_max, staleness_max)
         progress.history.append((step, progress.reward))
@@ -386,12 +394,14 @@ class TrainerRole:
     def _figures(
         self,
         batch: CreditedBatch,
+        rewards: Mapping[str, float],
         staleness_max: int,
         waited: float,
         figures: dict[str, float],
     ) -> dict[str, float | None]:
         """Collect the metrics of a step before it is saved and published."""
         progress, audited_s = self.progress, self._clock.seconds.get("audit", 0.0)
+        names = self._environments
         auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
         return {
             "time": round(time.time(), 3),
@@ -407,6 +417,8 @@ class TrainerRole:
             "time/audit": round(auditing_s, 4),
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
+            **{f"reward/{name}": rewards.get(name) for name in names},
+            **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
         }
 
@@ -507,17 +519,15 @@ class TrainerRole:
         await self.settle()
         book = self.scheduler.book
         progress = self.progress
-        # Tasks that are on lease when we die are leased again first.
-        out = [task.index for held in book.held.values() for task in held.lease.tasks]
         state = TrainerState(
-            next_task=book.next_task,
-            requeued=[*book.requeued, *out],
+            tasks=positions(book, self._environments),
             verified_up_to=self.progress.verified_up_to,
             history=progress.history,
             staleness_history=progress.staleness_history,
             staleness_max=progress.staleness_max,
             accepted=progress.accepted,
             rejected=dict(progress.rejected),
+            accepted_of=dict(progress.accepted_of),
             received=progress.received,
             delta_bytes=self.publisher.delta_bytes,
             full_bytes=self.publisher.full_bytes,
@@ -555,8 +565,19 @@ class TrainerRole:
         self._kept.lost(groups, Reason.STALE.value)
         count = sum(len(group.rollouts) for group in groups)
         self.progress.accepted -= count
+        for group in groups:
+            self.progress.accepted_of[group.environment] -= len(group.rollouts)
         if count:
             self.progress.rejected[Reason.STALE.value] += count
+
+
+def mean_rewards(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Map the environments that have groups here to the mean reward of their rollouts."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        found = rewards.setdefault(group.environment, [])
+        found += [rollout.reward for rollout in group.rollouts]
+    return {name: sum(found) / len(found) for name, found in rewards.items()}
 
 
 def open_checkpoints(config: RunConfig) -> Checkpoints:

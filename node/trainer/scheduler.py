@@ -9,6 +9,8 @@ import math
 import secrets
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
@@ -98,11 +100,13 @@ class LeaseDemand:
 
 
 class TaskSupply:
-    """Makes the digests of the next tasks before they are leased."""
+    """Makes the digests of an environment's next tasks before they are leased."""
 
-    def __init__(self, environment: Environment, book: LeaseBook) -> None:
+    def __init__(self, environment: Environment, book: LeaseBook, number: int = 0) -> None:
+        """`number` is the environment's place in the run."""
         self._environment = environment
         self._book = book
+        self._number = number
         self.digests: dict[int, bytes] = {}
         """Digests of the tasks that the next leases may name."""
         self._short = asyncio.Event()
@@ -131,11 +135,11 @@ class TaskSupply:
     def is_ready(self) -> bool:
         """Whether the tasks of another lease are prepared."""
         self._short.set()
-        return all(index in self.digests for index in self._book.upcoming(1))
+        return all(index in self.digests for index in self._book.upcoming(self._number, 1))
 
     async def _prepare(self, leases: int) -> bool:
         """Make the missing digests of the next leases; returns whether there were any."""
-        wanted = self._book.upcoming(leases)
+        wanted = self._book.upcoming(self._number, leases)
         missing = [index for index in wanted if index not in self.digests]
         tasks = await asyncio.gather(*map(self._environment.task, missing))
         if len(self.digests) > KEPT_DIGESTS:
@@ -151,10 +155,11 @@ class LeaseScheduler:
     def __init__(
         self,
         registry: WorkerRegistry,
-        tasks: TaskSupply,
+        tasks: Sequence[TaskSupply],
         publisher: Publisher,
         demand: LeaseDemand,
     ) -> None:
+        """`tasks` are those of the run's environments, in its order."""
         self.registry = registry
         self.book = registry.book
         self.tasks = tasks
@@ -205,6 +210,7 @@ class LeaseScheduler:
         """Answer a lease request. Raises RemoteProtocolError."""
         worker = self.registry.update(peer, request.stats)
         worker.left, worker.failure = False, ""
+        self.registry.note_playable(worker, self._playable(request))
         now = time.time()
         if request.numerics is not None:
             worker.numerics = request.numerics
@@ -220,12 +226,27 @@ class LeaseScheduler:
         if holding is not None and self.book.release_lost(peer, holding, now):
             await self.work_changed()
         if request.wanted:
-            await self.tasks.make_ready(min(request.wanted, self.book.policy.leases_per_worker))
+            leases = min(request.wanted, self.book.policy.leases_per_worker)
+            ready = (self.tasks[number].make_ready(leases) for number in worker.playable)
+            await asyncio.gather(*ready)
         leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
         before, after = self.registry.sources(peer)
         verdicts = take_verdicts(worker.verdicts)
         why = "" if leases or not request.wanted else self._no_lease(peer, now)
         return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after, why)
+
+    def _playable(self, request: LeaseRequest) -> frozenset[int]:
+        """List the environments that a node says it can play. Raises RemoteProtocolError."""
+        every = range(len(self.tasks))
+        said = every if request.environments is None else request.environments
+        if not set(said) <= set(every):
+            detail = f"environment {max(said)}: the run has {len(every)}"
+            raise RemoteProtocolError(Reason.MALFORMED, detail)
+        return frozenset(said)
+
+    def _ready(self) -> frozenset[int]:
+        """List the environments whose next tasks are prepared."""
+        return frozenset(number for number, one in enumerate(self.tasks) if one.is_ready())
 
     async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Grant leases to `peer` as soon as there is work; none after a while, or with a verdict."""
@@ -259,8 +280,10 @@ class LeaseScheduler:
 
     def _serve_newcomers(self) -> None:
         """Lease to newcomers in turn, as long as there is a slot."""
-        while len(self.book.newcomers) and self.tasks.is_ready():
-            node = self.book.next_newcomer(self.demand.capacity(None), time.time())
+        while len(self.book.newcomers):
+            free, ready = self.demand.capacity(None), self._ready()
+            able = (node for node, one in self.registry.workers.items() if one.playable & ready)
+            node = self.book.next_newcomer(free, time.time(), frozenset(able))
             if node is None or not (leases := self._grant(node, 1)):
                 return
             self._answer(node, leases)
@@ -274,6 +297,8 @@ class LeaseScheduler:
             return f"this node rests {rest:.0f} s, as leases of it did not come back"
         if any(held.node == peer for held in self.book.held.values()):
             return "it holds as many leases as its record allows"
+        if self._ready().isdisjoint(self.registry.workers[peer].playable):
+            return "the next tasks of the environments that it can play are being made"
         if self.book.staffed(now) and not self.registry.proven(peer):
             waiting = len(self.book.newcomers)
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
@@ -289,23 +314,25 @@ class LeaseScheduler:
         epoch, version = self._publisher.order
         proven = self.registry.proven(peer)
         reputation = self.registry.reputations.get(peer) or Reputation()
+        playable = self.registry.workers[peer].playable
         named = self.registry.named(peer)
         share = LeaseShare(
             1.0 if named else reputation.trust_low,
             frozenset(node for node in self.registry.pending if self.registry.proven(node)),
-            math.inf if named else reputation.accepted / self.book.policy.group_size,
+            math.inf if named else reputation.accepted / self.book.policy.largest_group,
             None if proven else self.registry.origin(peer),
+            staffed=self.registry.staffed(),
         )
-        while len(sealed) < wanted and version >= 0 and self.tasks.is_ready():
+        while len(sealed) < wanted and version >= 0:
             lease = self.book.grant(
                 peer,
                 version=version,
                 epoch=epoch,
                 capacity=self.demand.capacity(peer if proven else None),
-                digest_of=self.tasks.digests.__getitem__,
+                digest_of=lambda environment, index: self.tasks[environment].digests[index],
                 seed=secrets.token_bytes(32),
                 now=time.time(),
-                share=share,
+                share=replace(share, playable=playable & self._ready()),
             )
             if lease is None:
                 break

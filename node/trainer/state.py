@@ -4,7 +4,7 @@ Invariant: a task whose submission has a receipt is never leased again; a task t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -70,6 +70,10 @@ class Progress:
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds by phase."""
     reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean reward of each environment, in the last batch that had groups of it."""
+    accepted_of: Counter[str] = field(default_factory=Counter[str])
+    """Accepted rollouts by environment."""
     staleness: float | None = None
     history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     staleness_history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
@@ -105,16 +109,29 @@ class Progress:
         return self.rejected - rejected
 
 
-class TrainerState(msgspec.Struct, frozen=True):
+class TaskPosition(msgspec.Struct, frozen=True):
+    """How far the tasks of an environment were leased."""
+
+    next_task: int = 0
+    requeued: list[int] = []
+    """Tasks before it that have to be leased again."""
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's part of a checkpoint."""
 
-    next_task: int
-    requeued: list[int]
+    tasks: dict[str, TaskPosition] = {}
+    """By the environment's name."""
+    next_task: int = 0
+    """Of a checkpoint from before a run had several environments, which has no `tasks`."""
+    requeued: list[int] = []
+    """As next_task."""
     verified_up_to: int
     """Arrival number of the last submission that the buffer or the model already contains."""
     history: list[tuple[int, float]]
     accepted: int
     rejected: dict[str, int]
+    accepted_of: dict[str, int] = {}
     received: int
     delta_bytes: int
     full_bytes: int
@@ -140,12 +157,36 @@ class TrainerState(msgspec.Struct, frozen=True):
                 known[node] = Reputation.restore(newer)
         return known
 
-    def restore_tasks(self, book: LeaseBook, answered: Iterable[Lease]) -> None:
-        """Queue again all tasks leased then or since, except those of `answered` leases."""
-        done = {task.index for lease in answered for task in lease.tasks}
-        book.next_task = max([self.next_task, *(index + 1 for index in done)])
-        leased = [*self.requeued, *range(self.next_task, book.next_task)]
-        book.requeued.extend(index for index in leased if index not in done)
+    def positions(self, environments: Sequence[str]) -> dict[str, TaskPosition]:
+        """Map the names of these environments to where their tasks go on; a new one begins at task 0."""
+        if not self.tasks and len(environments) == 1:
+            return {environments[0]: TaskPosition(self.next_task, self.requeued)}
+        return {name: self.tasks.get(name, TaskPosition()) for name in environments}
+
+    def restore_tasks(
+        self, book: LeaseBook, environments: Sequence[str], answered: Iterable[Lease]
+    ) -> None:
+        """Queue again all tasks leased then or since, except those of `answered` leases.
+
+        `environments` are the names of the run's, in its order.
+        """
+        done = {(lease.environment, task.index) for lease in answered for task in lease.tasks}
+        for number, position in enumerate(self.positions(environments).values()):
+            queue, own = book.tasks[number], {index for place, index in done if place == number}
+            queue.next_task = max([position.next_task, *(index + 1 for index in own)])
+            leased = [*position.requeued, *range(position.next_task, queue.next_task)]
+            queue.requeued.extend(index for index in leased if index not in own)
+
+
+def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPosition]:
+    """Say where the tasks of each environment go on; what is on lease is leased again first."""
+    out: dict[int, list[int]] = {}
+    for held in book.held.values():
+        out.setdefault(held.lease.environment, []).extend(task.index for task in held.lease.tasks)
+    return {
+        name: TaskPosition(queue.next_task, [*queue.requeued, *out.get(number, ())])
+        for number, (name, queue) in enumerate(zip(environments, book.tasks, strict=True))
+    }
 
 
 def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:

@@ -169,11 +169,13 @@ class SubmissionQueue:
         progress = self.progress
         progress.received += verified.verdict.accepted + sum(reasons.values())
         progress.accepted += verified.verdict.accepted
+        progress.accepted_of[verified.environment] += verified.verdict.accepted
         progress.rejected.update({reason.value: count for reason, count in reasons.items()})
         for group in verified.groups:
             refusal = self.buffer.add(group, self.progress.step)
             if refusal is not None:
                 progress.accepted -= len(group.rollouts)
+                progress.accepted_of[group.environment] -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
                 self.kept.lost([group], refusal)
         self._deliver(arrived, before or self._keep(arrived, verified, measured))

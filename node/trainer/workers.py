@@ -19,6 +19,7 @@ from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import LeaseBook, Origin
+from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
@@ -42,6 +43,8 @@ MAX_WORKERS = 4096
 """Beyond this number, newcomers without leases are forgotten; they may say hello again."""
 SOURCES_S = 0.25
 """Maximum age of the list of chunk sources."""
+ABLE_S = 1.0
+"""Maximum age of the count of workers by environment."""
 WARN_S = 60.0
 """Between two warnings in the log."""
 ALIVE_S = 10.0
@@ -71,6 +74,8 @@ class WorkerState:
     """Whether work of it was accepted; see Reputation.proven."""
     numerics: NumericsClass | None = None
     """How it says that it computes; None where it did not say."""
+    playable: frozenset[int] = frozenset()
+    """Environments of the run that it says it can play, by place; none before it asked for a lease."""
     left: bool = False
     """Whether it said goodbye and asked for nothing since; its waiting request gets no lease."""
     failure: str = ""
@@ -111,8 +116,12 @@ class WorkerRegistry:
         model: CutModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         calibration: SelfCalibration | None = None,
+        environments: Sequence[EnvironmentContract] = (),
     ) -> None:
-        """`model` is None if it cannot be cut into stages, `calibration` if the manifest fixes the bounds."""
+        """`model` is None if it cannot be cut into stages, `calibration` if the manifest fixes the bounds.
+
+        `environments` are those of the run: warnings name what no worker can play.
+        """
         self.services = services
         self._sealed_manifest = sealed_manifest
         self.book = book
@@ -132,11 +141,14 @@ class WorkerRegistry:
         self._warn_at = -math.inf
         self._sources: list[ChunkHolder] = []
         self._sources_at = -math.inf
+        self._able: Counter[int] = Counter()
+        self._able_at = -math.inf
         self._ranks = itertools.count()
         self.turned_away: deque[str] = deque(maxlen=64)
         """Why nodes were not admitted, the newest last."""
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
+        self.environments = environments
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation)
         for one in services.ledger.admitted():
@@ -243,12 +255,41 @@ class WorkerRegistry:
             self.services.peers.learn(record, sealed)
 
     def warnings(self) -> list[str]:
-        """Name the tickets whose newcomers take leases and return nothing, with the command to revoke them."""
-        return [
+        """Name the tickets whose newcomers take leases and return nothing, with the command to revoke them; and
+        the environments that no worker can play, with what to install."""
+        failing = [
             self._failing(ticket, record.lost)
             for ticket, record in self.book.newcomers.tickets.items()
             if record.failing
         ]
+        staffed = self.staffed()
+        return failing + [
+            _unplayed(one)
+            for number, one in enumerate(self.environments)
+            if staffed and number not in staffed
+        ]
+
+    def note_playable(self, worker: WorkerState, environments: frozenset[int]) -> None:
+        """Note which environments a worker says that it can play."""
+        if worker.playable != environments:
+            worker.playable, self._able_at = environments, -math.inf
+
+    def able(self) -> Counter[int]:
+        """Count the workers that are here by the environments that they can play, at most ABLE_S ago."""
+        now = self.clock()
+        if now - self._able_at >= ABLE_S:
+            self._able_at = now
+            self._able = Counter(
+                number
+                for worker in self.workers.values()
+                if not worker.left and worker.heard >= now - GONE_S
+                for number in worker.playable
+            )
+        return self._able
+
+    def staffed(self) -> frozenset[int]:
+        """List the environments that some worker that is here can play."""
+        return frozenset(self.able())
 
     def classes(self, *, strangers: bool = False) -> Counter[NumericsClass]:
         """Count the workers that are here by the numerics class that they claim; all, or no references."""
@@ -403,6 +444,16 @@ class WorkerRegistry:
             numbers = itertools.count()
             found = [one for one in found if one.proven or next(numbers) in kept]
         return sorted(found, key=lambda one: one.rank)
+
+
+def _unplayed(environment: EnvironmentContract) -> str:
+    """Say that no worker plays an environment, and what would change that."""
+    id = environment.id
+    package = f" ({environment.package})" if environment.package else ""
+    return (
+        f"no worker can play the environment {environment.name!r}{package}, so the others have its part of the "
+        f"batches: install it on a worker and start that with --allow-environment {id}"
+    )
 
 
 def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:

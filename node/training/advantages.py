@@ -5,8 +5,9 @@ from the trainer's rewards and never taken from a worker.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..config.training import LengthPenaltyConfig, OverlongConfig, TrainingConfig
 from .backend import Sample
@@ -150,8 +151,14 @@ def grpo_length(
     )
 
 
-def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> CreditedBatch:
+def credit(
+    groups: Iterable[RolloutGroup],
+    training: TrainingConfig,
+    own: Mapping[str, TrainingConfig] = MappingProxyType({}),
+) -> CreditedBatch:
     """One sample per branch of every rollout; all branches of a rollout share its advantage.
+
+    `own` holds the settings of environments whose advantage differs, by name.
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
     the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
@@ -159,24 +166,30 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     """
     prune = training.filter_zero_advantages and training.loss.reads_advantages
     used: list[tuple[list[ScoredRollout], list[float]]] = []
+    by_batch: list[int] = []
+    """Groups of `used` whose advantages are divided by the batch's standard deviation."""
     flat = thin = 0
     for group in groups:
         survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
         if len(survivors) < 2:
             thin += 1
             continue
-        advantages = _advantages(survivors, training)
+        settings = own.get(group.environment, training)
+        advantages = _advantages(survivors, settings)
         if max(map(abs, advantages)) < NO_SIGNAL:
             flat += 1
             advantages = [0.0] * len(survivors)
             if prune:
                 continue
+        if settings.advantage == "reinforce_plus_plus":
+            by_batch.append(len(used))
         used.append((survivors, advantages))
     found = [advantages for _, advantages in used]
-    if training.advantage == "reinforce_plus_plus":
-        found = over_batch_std(found)
+    scaled = over_batch_std([found[number] for number in by_batch])
+    for number, advantages in zip(by_batch, scaled, strict=True):
+        found[number] = advantages
     pairs = zip(used, found, strict=True)
-    samples = [one for (rollouts, _), own in pairs for one in _samples(rollouts, own)]
+    samples = [one for (rollouts, _), values in pairs for one in _samples(rollouts, values)]
     return CreditedBatch(samples, len(used), flat if prune else 0, thin, flat)
 
 

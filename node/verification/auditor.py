@@ -117,7 +117,7 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
     """Take the terms of a run's audits from its manifest."""
     return AuditTerms(
         str(model_dir),
-        run.sampling.temperature,
+        run.temperature,
         run.proofs.dtype,
         device,
         run.adapters,

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from ...crypto.hashing import derive, digest
-from ...protocol.leases import Lease, TaskRef, sample_seed
+from ...protocol.leases import Lease, TaskRef, environment_of, sample_seed
 from ...protocol.manifests import (
-    EnvironmentContract,
     ModelContract,
     RunLimits,
     RunManifest,
-    SamplingContract,
     Thresholds,
     encode,
     run_id,
 )
 from ...protocol.rollouts import Evidence
 from ..config.run import EngineConfig, RunConfig
+from ..environments.allowed import environment_contracts
 from ..environments.environment import Environment, Task
 from ..inference.build import build_engine
 from ..inference.engine import Completion, Engine, GenerateRequest
@@ -171,24 +170,27 @@ class CalibrationReport(msgspec.Struct, frozen=True):
 
 
 class Calibrator:
-    """Measures one model; environment and auditor belong to the caller, who starts the environment."""
+    """Measures one model; environments and auditor belong to the caller, who starts the environments."""
 
     def __init__(
         self,
         config: RunConfig,
         model_dir: Path,
         state: State,
-        environment: Environment,
+        environments: Sequence[Environment],
         auditor: Auditor,
         wanted: CalibrationRequest,
         *,
         say: Say,
         make_engine: Callable[[EngineConfig], Engine] = build_engine,
     ) -> None:
-        """`state` is the policy to measure, in bf16; config.seed decides everything that is drawn."""
+        """`state` is the policy to measure, in bf16; config.seed decides everything that is drawn.
+
+        `environments` are those of the run, in its order: each plays its part of the rollouts.
+        """
         self._config = config
         self._model_dir = model_dir
-        self._environment = environment
+        self._environments = environments
         self._auditor = auditor
         self._wanted = wanted
         self._say = say
@@ -257,7 +259,7 @@ class Calibrator:
         update = {"type": name, "dtype": dtype or self._config.engine.dtype}
         config = self._config.engine.model_copy(update=update)
         engine = self._make_engine(config)
-        player = HonestPlayer(self._run, self._environment, engine, seed=self._config.seed)
+        player = HonestPlayer(self._run, self._environments, engine, seed=self._config.seed)
         played: list[AuditTarget] = []
         try:
             await engine.start(self._model_dir, fingerprint=self._run.proofs.fingerprint)
@@ -340,21 +342,41 @@ class HonestPlayer:
     """Plays rollouts of a run's tasks with an engine that is started and loaded."""
 
     def __init__(
-        self, run: RunManifest, environment: Environment, engine: Engine, *, seed: int
+        self,
+        run: RunManifest,
+        environments: Sequence[Environment],
+        engine: Engine,
+        *,
+        seed: int,
     ) -> None:
-        """`seed` decides all sampling; tasks are the environment's, from number 0 on."""
+        """`seed` decides all sampling; tasks are the environments', from number 0 on."""
         self._run = run
         self._run_id = run_id(encode(run))
-        self._environment = environment
+        self._environments = environments
         self._engine = engine
         self._seed = seed
         self._next = 0
 
     async def play(self, rollouts: int, at_once: int) -> list[AuditTarget]:
-        """Play `rollouts` of the next tasks, `at_once` at a time; those that fail are left out."""
-        group = min(self._run.limits.group_size, rollouts)
+        """Play `rollouts` of the next tasks, `at_once` at a time; those that fail are left out.
+
+        The environments have equal parts of them, the first ones what is left over.
+        """
+        slots = asyncio.Semaphore(at_once)
+        whole, over = divmod(rollouts, len(self._environments))
+        played: list[AuditTarget] = []
+        for environment in range(len(self._environments)):
+            if count := whole + (environment < over):
+                played += await self._play(environment, count, slots)
+        return played
+
+    async def _play(
+        self, environment: int, rollouts: int, slots: asyncio.Semaphore
+    ) -> list[AuditTarget]:
+        group = min(self._run.environments[environment].group_size, rollouts)
         count = math.ceil(rollouts / group)
-        tasks = [await self._environment.task(self._next + number) for number in range(count)]
+        make = self._environments[environment].task
+        tasks = [await make(self._next + number) for number in range(count)]
         lease = Lease(
             lease_id=self._next,
             tasks=tuple(TaskRef(task.index, task.digest) for task in tasks),
@@ -363,9 +385,9 @@ class HonestPlayer:
             min_version=0,
             deadline=0.0,
             max_bytes=1,
+            environment=environment,
         )
         self._next += count
-        slots = asyncio.Semaphore(at_once)
 
         async def one(number: int) -> AuditTarget | None:
             async with slots:
@@ -381,7 +403,7 @@ class HonestPlayer:
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
             seed = sample_seed(self._run_id, lease, NODE, task.digest, index, turn)
-            sampling = self._run.sampling
+            sampling = environment_of(self._run, lease).sampling
             return await self._engine.generate(
                 GenerateRequest(
                     prompt=tuple(prompt),
@@ -392,11 +414,12 @@ class HonestPlayer:
                 )
             )
 
-        episode = await self._environment.run(task, policy)
+        environment = self._environments[lease.environment]
+        episode = await environment.run(task, policy)
         branches = episode.branches
         if episode.error or not branches:
             return None
-        turns = plain_turns(branches) or (await self._environment.score(task, branches)).turns
+        turns = plain_turns(branches) or (await environment.score(task, branches)).turns
         rollout = CheckedRollout(group, index, branches, episode.score.reward)
         items = audit_items(rollout, turns, lease=lease, run=self._run_id, node=NODE)
         return AuditTarget(rollout, items)
@@ -428,14 +451,9 @@ def trial_run(
             vocab_size=vocab_size,
             stop_token_ids=stop_token_ids,
         ),
-        environment=EnvironmentContract(
-            id=config.environment.id, config=b"", seed=config.seed, version=""
-        ),
-        sampling=SamplingContract(config.sampling.temperature, config.sampling.max_tokens),
+        environments=environment_contracts(config),
         limits=RunLimits(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
-            group_size=config.rollouts.group_size,
-            max_turns=config.environment.max_turns,
             max_model_len=config.training.seq_len,
         ),
         proofs=proofs,

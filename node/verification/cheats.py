@@ -228,7 +228,7 @@ def _forge(
 
     from ..inference.sampler import draw
 
-    device, most = network.device, run.sampling.max_tokens
+    device, most = network.device, max(one.sampling.max_tokens for one in run.environments)
     lengths = torch.tensor([len(line.prompt) for line in lines], device=device)
     width = int(lengths.max())
     padded = [[*[0] * (width - len(line.prompt)), *line.prompt] for line in lines]
@@ -237,7 +237,7 @@ def _forge(
         torch.tensor(padded, device=device), columns >= width - lengths[:, None]
     )
     seeds = torch.tensor([line.seed for line in lines], device=device)
-    temperature = torch.full((len(lines),), run.sampling.temperature, device=device)
+    temperature = torch.full((len(lines),), run.temperature, device=device)
     forced = torch.full((most, len(lines)), -1, device=device)
     for row, line in enumerate(lines):
         told = line.forced[:most]

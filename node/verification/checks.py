@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease
-from ...protocol.manifests import RunManifest
+from ...protocol.leases import Lease, environment_of
+from ...protocol.manifests import EnvironmentContract, RunManifest
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
     WITHDRAWN,
@@ -71,9 +71,10 @@ def check_submission(
     `plan` is plan_of() of it.
 
     Raises:
-        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease; MALFORMED: it
-            states boundaries of what it does not hold.
+        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease, or the lease is
+            of no environment of the run; MALFORMED: it states boundaries of what it does not hold.
     """
+    environment_of(run, lease)
     if len(submission.groups) != len(lease.tasks):
         raise RemoteProtocolError(Reason.WRONG_TASK, "not the tasks of the lease")
     checked = CheckedSubmission()
@@ -209,7 +210,7 @@ def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version:
         raise Rejected(
             Reason.STALE, f"policy {branch.policy_first}, the lease asks for {lease.min_version}"
         )
-    check_termination(branch, run)
+    check_termination(branch, run, environment_of(run, lease))
     _check_spans(branch)
     _check_proof(branch, run)
     return branch
@@ -248,18 +249,19 @@ def _check_lengths(branch: Branch, run: RunManifest) -> None:
         raise Rejected(Reason.BAD_LOGPROBS, "a logprob above zero")
 
 
-def check_termination(branch: Branch, run: RunManifest) -> None:
+def check_termination(branch: Branch, run: RunManifest, environment: EnvironmentContract) -> None:
     """Check that every reply ends by a stop token or its full length, with no stop token before its end."""
     stops = frozenset(run.model.stop_token_ids)
     runs = sampled_runs(branch.sampled)
-    if len(runs) > run.limits.max_turns:
+    longest = environment.sampling.max_tokens
+    if len(runs) > environment.max_turns:
         raise Rejected(Reason.TOO_LARGE, f"{len(runs)} turns")
     for number, (start, end) in enumerate(runs):
         reply = branch.token_ids[start:end]
         if any(token in stops for token in reply[:-1]):
             raise Rejected(Reason.BAD_TERMINATION, "tokens after a stop token")
-        full = len(reply) == run.sampling.max_tokens or end == run.limits.max_model_len
-        if len(reply) > run.sampling.max_tokens or not (full or reply[-1] in stops):
+        full = len(reply) == longest or end == run.limits.max_model_len
+        if len(reply) > longest or not (full or reply[-1] in stops):
             raise Rejected(Reason.BAD_TERMINATION, f"reply of {len(reply)} tokens was cut short")
         if number == len(runs) - 1 and (branch.finish == "stop") != (reply[-1] in stops):
             raise Rejected(Reason.BAD_TERMINATION, f"did not finish by {branch.finish}")

@@ -18,7 +18,7 @@ import msgspec
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, check_assignment
+from ...protocol.leases import Lease, check_assignment, environment_of
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import ClassBounds
 from ...protocol.pipelines import PipelinePlan
@@ -125,6 +125,8 @@ class Verified:
     """Of the pipeline that made it, if it says so."""
     placing: bool = False
     """See AuditConditions."""
+    environment: str = ""
+    """Name of the environment; empty where the bundle as a whole was refused."""
 
     def reasons(self) -> Counter[Reason]:
         """Count rejected rollouts by reason."""
@@ -157,28 +159,31 @@ class Verifier:
         self,
         run_id: bytes,
         run: RunManifest,
-        environment: Environment,
+        environments: Sequence[Environment],
         audits: AuditService,
         states: Mapping[int, State],
         copies: CopyDetector,
     ) -> None:
-        """`states` holds the policies that may still be claimed, by version; it is read, not copied."""
+        """`environments` are those of the run, in its order.
+
+        `states` holds the policies that may still be claimed, by version; it is read, not copied.
+        """
         self._run_id = run_id
         self._run = run
-        self._environment = environment
+        self._environments = environments
         self._audits = audits
         self._states = states
         self._copies = copies
-        self._varies = ""
-        """The evidence that a reward which was said to be recomputable is not."""
+        self._varies: dict[int, str] = {}
+        """By environment: the evidence that rewards which were said to be recomputable are not."""
         self._earlier: asyncio.Future[None] | None = None
         """Done when the submission before has been looked for copies: of two, the first received is the
         original."""
 
     @property
     def fault(self) -> str:
-        """What is wrong with the environment's rewards, with what to do; empty while nothing is."""
-        return self._varies
+        """What is wrong with the environments' rewards, with what to do; empty while nothing is."""
+        return "; ".join(self._varies.values())
 
     async def verify(
         self,
@@ -244,14 +249,24 @@ class Verifier:
             conditions.bounds,
         )
         groups = self._groups(lease, arrival.node, passed)
-        return Verified(verdict, work.rejections, groups, work.audited, plan, conditions.placing)
+        return Verified(
+            verdict,
+            work.rejections,
+            groups,
+            work.audited,
+            plan,
+            conditions.placing,
+            environment_of(self._run, lease).name,
+        )
 
     # -- cheap checks ------------------------------------------------------------------------------
 
     async def _check_lease(self, lease: Lease) -> None:
         """Check that the tasks of a lease are those that the environment makes of their numbers."""
         try:
-            tasks = [await self._environment.task(one.index) for one in lease.tasks]
+            environment_of(self._run, lease)
+            made = self._environments[lease.environment].task
+            tasks = [await made(one.index) for one in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
             check_assignment(lease, digests.__getitem__)
         except (RemoteProtocolError, EnvironmentFailed) as error:
@@ -303,24 +318,25 @@ class Verifier:
     async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
         """Compute the trainer's own score. Raises Rejected, EnvironmentStuck."""
         score = await self._recompute(lease, rollout)
-        if self._run.environment.rewards == "sampled":
+        if environment_of(self._run, lease).rewards == "sampled":
             return score
         if not _differ(score.reward, rollout.claimed_reward):
             return score
-        for _ in range(0 if self._varies else SCORED_AGAIN):
+        number = lease.environment
+        for _ in range(0 if number in self._varies else SCORED_AGAIN):
             again = await self._recompute(lease, rollout)
             if _differ(again.reward, score.reward):
-                self._note_variation(lease.tasks[rollout.group].index, score, again)
+                self._note_variation(lease, rollout.group, score, again)
                 break
-        if self._varies:
-            raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies)
+        if number in self._varies:
+            raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies[number])
         detail = f"claimed {rollout.claimed_reward:.6g}, recomputed {score.reward:.6g}"
         raise Rejected(Reason.BAD_REWARD, detail)
 
     async def _recompute(self, lease: Lease, rollout: CheckedRollout) -> Score:
         task = Task(lease.tasks[rollout.group].index, lease.tasks[rollout.group].digest)
         try:
-            return await self._environment.score(task, rollout.branches)
+            return await self._environments[lease.environment].score(task, rollout.branches)
         except ScoreMismatch as error:
             raise Rejected(Reason.BAD_PROMPT, str(error)) from error
         except EnvironmentStuck:
@@ -328,14 +344,14 @@ class Verifier:
         except EnvironmentFailed as error:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
-    def _note_variation(self, task: int, first: Score, second: Score) -> None:
-        """Blame no worker for a reward that differs, from now on."""
-        self._varies = (
-            f"the reward of {self._environment.name!r} is not deterministic (the trainer scored one rollout of "
-            f"task {task} twice: {first.reward:.6g} and {second.reward:.6g}): set "
-            "environment.deterministic_rewards = false in a new run"
+    def _note_variation(self, lease: Lease, group: int, first: Score, second: Score) -> None:
+        """Blame no worker for a reward of that environment that differs, from now on."""
+        name, task = environment_of(self._run, lease).name, lease.tasks[group].index
+        self._varies[lease.environment] = (
+            f"the reward of {name!r} is not deterministic (the trainer scored a rollout of task {task} twice: "
+            f"{first.reward:.6g} and {second.reward:.6g}): set its deterministic_rewards = false in a new run"
         )
-        logger.error("%s", self._varies)
+        logger.error("%s", self._varies[lease.environment])
 
     # -- audits ------------------------------------------------------------------------------------
 
@@ -436,6 +452,7 @@ class Verifier:
         self, lease: Lease, node: bytes, passed: Sequence[RescoredRollout]
     ) -> list[RolloutGroup]:
         groups: list[RolloutGroup] = []
+        name = environment_of(self._run, lease).name
         for number, task in enumerate(lease.tasks):
             members = [one for one in passed if one.rollout.group == number]
             if len(members) < 2:
@@ -444,7 +461,7 @@ class Verifier:
             groups.append(
                 RolloutGroup(
                     task=task.digest,
-                    environment=self._environment.name,
+                    environment=name,
                     rollouts=[
                         ScoredRollout(
                             [

@@ -565,8 +565,7 @@ class VllmAuditor:
                 start = end
 
     def _request(self, token_ids: list[int], claims: bytes, salt: str = "") -> PrefillRequest:
-        temperature = self._require_started().sampling.temperature
-        return PrefillRequest(token_ids, claims, temperature, salt)
+        return PrefillRequest(token_ids, claims, self._require_started().temperature, salt)
 
     async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
         """Have texts read, in parts: the engine begins while the rest is sent."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease
+from ...protocol.leases import Lease, environment_of
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import (
     MAX_HELD,
@@ -34,7 +34,7 @@ from ...protocol.reputation import Reputation
 from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
 from ..config.engine import EngineConfig
-from ..environments.environment import Environment
+from ..environments.environment import Environment, EnvironmentGivenUp
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..inference.numerics import numerics_of
@@ -220,11 +220,15 @@ class InferenceRole:
         weights: WeightSync,
         engine: Engine,
         config: EngineConfig,
-        environment: Environment,
+        environments: dict[int, Environment],
         verdicts: VerdictLog,
         leases: int = 0,
     ) -> None:
-        """`leases`: the most to hold at a time; 0 is as many as keep the engine busy."""
+        """`leases`: the most to hold at a time; 0 is as many as keep the engine busy.
+
+        `environments` are those that can be played here, by their place in the run; one that is given up while
+        others work is removed.
+        """
         self._services = services
         self._book = services.heads
         self._run = run
@@ -235,6 +239,7 @@ class InferenceRole:
         """How this node computes; said where the run measures bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
+        self._environments = environments
         concurrency = Concurrency(
             config.concurrency,
             max_batch=config.max_batch * config.dp,
@@ -245,7 +250,7 @@ class InferenceRole:
             run_id=services.run_id,
             run=run,
             node=services.key.node_id,
-            environment=environment,
+            environments=environments,
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
@@ -417,7 +422,7 @@ class InferenceRole:
         reply = await self._services.links.request(
             self._run.trainer,
             ALPN_CONTROL,
-            LeaseRequest(wanted, stats, self._holding(), self._numerics),
+            LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable()),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
@@ -425,6 +430,11 @@ class InferenceRole:
         for sealed in reply.verdicts:
             await self.verdicts.take(sealed)
         return reply
+
+    def _playable(self) -> tuple[int, ...] | None:
+        """Environments that can be played here; None for all."""
+        playable = tuple(sorted(self._environments))
+        return None if len(playable) == len(self._run.environments) else playable
 
     def _holding(self) -> tuple[int, ...]:
         """Leases that we hold or whose submissions wait for upload."""
@@ -440,6 +450,11 @@ class InferenceRole:
             signer=self._run.trainer,
             recipient=self._services.key.node_id,
         ).body
+        if lease.environment not in self._environments:
+            name = environment_of(self._run, lease).name
+            logger.warning("lease %d is of %r, which this node cannot play", lease.lease_id, name)
+            self._given_up = True
+            return
         self._admission.groups_of(lease.group_size)
         rollouts = len(lease.tasks) * lease.group_size
         self._per_lease = max(self._per_lease, rollouts)
@@ -473,6 +488,12 @@ class InferenceRole:
         except EngineLost as error:
             logger.warning("lease %d is abandoned: %s", lease.lease_id, error)
             self._given_up = True
+        except EnvironmentGivenUp as error:
+            if self._environments.keys() <= {lease.environment}:
+                raise
+            self._environments.pop(lease.environment, None)
+            self._given_up = True
+            logger.error("%s: this node goes on with its other environments", error)
         except StorageError as error:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
 

@@ -9,12 +9,12 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from ...crypto.hashing import derive
-from ...protocol.leases import Lease, TaskRef, sample_seed
+from ...protocol.leases import Lease, TaskRef, environment_of, sample_seed
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
     WITHDRAWN,
@@ -248,15 +248,18 @@ class RolloutGenerator:
         run_id: bytes,
         run: RunManifest,
         node: bytes,
-        environment: Environment,
+        environments: Mapping[int, Environment],
         admission: AdmissionControl,
         rollout_ended: Callable[[int], None] = lambda lease_id: None,
     ) -> None:
-        """`rollout_ended` is told the lease of every rollout that has ended."""
+        """`environments` are those that can be played here, by their place in the run.
+
+        `rollout_ended` is told the lease of every rollout that has ended.
+        """
         self._run_id = run_id
         self._run = run
         self._node = node
-        self._environment = environment
+        self._environments = environments
         self._admission = admission
         self._rollout_ended = rollout_ended
 
@@ -277,7 +280,7 @@ class RolloutGenerator:
         self, lease: Lease, reference: TaskRef, order: Order
     ) -> tuple[GroupRecord, list[Episode]]:
         try:
-            task = await self._environment.task(reference.index)
+            task = await self._environments[lease.environment].task(reference.index)
         except EnvironmentGivenUp:
             raise
         except EnvironmentFailed as error:
@@ -297,7 +300,8 @@ class RolloutGenerator:
         return GroupRecord(reference.index, reference.digest, records), episodes
 
     async def _rollout(self, group: "ActiveGroup") -> None:
-        index = -1
+        index, lease = -1, group.lease
+        sampling = environment_of(self._run, lease).sampling
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
             nonlocal index
@@ -305,19 +309,17 @@ class RolloutGenerator:
                 index = group.begin()
             request = GenerateRequest(
                 prompt=tuple(prompt),
-                max_tokens=self._run.sampling.max_tokens,
-                temperature=self._run.sampling.temperature,
-                seed=sample_seed(
-                    self._run_id, group.lease, self._node, group.task.digest, index, turn
-                ),
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=sample_seed(self._run_id, lease, self._node, group.task.digest, index, turn),
                 stop_token_ids=self._run.model.stop_token_ids,
                 group=group.name,
             )
             return await self._admission.generate(request, group.order)
 
-        episode = await self._environment.run(group.task, policy)
+        episode = await self._environments[lease.environment].run(group.task, policy)
         group.end(index, episode)
-        self._rollout_ended(group.lease.lease_id)
+        self._rollout_ended(lease.lease_id)
 
 
 class ActiveGroup:

@@ -19,6 +19,7 @@ from update import make_model  # pyright: ignore
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.auditor_cases import make_run, measured
 from support.exact_cases import altered, requests, stepped
+from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.build import build_engine
@@ -121,11 +122,10 @@ def make_bench(model: Model, numerics: str, options: argparse.Namespace) -> Benc
         vllm=vllm,
     )
     told = {"engine": config.model_dump(), "verification": {"numerics": numerics}}
-    run = make_run("bfloat16")
+    run = played_otherwise(make_run("bfloat16"), temperature=1.0)
     run = structs.replace(
         run,
         proofs=proof_contract(RunConfig.model_validate(told), ""),
-        sampling=structs.replace(run.sampling, temperature=1.0),
         limits=structs.replace(run.limits, max_model_len=length),
     )
     auditor = (HfAuditor if embedded else VllmAuditor)(config, timeout_s=240.0)

@@ -279,8 +279,8 @@ class Workshop:
         run = self.world.run
         return GenerateRequest(
             prompt=tuple(prompt),
-            max_tokens=run.sampling.max_tokens,
-            temperature=run.sampling.temperature,
+            max_tokens=run.environments[0].sampling.max_tokens,
+            temperature=run.temperature,
             seed=seed,
             stop_token_ids=run.model.stop_token_ids,
         )
@@ -421,7 +421,7 @@ class Court:
         self._verifier = Verifier(
             world.run_id,
             world.run,
-            world.environment,
+            [world.environment],
             LocalAudits(auditor),
             world.states,
             CopyDetector(),

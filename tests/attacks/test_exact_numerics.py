@@ -24,6 +24,7 @@ from support.exact_cases import (
     shifted,
     stepped,
 )
+from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
@@ -114,9 +115,7 @@ async def court(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
     )
     contract = proof_contract(told, "")
     run = make_run(dtype)
-    run = structs.replace(
-        run, proofs=contract, sampling=structs.replace(run.sampling, temperature=1.0)
-    )
+    run = played_otherwise(structs.replace(run, proofs=contract), temperature=1.0)
     engine, auditor = HostedEngine(config), VllmAuditor(config, timeout_s=240.0)
     try:
         await asyncio.gather(

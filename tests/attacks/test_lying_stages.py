@@ -15,7 +15,7 @@ from msgspec import structs
 from support.auditor_cases import CUTS, OWN, Case, coarse, item_of, make_case, make_deep, staged
 from support.engine_cases import FP32
 from support.prefill_core import PrefillCore
-from support.protocol_cases import LEASE, NOW, PLAN, TRAINER
+from support.protocol_cases import LEASE, NOW, PLAN, TRAINER, played_otherwise
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -31,7 +31,7 @@ from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
-from primerl.protocol.manifests import RunLimits, SamplingContract
+from primerl.protocol.manifests import RunLimits
 from primerl.protocol.pipelines import Stage
 from primerl.protocol.reputation import Reputation, ban_test
 from primerl.protocol.rollouts import (
@@ -173,10 +173,10 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cour
         case.run,
         trainer=TRAINER.node_id,
         model=structs.replace(case.run.model, stop_token_ids=(), vocab_size=272),
-        sampling=SamplingContract(TEMPERATURE, LENGTH),
-        limits=RunLimits(0, ROLLOUTS, 1, 256),
+        limits=RunLimits(0, 256),
         proofs=structs.replace(case.run.proofs, reject=reject, suspect=suspect),
     )
+    run = played_otherwise(run, temperature=TEMPERATURE, max_tokens=LENGTH, group_size=ROLLOUTS)
     case = replace(case, run=run)
     core = PrefillCore(FP32)
     await core.start(case.model_dir, run)

@@ -25,7 +25,7 @@ from primerl.node.trainer.state import LEASES_PER_BOOT
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, MixtureShare
 from primerl.protocol.messages import SubmitFrom, SubmitOffer
 from primerl.protocol.rollouts import Receipt, Submission
 from primerl.protocol.version import ALPN_CONTROL
@@ -207,7 +207,7 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
         pass
 
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    policy = LeasePolicy(2, 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
+    policy = LeasePolicy((MixtureShare(2),), 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
     scheduler = SimpleNamespace(
         registry=SimpleNamespace(services=bare_services(ledger=ledger)),
         book=LeaseBook(policy),

@@ -36,6 +36,10 @@ from primerl.protocol.version import MAX_CHUNK, MAX_GOSSIP, MAX_MANIFEST
 def replaced(document: msgspec.Struct, path: str, value: object) -> bytes:
     """The bytes of `document` with the field at a dotted path exchanged."""
     first, _, rest = path.partition(".")
+    if rest.startswith("0."):  # of a tuple's first
+        one, *others = getattr(document, first)
+        inner = (msgspec.Raw(replaced(one, rest[2:], value)), *others)
+        return msgspec.msgpack.encode(msgspec.structs.replace(document, **{first: inner}))
     inner = msgspec.Raw(replaced(getattr(document, first), rest, value)) if rest else value
     return msgspec.msgpack.encode(msgspec.structs.replace(document, **{first: inner}))
 
@@ -57,15 +61,16 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("model.base_state", digest(b"other")),
         ("model.vocab_size", 513),
         ("model.stop_token_ids", (1,)),
-        ("environment.id", "other"),
-        ("environment.config", b"{}"),
-        ("environment.seed", 8),
-        ("environment.version", "verifiers 0.4.1"),
-        ("sampling.temperature", 0.9),
-        ("sampling.max_tokens", 63),
+        ("environments.0.name", "other"),
+        ("environments.0.id", "other"),
+        ("environments.0.config", b"{}"),
+        ("environments.0.seed", 8),
+        ("environments.0.version", "verifiers 0.4.1"),
+        ("environments.0.sampling.temperature", 0.9),
+        ("environments.0.sampling.max_tokens", 63),
         ("limits.max_off_policy_steps", 3),
-        ("limits.group_size", 7),
-        ("limits.max_turns", 2),
+        ("environments.0.group_size", 7),
+        ("environments.0.max_turns", 2),
         ("limits.max_model_len", 255),
         ("proofs.dtype", "float32"),
         ("proofs.reject.fingerprint", 0.2),
@@ -111,6 +116,8 @@ def paths(fields: dict[str, Any]) -> Iterator[str]:
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from (f"{name}.{inner}" for inner in paths(value))
+        elif name == "environments":
+            yield from (f"{name}.0.{inner}" for inner in paths(value[0]))
         else:
             yield name
 
@@ -180,15 +187,18 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
         ("model.vocab_size", 2**24 + 1),
         ("model.stop_token_ids", (1,) * 65),
         ("model.base_state", bytes(31)),
-        ("environment.config", bytes(64 * 1024 + 1)),
-        ("environment.id", "x" * 257),
-        ("sampling.temperature", 0.0),
-        ("sampling.temperature", 2.1),
-        ("sampling.max_tokens", 0),
+        ("environments.0.config", bytes(64 * 1024 + 1)),
+        ("environments.0.id", "x" * 257),
+        ("environments.0.name", "x" * 257),
+        ("environments", ()),
+        ("environments", MANIFEST.environments * 65),
+        ("environments.0.sampling.temperature", 0.0),
+        ("environments.0.sampling.temperature", 2.1),
+        ("environments.0.sampling.max_tokens", 0),
         ("limits.max_off_policy_steps", -1),
-        ("limits.group_size", 0),
-        ("limits.group_size", 4097),
-        ("limits.max_turns", 0),
+        ("environments.0.group_size", 0),
+        ("environments.0.group_size", 4097),
+        ("environments.0.max_turns", 0),
         ("limits.max_model_len", 1),
         ("trainer", bytes(33)),
         ("created", -1),

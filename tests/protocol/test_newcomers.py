@@ -61,7 +61,7 @@ class Line:
                 node,
                 version=7,
                 capacity=room(self.book, now),
-                digest_of=task_digest,
+                digest_of=lambda _, index: task_digest(index),
                 seed=digest(b"seed"),
                 now=now,
                 share=LeaseShare(0.05, newcomer=self.origins[node]),

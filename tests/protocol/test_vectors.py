@@ -18,6 +18,8 @@ from support.protocol_cases import (
     MANIFEST,
     MEASURED,
     MESSAGES,
+    MIXED,
+    MIXED_LEASE,
     NOW,
     POLICY_MANIFEST,
     RUN,
@@ -34,7 +36,7 @@ from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Envelope, Purpose, unseal
-from primerl.protocol.leases import sample_seed
+from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import PolicyManifest, RunManifest, run_id
 from primerl.protocol.messages import Message
 from primerl.protocol.session import HEADER_BYTES, decode, payload_size
@@ -109,6 +111,8 @@ def test_the_documents_of_then_are_read_now() -> None:
     assert decode(manifest, RunManifest) == MANIFEST
     assert run_id(manifest).hex() == GOLDEN["run_id"]
     assert decode(bytes.fromhex(GOLDEN["adapted_run_manifest"]), RunManifest) == ADAPTED
+    assert decode(bytes.fromhex(GOLDEN["mixed_run_manifest"]), RunManifest) == MIXED
+    assert decode(bytes.fromhex(GOLDEN["mixed_lease"]), Lease) == MIXED_LEASE
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
     assert decode(bytes.fromhex(GOLDEN["located_policy_manifest"]), PolicyManifest) == LOCATED
     assert decode(bytes.fromhex(GOLDEN["measured_run_manifest"]), RunManifest) == MEASURED

@@ -354,7 +354,17 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
 async def test_a_checkpoint_from_before_ledgers_had_ids_goes_by_the_submissions_that_it_contains(
     tmp_path: Path,
 ) -> None:
-    cursor = TrainerState(0, [], 2, [], 0, {}, 0, 0, 0, [], 0)
+    cursor = TrainerState(
+        verified_up_to=2,
+        history=[],
+        accepted=0,
+        rejected={},
+        received=0,
+        delta_bytes=0,
+        full_bytes=0,
+        staleness_history=[],
+        staleness_max=0,
+    )
     before = msgspec.json.decode(msgspec.json.encode(cursor))
     del before["ledger"], before["arrivals"], before["boots"]
     parts = tmp_path / "checkpoints" / "step_5" / "parts"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from msgspec import structs
 from support.engine_cases import FP32, SHAPE, blended, make_qwen3
-from support.protocol_cases import MANIFEST, PROOFS
+from support.protocol_cases import MANIFEST, PROOFS, played_otherwise
 from torch import Tensor
 
 from primerl.node.inference.boundary_states import crossing
@@ -28,7 +28,7 @@ from primerl.node.verification.auditor import (
     Unreadable,
 )
 from primerl.node.weights.state import State
-from primerl.protocol.manifests import RunManifest, SamplingContract
+from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
 
 TEMPERATURE = 0.8
@@ -78,9 +78,8 @@ class Case:
 
 def make_run(dtype: str) -> RunManifest:
     """A run of that numerics class."""
-    proofs = structs.replace(PROOFS, dtype=dtype)
-    sampling = SamplingContract(TEMPERATURE, LENGTH)
-    return structs.replace(MANIFEST, proofs=proofs, sampling=sampling)
+    run = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, dtype=dtype))
+    return played_otherwise(run, temperature=TEMPERATURE, max_tokens=LENGTH)
 
 
 async def make_case(

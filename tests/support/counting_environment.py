@@ -28,14 +28,18 @@ NUMBERS = 64
 class CountingEnvironment:
     """Single turn, deterministic, no start-up cost."""
 
-    def __init__(self, *, max_tokens: int = 4, deadline: float = 60.0) -> None:
+    def __init__(
+        self, *, max_tokens: int = 4, deadline: float = 60.0, name: str = "counting"
+    ) -> None:
+        """Environments of different names have different tasks."""
         self._max_tokens = max_tokens
         self._deadline = deadline
+        self._name = name
 
     @property
     def name(self) -> str:
         """Its id."""
-        return "counting"
+        return self._name
 
     @property
     def status(self) -> str:
@@ -50,16 +54,16 @@ class CountingEnvironment:
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """Task number `index`."""
-        return counting_task(index, split)
+        return counting_task(index, split, self._name)
 
     async def prompt(self, task: Task) -> list[int]:
         """ASK and a number: even ones train, odd ones evaluate."""
-        _check(task)
+        self._check(task)
         return question(task)
 
     async def demonstration(self, task: Task) -> list[int] | None:
         """The next number and STOP."""
-        _check(task)
+        self._check(task)
         return right_reply(task)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -85,7 +89,7 @@ class CountingEnvironment:
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
-        _check(task)
+        self._check(task)
         recording = RecordedRollout(branches, stop_token_ids=(STOP,))
         episode = await self.run(task, recording)
         if episode.error:
@@ -93,11 +97,15 @@ class CountingEnvironment:
         recording.check(episode.branches)
         return replace(episode.score, turns=recording.turns())
 
+    def _check(self, task: Task) -> None:
+        if task != counting_task(task.index, task.split, self._name):
+            raise ScoreMismatch(f"task {task.index} has other content here")
 
-def counting_task(index: int, split: Split = "train") -> Task:
-    """Task number `index`."""
+
+def counting_task(index: int, split: Split = "train", name: str = "counting") -> Task:
+    """Task number `index` of the environment of that name."""
     parts = (split.encode(), index.to_bytes(8, "little"))
-    return Task(index=index, digest=derive("counting task", *parts), split=split)
+    return Task(index=index, digest=derive(f"{name} task", *parts), split=split)
 
 
 def question(task: Task) -> list[int]:
@@ -108,11 +116,6 @@ def question(task: Task) -> list[int]:
 def right_reply(task: Task) -> list[int]:
     """The only reply to a task that is rewarded."""
     return [_number(task) + 1, STOP]
-
-
-def _check(task: Task) -> None:
-    if task != counting_task(task.index, task.split):
-        raise ScoreMismatch(f"task {task.index} has other content here")
 
 
 def _number(task: Task) -> int:

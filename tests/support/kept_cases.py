@@ -16,7 +16,7 @@ def keeper(directory: Path, model_dir: Path | None = None, **keep: Any) -> Rollo
     """A keeper of a run in `directory`; without more it keeps nothing."""
     config = KeepConfig.model_validate({"share": 0.0} | keep)
     files = RolloutFiles(directory / "rollouts", fsync=False)
-    return RolloutKeeper(files, config, environment="counting", model_dir=model_dir or directory)
+    return RolloutKeeper(files, config, environments=["counting"], model_dir=model_dir or directory)
 
 
 def played(

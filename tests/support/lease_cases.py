@@ -6,7 +6,7 @@ from typing import Any
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, LeaseShare
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
 from primerl.protocol.reputation import Reputation
 
 A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))
@@ -20,10 +20,10 @@ def task_digest(index: int) -> bytes:
     return digest(b"task %d" % index)
 
 
-def policy(**changes: int) -> LeasePolicy:
-    """Batches of 8 groups, leases of 3, one version of staleness, two leases a node."""
+def policy(**changes: Any) -> LeasePolicy:
+    """One environment, batches of 8 groups, leases of 3, one version of staleness, two leases a node."""
     values: dict[str, Any] = {
-        "group_size": 4,
+        "environments": (MixtureShare(4),),
         "groups_per_batch": 8,
         "groups_per_lease": 3,
         "max_off_policy_steps": 1,
@@ -46,7 +46,7 @@ def grant(
         node,
         version=7,
         capacity=capacity,
-        digest_of=digest_of,
+        digest_of=lambda _, index: digest_of(index),
         seed=SEED,
         now=now,
         share=share,

@@ -3,6 +3,8 @@
 Everything here is a constant: changing one changes tests/vectors/protocol.json, which peers depend on.
 """
 
+from typing import Any
+
 import pytest
 from msgspec import Struct, structs
 
@@ -92,19 +94,55 @@ MANIFEST = RunManifest(
         vocab_size=512,
         stop_token_ids=(1, 2),
     ),
-    environment=EnvironmentContract("arithmetic", b'{"digits":1}', 7, "verifiers 0.4.0"),
-    sampling=SamplingContract(1.0, 64),
-    limits=RunLimits(
-        max_off_policy_steps=2,
-        group_size=8,
-        max_turns=1,
-        max_model_len=256,
+    environments=(
+        EnvironmentContract(
+            name="sums",
+            id="arithmetic",
+            config=b'{"digits":1}',
+            seed=7,
+            version="verifiers 0.4.0",
+            group_size=8,
+            max_turns=1,
+            sampling=SamplingContract(1.0, 64),
+        ),
     ),
+    limits=RunLimits(max_off_policy_steps=2, max_model_len=256),
     proofs=PROOFS,
     max_steps=40,
     nonce=digest(b"nonce"),
 )
 RUN = run_id(encode(MANIFEST))
+MIXED = structs.replace(
+    MANIFEST,
+    environments=(
+        *MANIFEST.environments,
+        EnvironmentContract(
+            name="words",
+            id="word-game",
+            config=b"{}",
+            seed=7,
+            version="verifiers 0.4.0",
+            group_size=4,
+            max_turns=6,
+            sampling=SamplingContract(1.0, 16),
+            package="words 1.2",
+            package_digest=digest(b"words"),
+            rewards="sampled",
+        ),
+    ),
+)
+"""A run with several environments."""
+
+
+def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
+    """`run` with fields of its first environment exchanged, or of that one's sampling."""
+    first, *others = run.environments
+    drawn = {name: changes.pop(name) for name in ("temperature", "max_tokens") if name in changes}
+    sampling = structs.replace(first.sampling, **drawn)
+    one = structs.replace(first, **{"sampling": sampling, **changes})
+    return structs.replace(run, environments=(one, *others))
+
+
 ADAPTED = structs.replace(
     MANIFEST,
     adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
@@ -160,6 +198,7 @@ LEASE = Lease(
     deadline=NOW + 120.5,
     max_bytes=1 << 20,
 )
+MIXED_LEASE = structs.replace(LEASE, environment=1)
 
 
 def head(
@@ -357,7 +396,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.RunEnded("40 steps are done", "stopped"),
     m.GetHeads(-1),
     m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
-    m.LeaseRequest(2, STATS),
+    m.LeaseRequest(2, STATS, environments=(0, 2)),
     m.LeaseReply(
         (SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500, (SEALED_RECORD,)
     ),

@@ -33,7 +33,7 @@ from primerl.node.config.run import (
     NetworkConfig,
     RunConfig,
 )
-from primerl.node.environments.environment import Environment
+from primerl.node.environments.environment import Environment, EnvironmentFailed
 from primerl.node.inference.engine import Engine
 from primerl.node.ops import control
 from primerl.node.p2p.discovery import Discovery
@@ -72,6 +72,14 @@ CONFIG: dict[str, Any] = {
     "verification": {"audit_rate": 1.0},
     "evaluation": {"prompts": 0},
 }
+
+
+class BrokenEnvironment(CountingEnvironment):
+    """Does not start."""
+
+    async def start(self) -> None:
+        """See Environment."""
+        raise EnvironmentFailed("its package is not installed: install it")
 
 
 def make_model(directory: Path) -> Path:
@@ -189,6 +197,10 @@ class Swarm:
         self.backends: list[WitnessBackend] = []
         """One for every start of the trainer."""
         self.settings = merged(CONFIG, overrides) | {"output_dir": directory}
+        if "environments" in overrides:
+            del self.settings["environment"]
+        self.broken: dict[str, set[str]] = {}
+        """Ids of environments that do not start on a worker, by its name."""
         self.settings["model"] = {"name": str(model)}
         self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
@@ -387,7 +399,10 @@ class Swarm:
         def environment(
             config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
         ) -> Environment:
-            return CountingEnvironment(max_tokens=max_tokens)
+            if config.id in self.broken.get(running.data_dir.name, ()):
+                return BrokenEnvironment(name=config.id)
+            name = "counting" if config.id == CONFIG["environment"]["id"] else config.id
+            return CountingEnvironment(max_tokens=max_tokens, name=name)
 
         return Factories(
             transport=self._transport,

@@ -238,7 +238,7 @@ class WitnessAuditor:
             list(item.token_ids),
             [p for r in item.replies for p in range(r.start, r.end)],
         )
-        temperature = self._run.sampling.temperature
+        temperature = self._run.temperature
         apart = [
             abs(claim - told(names[version], version, temperature, tokens[:at], tokens[at]))
             for claim, version, at in zip(item.logprobs, item.versions, places, strict=True)
@@ -261,15 +261,16 @@ class WitnessAuditor:
     def _margins(self, tokens: list[int], reply: SampledSpan) -> list[float]:
         """No gap where the seed says the same, a large one where it does not."""
         assert self._run is not None
-        sampling, stops = self._run.sampling, self._run.model.stop_token_ids
+        stops = self._run.model.stop_token_ids
+        longest = max(one.sampling.max_tokens for one in self._run.environments)
         request = GenerateRequest(
             tuple(tokens[: reply.start]),
-            sampling.max_tokens,
-            sampling.temperature,
+            longest,
+            self._run.temperature,
             reply.seed,
             stops,
         )
-        drawn = list(self._fakes.reply(request))[: sampling.max_tokens]
+        drawn = list(self._fakes.reply(request))[:longest]
         said = tokens[reply.start : reply.end]
         return [0.0 if drawn[i : i + 1] == [token] else 10.0 for i, token in enumerate(said)]
 

@@ -60,6 +60,8 @@ def build() -> dict[str, Any]:
         "derive": {"test / a / bc": derive("test", b"a", b"bc").hex()},
         "run_manifest": encode(cases.MANIFEST).hex(),
         "run_id": run_id(encode(cases.MANIFEST)).hex(),
+        "mixed_run_manifest": encode(cases.MIXED).hex(),
+        "mixed_lease": encode(cases.MIXED_LEASE).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),

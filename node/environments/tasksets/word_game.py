@@ -77,6 +77,8 @@ class WordGameData(vf.TaskData):
 
     secret: str
     max_guesses: int
+    first_reply: str
+    """The secret as a guess, for a warm-up: nobody else is shown it."""
 
 
 class WordGameState(vf.State):
@@ -181,6 +183,7 @@ class WordGameTaskset(vf.Taskset[WordGameTask, WordGameConfig]):
             "idx": index,
             "prompt": _RULES.format(letters=LETTERS, guesses=config.max_guesses),
             "secret": secret,
+            "first_reply": f"[{secret}]",
             "max_guesses": config.max_guesses,
         }
         return WordGameTask(WordGameData.model_validate(values), config.task)

@@ -18,7 +18,7 @@ from primerl.node.environments.allowed import (
     remember,
 )
 from primerl.node.ops.errors import StorageError, UsageError
-from primerl.protocol.manifests import EnvironmentContract
+from primerl.protocol.manifests import EnvironmentContract, SamplingContract
 
 Site = Callable[..., Package]
 
@@ -45,10 +45,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def contract(package: Package) -> EnvironmentContract:
     return EnvironmentContract(
+        name=package.environment,
         id=package.environment,
         config=json.dumps({"id": package.environment}).encode(),
         seed=0,
         version="verifiers",
+        group_size=2,
+        max_turns=1,
+        sampling=SamplingContract(1.0, 4),
         package=package.label,
         package_digest=package.digest,
     )
@@ -72,7 +76,16 @@ def test_a_module_of_the_same_distribution_counts(site: Site, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["reverse-text", "arithmetic", "alphabet-sort", "word-game"])
 def test_a_bundled_environment_needs_no_leave(name: str, tmp_path: Path) -> None:
     options = json.dumps({"id": name}).encode()
-    bundled = EnvironmentContract(id=name, config=options, seed=0, version="verifiers")
+    bundled = EnvironmentContract(
+        name=name,
+        id=name,
+        config=options,
+        seed=0,
+        version="verifiers",
+        group_size=2,
+        max_turns=1,
+        sampling=SamplingContract(1.0, 4),
+    )
     check_allowed(bundled, [], tmp_path)
 
 

@@ -56,7 +56,7 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
             trained = {(await environment.task(index)).digest for index in range(200)}
             held_out = {(await environment.task(index, "eval")).digest for index in range(20)}
             shown: list[bytes] = []
-            async with aclosing(demonstrations(environment)) as examples:
+            async with aclosing(demonstrations([environment])) as examples:
                 async for question, reply in examples:
                     assert sorted(question[1:7]) == reply[:6]
                     shown.append(bytes(question[1:7]))

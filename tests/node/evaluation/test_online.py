@@ -65,7 +65,7 @@ class Beside:
     def __init__(self, directory: Path, *, interval: int = 2, last: int = 7) -> None:
         self.engine = Slow()
         environment = CountingEnvironment()
-        evaluator = Evaluator(self.engine, environment, EvalSampling(4, 1.0, (STOP,)))
+        evaluator = Evaluator(self.engine, EvalSampling(4, 1.0, (STOP,)))
         self.path, self.metrics = directory, MetricsLog(directory / "metrics.jsonl")
         self.online = OnlineEvaluation(
             evaluator,

@@ -224,10 +224,12 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     )
     await engine.start(Path())
     environment = CountingEnvironment()
-    evaluator = Evaluator(engine, environment, EvalSampling(4, 1.0, (STOP,)))
+    evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)))
     eval_tasks = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
     before, found = await asyncio.gather(
-        evaluator.evaluate(NOTHING, split="eval", first=0, prompts=4, seed=0),
+        evaluator.evaluate(
+            NOTHING, [EvalTask("a", environment, 4, 1)], split="eval", first=0, seed=0
+        ),
         evaluator.evaluate_tasks(NOTHING, eval_tasks, seed=0),
     )
     assert (before.prompts, before.exact, before.reward) == (4, 1.0, 1.0)  # load 1 says n + 1

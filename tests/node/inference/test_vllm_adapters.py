@@ -17,7 +17,7 @@ from conformance.engine_factories import Case, make_case
 from support.auditor_cases import measured
 from support.engine_cases import MAX_LENGTH, request, varied_requests
 from support.exact_cases import play
-from support.protocol_cases import ADAPTED
+from support.protocol_cases import ADAPTED, played_otherwise
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.training import LoraConfig
@@ -150,8 +150,8 @@ async def test_an_auditor_measures_each_version_by_its_own_adapters(
     run = msgspec.structs.replace(
         run,
         proofs=msgspec.structs.replace(run.proofs, dtype="float32"),
-        sampling=msgspec.structs.replace(run.sampling, temperature=1.0),
     )
+    run = played_otherwise(run, temperature=1.0)
     config = EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32)
     # what draws has the merged weights
     engine, auditor = case.factory.engine(), VllmAuditor(config, timeout_s=DEADLINE_S)

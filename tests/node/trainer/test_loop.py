@@ -24,7 +24,7 @@ from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
-from primerl.protocol.leases import LeaseBook, LeasePolicy
+from primerl.protocol.leases import LeaseBook, LeasePolicy, MixtureShare
 
 A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
 WANTED = 8
@@ -116,7 +116,7 @@ class World:
                 "checkpoint": NEVER,
             }
         )
-        policy = LeasePolicy(2, WANTED, 4, 2, 2, timeout_s, 1000)
+        policy = LeasePolicy((MixtureShare(2),), WANTED, 4, 2, 2, timeout_s, 1000)
         self.ledger = Ledger(directory / "ledger.sqlite", fsync=False)
         self.book, self.recorder = LeaseBook(policy), Recorder()
         self.metrics = MetricsLog(directory / "metrics.jsonl")
@@ -156,7 +156,7 @@ class World:
             node,
             version=0,
             capacity=self.demand.capacity(node),
-            digest_of=lambda index: digest(b"%d" % index),
+            digest_of=lambda _, index: digest(b"%d" % index),
             seed=bytes(32),
             now=time.time(),
         )

@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -77,6 +78,25 @@ def test_reinforce_plus_plus_leaves_groups_without_signal_at_nothing() -> None:
     assert [one.advantage for one in batch.samples[:2]] == [0.0, 0.0]
     alone = credit([mixed([1.0, 1.0], [2, 2])], kept)
     assert [one.advantage for one in alone.samples] == [0.0, 0.0]
+
+
+def test_each_environment_has_its_own_advantage_in_a_batch_of_groups_of_different_sizes() -> None:
+    small = mixed([1.0, 0.0], [2, 2])
+    large = replace(mixed([1.0, 0.0, 0.0, 0.0], [2] * 4), environment="other")
+    own = {"e": training("rloo"), "other": training("max_rl")}
+    batch = credit([small, large], training(), own)
+    assert [one.advantage for one in batch.samples] == pytest.approx([1, -1, 3, -1, -1, -1])
+    assert (batch.groups, batch.thin) == (2, 0)
+
+
+def test_only_the_groups_that_ask_for_it_are_divided_by_the_standard_deviation_of_the_batch() -> (
+    None
+):
+    one, other = mixed([1.0, 0.0], [2, 2]), replace(mixed([4.0, 0.0], [2, 2]), environment="other")
+    own = {"other": training("reinforce_plus_plus")}
+    found = [one.advantage for one in credit([one, other, one], training(), own).samples]
+    scale = 2.0 / (math.sqrt(8.0) + 1e-4)
+    assert found == pytest.approx([0.5, -0.5, scale, -scale, 0.5, -0.5])
 
 
 OVERLONG = OverlongConfig(max_tokens=10, buffer_tokens=4, penalty=2.0)

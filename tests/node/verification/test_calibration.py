@@ -134,7 +134,7 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
                 config(),
                 model[0],
                 state or model[1],
-                Letters(),
+                [Letters()],
                 auditor or HereAuditor(),
                 wanted,
                 say=lambda line: None,

@@ -9,7 +9,16 @@ import msgspec
 import pytest
 from support.counting_environment import CountingEnvironment, counting_task, question, right_reply
 from support.hostile import say
-from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, head, refuses
+from support.protocol_cases import (
+    LEASE,
+    MANIFEST,
+    MIXED,
+    RUN,
+    WORKER,
+    head,
+    played_otherwise,
+    refuses,
+)
 
 from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
@@ -100,7 +109,7 @@ def played(version: int = 3, rewards: Sequence[float] = (1.0,) * 8) -> tuple[Sub
 def verifier(
     environment: CountingEnvironment, states: dict[int, State], run: RunManifest = MANIFEST
 ) -> Verifier:
-    return Verifier(RUN, run, environment, FailingAudits(), states, ArrivalsOnly())
+    return Verifier(RUN, run, [environment], FailingAudits(), states, ArrivalsOnly())
 
 
 async def reasons(
@@ -124,7 +133,7 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
     environment, copies = Scripted(), ArrivalsOnly()
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
-    checked = Verifier(RUN, MANIFEST, environment, FailingAudits(), {3: {}}, copies)
+    checked = Verifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
     both = [
         asyncio.create_task(checked.verify(submission, lease, arrival(number), version=4, rate=0.0))
         for number in (1, 2)
@@ -187,16 +196,15 @@ async def test_a_reward_that_is_not_deterministic_is_nobodys_fault() -> None:
     checked = verifier(Scripted(0.0, 1.0, 0.0, 0.0), {3: {}})
     found = await reasons(checked, *played(rewards=[0.7] * 6), 0.0)
     assert found == {Reason.ENVIRONMENT_ERROR: 6}
-    assert "'counting' is not deterministic" in checked.fault
-    assert "environment.deterministic_rewards = false" in checked.fault
+    assert "'sums' is not deterministic" in checked.fault
+    assert "deterministic_rewards = false" in checked.fault
     reputation = Reputation()
     reputation.record(0, found, 0.0)
     assert (reputation.bad, reputation.refused) == (0.0, "")
 
 
 async def test_of_rewards_that_are_said_to_vary_the_trainers_own_counts() -> None:
-    contract = msgspec.structs.replace(MANIFEST.environment, rewards="sampled")
-    run = msgspec.structs.replace(MANIFEST, environment=contract)
+    run = played_otherwise(MANIFEST, rewards="sampled")
     environment = Scripted(0.0, 1.0)
     checked = verifier(environment, {3: {}}, run)
     assert await reasons(checked, *played(rewards=[0.7] * 4), 0.0) == {}
@@ -208,3 +216,56 @@ async def test_an_environment_that_does_not_return_is_not_asked_for_all_of_a_sub
     found = await reasons(verifier(environment, {3: {}}), *played(rewards=[1.0] * 200), 0.0)
     assert found == {Reason.ENVIRONMENT_ERROR: 200}
     assert environment.asked <= 2 * SCORED_AT_ONCE
+
+
+# -- several environments ----------------------------------------------------------------------------
+
+
+def mixed_verifier() -> Verifier:
+    environments = [CountingEnvironment(name=name) for name in ("sums", "words")]
+    return Verifier(RUN, MIXED, environments, FailingAudits(), {3: {}}, ArrivalsOnly())
+
+
+def played_in(environment: str, lease_of: int) -> tuple[Submission, Lease]:
+    """Right answers to a task of the environment of that name, under a lease of number `lease_of`."""
+    task = counting_task(0, name=environment)
+    lease = msgspec.structs.replace(
+        LEASE,
+        tasks=(TaskRef(0, counting_task(0, name=("sums", "words")[lease_of]).digest),),
+        min_version=0,
+        group_size=2,
+        environment=lease_of,
+    )
+    right = say(question(task), right_reply(task), head(3))
+    group = GroupRecord(0, task.digest, (RolloutRecord((right,), 1.0, ""),) * 2)
+    return Submission(lease=b"", groups=(group,), engine="hf"), lease
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "sums"), (1, "words")])
+async def test_a_submission_is_scored_by_the_environment_of_its_lease(
+    number: int, name: str
+) -> None:
+    submission, lease = played_in(name, number)
+    verified = await mixed_verifier().verify(submission, lease, arrival(), version=4, rate=0.0)
+    assert (verified.verdict.accepted, verified.environment) == (2, name)
+    assert [group.environment for group in verified.groups] == [name]
+
+
+async def test_a_submission_that_was_played_in_another_environment_is_refused() -> None:
+    submission, lease = played_in("sums", 1)
+    with refuses(Reason.WRONG_TASK):
+        await mixed_verifier().verify(submission, lease, arrival(), version=4, rate=0.0)
+
+
+async def test_rollouts_of_another_environment_under_the_right_name_are_rejected() -> None:
+    submission, lease = played_in("sums", 1)
+    named = msgspec.structs.replace(submission.groups[0], task_digest=lease.tasks[0].digest)
+    forged = msgspec.structs.replace(submission, groups=(named,))
+    assert await reasons(mixed_verifier(), forged, lease, 0.0) == {Reason.BAD_PROMPT: 2}
+
+
+async def test_a_lease_of_an_environment_that_the_run_does_not_have_is_not_verified() -> None:
+    submission, lease = played_in("words", 1)
+    lease = msgspec.structs.replace(lease, environment=2)
+    with refuses(Reason.WRONG_TASK, Reason.ENVIRONMENT_ERROR):
+        await mixed_verifier().verify(submission, lease, arrival(), version=4, rate=0.0)

@@ -29,7 +29,7 @@ from primerl.protocol.rollouts import Submission
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
 RUN_ID = bytes(32)
 RUN: Any = SimpleNamespace(
-    sampling=SimpleNamespace(max_tokens=4, temperature=0.5),
+    environments=[SimpleNamespace(sampling=SimpleNamespace(max_tokens=4, temperature=0.5))],
     model=SimpleNamespace(stop_token_ids=(STOP,)),
 )
 
@@ -84,7 +84,7 @@ def generation(
         run_id=RUN_ID,
         run=RUN,
         node=NODE,
-        environment=environment or CountingEnvironment(),
+        environments={0: environment or CountingEnvironment()},
         admission=admission,
         rollout_ended=lambda lease_id: counted.update([lease_id]),
     )
@@ -94,7 +94,7 @@ def generation(
 def lease_of(*indices: int) -> Lease:
     """A lease of these tasks, four rollouts each."""
     book = LeaseBook(policy(groups_per_lease=len(indices)))
-    book.requeued.extend(indices)
+    book.tasks[0].requeued.extend(indices)
     lease = granted(book)
     assert [task.index for task in lease.tasks] == list(indices)
     digests = [counting_task(index).digest for index in indices]

@@ -325,7 +325,7 @@ class Front:
         publisher, demand = SimpleNamespace(order=(0, 0)), SimpleNamespace(capacity=hundred)
         self.scheduler = LeaseScheduler(
             registry,
-            TaskSupply(CountingEnvironment(), self.book),
+            [TaskSupply(CountingEnvironment(), self.book)],
             cast(Any, publisher),
             cast(Any, demand),
         )
@@ -363,7 +363,7 @@ class Front:
             node(number),
             version=0,
             capacity=100,
-            digest_of=task_digest,
+            digest_of=lambda _, index: task_digest(index),
             seed=digest(b"seed"),
             now=time.time(),
         )

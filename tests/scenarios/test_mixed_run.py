@@ -1,0 +1,97 @@
+"""A run with three environments and two workers, one of which can play only two of them."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from support.swarm import Swarm, until
+
+from primerl.node.ops.errors import NodeError
+
+ENVIRONMENTS: list[dict[str, Any]] = [
+    {"id": "reverse-text", "name": "letters", "group_size": 2},
+    {"id": "arithmetic", "ratio": 2, "sampling": {"max_tokens": 6}},
+    {"id": "word-game", "group_size": 6, "advantage": "rloo"},
+]
+NAMES = ["letters", "arithmetic", "word-game"]
+
+
+async def test_a_run_with_several_environments_learns_from_all_of_them(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(
+        tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=6, evaluation={"prompts": 2}
+    ) as swarm:
+        swarm.broken["w2"] = {"word-game"}
+        await swarm.start_trainer()
+        all_of_them, some = swarm.add_worker("w1"), swarm.add_worker("w2")
+        await swarm.wait_step(4)
+        rows = {row["name"]: row for row in (await swarm.trainer.status())["environments"]}
+        assert [rows[name]["workers"] for name in NAMES] == [2, 2, 1]
+        assert [rows[name]["share"] for name in NAMES] == [0.25, 0.5, 0.25]
+        assert (await swarm.trainer.status())["warnings"] == []
+        summary = await swarm.finished()
+        assert summary["rejected"].keys() <= {"stale"}  # a slow worker may come too late
+        for worker in (all_of_them, some):
+            await worker.ended()
+        sizes = [len(batch.samples) for batch in swarm.backend.batches]
+        lines = [line for line in swarm.metrics() if "reward/mean" in line]
+    assert len(sizes) == len(lines) == 6
+    accepted = {name: lines[-1][f"accepted/{name}"] for name in NAMES}
+    assert all(accepted.values())
+    assert sum(accepted.values()) == lines[-1]["rollouts/accepted"]
+    # of four groups a batch, one is of 2, two are of 4 and one is of 6, in some order
+    groups = Counter(
+        {name: accepted[name] / size for name, size in zip(NAMES, (2, 4, 6), strict=True)}
+    )
+    assert 0.15 < groups["word-game"] / groups.total() < 0.4
+    assert 0.35 < groups["arithmetic"] / groups.total() < 0.65
+    for name in NAMES:
+        rewards = [line[f"reward/{name}"] for line in lines]
+        assert all(reward is None or 0.0 <= reward <= 1.0 for reward in rewards)
+        assert summary["environments"][name]["reward_after"] >= 0.0
+
+
+async def test_a_run_goes_on_with_what_its_workers_can_play_and_says_what_is_missing(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=3) as swarm:
+        swarm.broken["w2"] = {"word-game"}
+        await swarm.start_trainer()
+        swarm.add_worker("w2")
+        await swarm.wait_step(2)
+        (warning,) = (await swarm.trainer.status())["warnings"]
+        assert "'word-game'" in warning
+        summary = await swarm.finished()
+    assert summary["environments"]["word-game"]["accepted"] == 0
+    assert summary["environments"]["letters"]["accepted"] > 0
+
+
+async def test_a_worker_that_can_play_nothing_of_a_run_says_why(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS) as swarm:
+        swarm.broken["w1"] = {one["id"] for one in ENVIRONMENTS}
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        assert worker.task is not None
+        await until(worker.task.done)
+        error = worker.task.exception()
+        assert isinstance(error, NodeError)
+        assert "the environment 'letters' does not start: its package is not installed" in str(
+            error
+        )
+
+
+async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=4) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(2)
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        summary = await swarm.finished()
+    assert summary["steps"] == 4
+    assert all(summary["environments"][name]["accepted"] for name in NAMES)
