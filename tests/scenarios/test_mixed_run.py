@@ -4,8 +4,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from support.counting_environment import CountingEnvironment
 from support.swarm import Swarm, until
 
+from primerl.node.environments.environment import (
+    EnvironmentFailed,
+    EnvironmentGivenUp,
+    Episode,
+    Policy,
+    Task,
+)
 from primerl.node.ops.errors import NodeError
 
 ENVIRONMENTS: list[dict[str, Any]] = [
@@ -16,13 +24,29 @@ ENVIRONMENTS: list[dict[str, Any]] = [
 NAMES = ["letters", "arithmetic", "word-game"]
 
 
+class Missing(CountingEnvironment):
+    """Does not start."""
+
+    async def start(self) -> None:
+        """See Environment."""
+        raise EnvironmentFailed("its package is not installed: install it")
+
+
+class Dying(CountingEnvironment):
+    """No process of it stays up."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See Environment."""
+        raise EnvironmentGivenUp("its process was lost five times")
+
+
 async def test_a_run_with_several_environments_learns_from_all_of_them(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(
         tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=6, evaluation={"prompts": 2}
     ) as swarm:
-        swarm.broken["w2"] = {"word-game"}
+        swarm.environments["w2"] = {"word-game": Missing()}
         await swarm.start_trainer()
         all_of_them, some = swarm.add_worker("w1"), swarm.add_worker("w2")
         await swarm.wait_step(4)
@@ -56,7 +80,7 @@ async def test_a_run_goes_on_with_what_its_workers_can_play_and_says_what_is_mis
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=3) as swarm:
-        swarm.broken["w2"] = {"word-game"}
+        swarm.environments["w2"] = {"word-game": Missing()}
         await swarm.start_trainer()
         swarm.add_worker("w2")
         await swarm.wait_step(2)
@@ -71,7 +95,7 @@ async def test_a_worker_that_can_play_nothing_of_a_run_says_why(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS) as swarm:
-        swarm.broken["w1"] = {one["id"] for one in ENVIRONMENTS}
+        swarm.environments["w1"] = {one["id"]: Missing() for one in ENVIRONMENTS}
         await swarm.start_trainer()
         worker = swarm.add_worker("w1")
         assert worker.task is not None
@@ -81,6 +105,20 @@ async def test_a_worker_that_can_play_nothing_of_a_run_says_why(
         assert "the environment 'letters' does not start: its package is not installed" in str(
             error
         )
+
+
+async def test_an_environment_that_is_given_up_costs_its_worker_that_environment_alone(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=4) as swarm:
+        swarm.environments["w1"] = {"word-game": Dying(name="word-game")}
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        summary = await swarm.finished()
+        await worker.ended()
+    assert summary["environments"]["word-game"]["accepted"] == 0
+    assert summary["environments"]["letters"]["accepted"] > 0
+    assert summary["environments"]["arithmetic"]["accepted"] > 0
 
 
 async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(

@@ -33,7 +33,7 @@ from primerl.node.config.run import (
     NetworkConfig,
     RunConfig,
 )
-from primerl.node.environments.environment import Environment, EnvironmentFailed
+from primerl.node.environments.environment import Environment
 from primerl.node.inference.engine import Engine
 from primerl.node.ops import control
 from primerl.node.p2p.discovery import Discovery
@@ -72,14 +72,6 @@ CONFIG: dict[str, Any] = {
     "verification": {"audit_rate": 1.0},
     "evaluation": {"prompts": 0},
 }
-
-
-class BrokenEnvironment(CountingEnvironment):
-    """Does not start."""
-
-    async def start(self) -> None:
-        """See Environment."""
-        raise EnvironmentFailed("its package is not installed: install it")
 
 
 def make_model(directory: Path) -> Path:
@@ -199,8 +191,8 @@ class Swarm:
         self.settings = merged(CONFIG, overrides) | {"output_dir": directory}
         if "environments" in overrides:
             del self.settings["environment"]
-        self.broken: dict[str, set[str]] = {}
-        """Ids of environments that do not start on a worker, by its name."""
+        self.environments: dict[str, dict[str, Environment]] = {}
+        """Environments that a worker has in place of counting ones, by its name and their ids."""
         self.settings["model"] = {"name": str(model)}
         self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
@@ -399,8 +391,9 @@ class Swarm:
         def environment(
             config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
         ) -> Environment:
-            if config.id in self.broken.get(running.data_dir.name, ()):
-                return BrokenEnvironment(name=config.id)
+            own = self.environments.get(running.data_dir.name, {})
+            if config.id in own:
+                return own[config.id]
             name = "counting" if config.id == CONFIG["environment"]["id"] else config.id
             return CountingEnvironment(max_tokens=max_tokens, name=name)
 
