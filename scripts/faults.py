@@ -145,6 +145,14 @@ FAULTS = (
         ("test_a_lease_lasts_to_its_deadline",),
     ),
     Fault(
+        "a worker is leased environments that it cannot play",
+        "trainer: scheduler",
+        "protocol/leases.py",
+        "found = [number for number in range(len(self.tasks)) if number in playable]",
+        "found = list(range(len(self.tasks))) if playable else []",
+        ("test_a_worker_is_leased_only_what_it_can_play",),
+    ),
+    Fault(
         "work of a lease that is over is taken",
         "trainer: submissions",
         "node/trainer/submissions.py",

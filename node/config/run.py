@@ -628,7 +628,8 @@ class RunConfig(NodeConfig, OwnRunConfig):
             home, other = self.run_dir.absolute(), self.resume.dir.absolute()
             if home == other or home in other.parents:
                 raise ValueError("resume.dir is of another run: go back in this one by resume.step")
-        if self.environments and "environment" in self.model_fields_set:
+        # a config that was printed has the section with its defaults, too
+        if self.environments and self.environment != EnvironmentConfig():
             raise ValueError(
                 "[environment] is for one environment alone: name all of them in [[environments]]"
             )

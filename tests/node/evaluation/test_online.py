@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,16 @@ class Slow(ScriptedEngine):
 class Beside:
     """An OnlineEvaluation with its parts."""
 
-    def __init__(self, directory: Path, *, interval: int = 2, last: int = 7) -> None:
+    def __init__(
+        self, directory: Path, *, interval: int = 2, last: int = 7, more: Sequence[EvalTask] = ()
+    ) -> None:
         self.engine = Slow()
         environment = CountingEnvironment()
         evaluator = Evaluator(self.engine, EvalSampling(4, 1.0, (STOP,)))
         self.path, self.metrics = directory, MetricsLog(directory / "metrics.jsonl")
         self.online = OnlineEvaluation(
             evaluator,
-            [EvalTask("counting", environment, 3, 2)],
+            [EvalTask("counting", environment, 3, 2), *more],
             EvaluationLog(directory / "evaluations.jsonl"),
             self.metrics,
             interval=interval,
@@ -114,6 +116,41 @@ async def test_the_first_version_every_interval_and_the_last_are_evaluated(tmp_p
     assert [row["eval/counting/version"] for row in rows] == [0, 2, 4, 6, 7]
     assert rows[0]["eval/counting/avg@2"] == rows[0]["eval/counting/pass@2"] == 1.0
     assert online.log.latest()["counting"]["version"] == 7
+
+
+async def test_an_environment_may_have_an_interval_of_its_own(tmp_path: Path) -> None:
+    beside = await Beside(
+        tmp_path, more=[EvalTask("seldom", CountingEnvironment(), 1, 1, interval=5)]
+    ).start()
+    async with beside.online as online:
+        for version in range(8):
+            online.begin(version, state_of(version))
+            await beside.quiet()
+        await online.finish(7, state_of(7))
+    found = {one.version: set(one.environments) for one in online.log.held}
+    assert found == {
+        0: {"counting", "seldom"},
+        2: {"counting"},
+        4: {"counting"},
+        5: {"seldom"},
+        6: {"counting"},
+        7: {"counting", "seldom"},
+    }
+    beside.metrics.close()
+
+
+async def test_an_interval_of_its_own_needs_none_of_the_section(tmp_path: Path) -> None:
+    own = EvalTask("own", CountingEnvironment(), 1, 1, interval=3)
+    beside = await Beside(tmp_path, interval=0, more=[own]).start()
+    async with beside.online as online:
+        for version in range(8):
+            online.begin(version, state_of(version))
+            await beside.quiet()
+    assert {one.version: set(one.environments) for one in online.log.held} == {
+        version: {"own"} for version in (0, 3, 6, 7)
+    }
+    assert set(online.log.latest()) == {"own"}
+    beside.metrics.close()
 
 
 async def test_what_comes_due_while_one_runs_is_left_out_but_never_the_last(tmp_path: Path) -> None:

@@ -313,6 +313,18 @@ def test_the_trainer_gets_the_same_arguments_and_its_own_directory(config: RunCo
     assert again.data_dir == config.run_dir / "trainer"
 
 
+def test_a_worker_may_play_all_environments_of_the_run(config: RunConfig) -> None:
+    from primerl.node.config.run import JoinConfig
+
+    environments = '[{"id": "sort-digits"}, {"id": "arithmetic", "name": "sums"}]'
+    run = load(RunConfig, ["--environments", environments], {})
+    path = write_worker_config(run, config.run_dir / "worker_1")
+    assert load(JoinConfig, ["@", str(path)], {}).environments.allow == [
+        "sort-digits",
+        "arithmetic",
+    ]
+
+
 def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> None:
     from primerl.node.config.run import JoinConfig
 

@@ -1,0 +1,144 @@
+"""The config of a run with several environments."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.app.rundir import MAX_RUN
+from primerl.node.app.trainer import lease_policy
+from primerl.node.config.loader import load
+from primerl.node.config.run import EnvironmentConfig, RunConfig
+from primerl.node.environments.allowed import environment_contracts, options_of
+from primerl.node.ops.doctor import check_environments
+from primerl.node.ops.errors import UsageError
+from primerl.protocol.manifests import encode
+
+from .conftest import Ran
+
+MIXTURE = """
+[[environments]]
+id = "reverse-text"
+
+[[environments]]
+name = "sums"
+id = "arithmetic"
+args = { max_value = 9 }
+ratio = 3.0
+group_size = 16
+max_turns = 1
+advantage = "rloo"
+[environments.sampling]
+max_tokens = 4
+"""
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> RunConfig:
+    return load(RunConfig, ["@", written(tmp_path / "mixture.toml", MIXTURE)], {})
+
+
+def test_what_an_environment_leaves_out_is_the_runs(mixture: RunConfig) -> None:
+    first, second = mixture.mixture
+    assert (first.name, first.ratio, first.group_size) == ("reverse-text", 1.0, 8)
+    assert (first.sampling.max_tokens, first.advantage) == (16, "grpo")
+    assert (second.name, second.ratio, second.group_size) == ("sums", 3.0, 16)
+    assert (second.sampling.max_tokens, second.advantage) == (4, "rloo")
+    assert {name: one.advantage for name, one in mixture.training_on().items()} == {
+        "reverse-text": "grpo",
+        "sums": "rloo",
+    }
+
+
+def test_one_environment_is_a_mixture_of_one() -> None:
+    config = load(RunConfig, ["--environment.id", "arithmetic", "--environment.max-turns", "3"], {})
+    (only,) = config.mixture
+    assert (only.name, only.max_turns, only.group_size) == ("arithmetic", 3, 8)
+    assert only.options() == config.environment
+
+
+def test_the_manifest_has_what_each_environment_is_played_by(mixture: RunConfig) -> None:
+    first, second = environment_contracts(mixture)
+    assert (first.name, first.id, first.group_size, first.max_turns) == (
+        "reverse-text",
+        "reverse-text",
+        8,
+        8,
+    )
+    assert (second.name, second.id, second.group_size, second.max_turns) == (
+        "sums",
+        "arithmetic",
+        16,
+        1,
+    )
+    assert [one.sampling.max_tokens for one in (first, second)] == [16, 4]
+    wanted = EnvironmentConfig(id="arithmetic", args={"max_value": 9}, max_turns=1)
+    assert options_of(second) == wanted, "a worker reads only what it plays by"
+
+
+def test_leases_have_room_for_the_largest_group(mixture: RunConfig) -> None:
+    policy = lease_policy(mixture)
+    assert [(one.group_size, one.ratio) for one in policy.environments] == [(8, 1.0), (16, 3.0)]
+    assert policy.largest_group == 16
+    assert policy.max_bytes > lease_policy(RunConfig()).max_bytes
+
+
+BOTH = MIXTURE + '[environment]\nid = "word-game"\n'
+TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOTH, r"\[environment\] is for one environment alone"),
+        (TWICE, "environments must have different names: 'arithmetic' is there twice"),
+        ('[[environments]]\nid = "a"\nname = "a/b"\n', 'has no "/"'),
+        ('[[environments]]\nid = "a"\nname = "mean"\n', 'is not "mean"'),
+        ('[[environments]]\nid = "a"\nratio = 0.0\n', "ratio"),
+        ('[[environments]]\nid = "a"\ngroup_size = 5000\n', "group_size"),
+        ('[[environments]]\nid = "a"\nratios = 1.0\n', "ratios"),
+        ('[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0.5\n', "temperature"),
+        (
+            '[[environments]]\nid = "a"\n[environments.sampling]\nmax_tokens = 9000\n',
+            "must be below training.seq_len",
+        ),
+        ('[[environments]]\nid = "a"\n' * 65, "64"),
+    ],
+)
+def test_a_mistake_in_a_mixture_is_named(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        load(RunConfig, ["@", written(tmp_path / "wrong.toml", text)], {})
+
+
+def test_a_dry_run_of_a_mixture_reads_back_and_names_what_is_not_installed(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    text = MIXTURE + '[[environments]]\nid = "not-there"\n'
+    ran = cli("train", "@", written(tmp_path / "three.toml", text), "--dry-run")
+    assert ran.code == 0
+    assert "# environment not-there: the environment 'not-there' is not installed here" in ran.out
+    back = load(RunConfig, ["@", written(tmp_path / "back.toml", ran.out)], {})
+    assert back.mixture == load(RunConfig, ["@", str(tmp_path / "three.toml")], {}).mixture
+
+
+def test_the_doctor_looks_at_each_environment(mixture: RunConfig) -> None:
+    found: list[Any] = list(check_environments(mixture))
+    assert [(one.name, one.state) for one in found] == [
+        ("environment reverse-text", "ok"),
+        ("environment sums", "ok"),
+    ]
+    missing = RunConfig.model_validate({"environments": [{"id": "not-there"}]})
+    (check,) = check_environments(missing)
+    assert (check.state, "not installed" in check.advice) == ("problem", True)
+
+
+def test_the_bundled_mixture_fits_a_manifest(home: Path) -> None:
+    config = load(RunConfig, ["@", "mixture"], {})
+    assert len(config.mixture) == 3
+    assert sum(len(encode(one)) for one in environment_contracts(config)) < MAX_RUN / 4
