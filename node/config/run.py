@@ -106,6 +106,7 @@ def _check_seed(text: str) -> str:
 
 MAX_SEEDS = 16
 MAX_ENVIRONMENTS = 64
+"""As in protocol/manifests.py, which is not imported for a --help."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]

@@ -281,8 +281,8 @@ class WorkerRegistry:
             self._able_at = now
             self._able = Counter(
                 number
-                for worker in self.workers.values()
-                if not worker.left and worker.heard >= now - GONE_S
+                for node, worker in self.workers.items()
+                if not worker.left and worker.heard >= now - GONE_S and not self.refusal(node)
                 for number in worker.playable
             )
         return self._able

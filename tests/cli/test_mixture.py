@@ -8,11 +8,13 @@ import pytest
 
 from primerl.node.app.rundir import MAX_RUN
 from primerl.node.app.trainer import lease_policy
+from primerl.node.config import run
 from primerl.node.config.loader import load
 from primerl.node.config.run import EnvironmentConfig, RunConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
 from primerl.node.ops.doctor import check_environments
 from primerl.node.ops.errors import UsageError
+from primerl.protocol import manifests
 from primerl.protocol.manifests import encode
 
 from .conftest import Ran
@@ -141,4 +143,5 @@ def test_the_doctor_looks_at_each_environment(mixture: RunConfig) -> None:
 def test_the_bundled_mixture_fits_a_manifest(home: Path) -> None:
     config = load(RunConfig, ["@", "mixture"], {})
     assert len(config.mixture) == 3
+    assert run.MAX_ENVIRONMENTS == manifests.MAX_ENVIRONMENTS
     assert sum(len(encode(one)) for one in environment_contracts(config)) < MAX_RUN / 4

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.counting_environment import CountingEnvironment
 from support.swarm import Swarm, until
 
@@ -14,7 +15,7 @@ from primerl.node.environments.environment import (
     Policy,
     Task,
 )
-from primerl.node.ops.errors import NodeError
+from primerl.node.ops.errors import NodeError, UsageError
 
 ENVIRONMENTS: list[dict[str, Any]] = [
     {"id": "reverse-text", "name": "letters", "group_size": 2},
@@ -129,7 +130,9 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
         swarm.add_worker("w1")
         await swarm.wait_step(2)
         await swarm.crash_trainer()
-        await swarm.start_trainer(resume=True)
+        with pytest.raises(UsageError, match="began with the environments letters"):
+            await swarm.start_trainer(resume=True, environments=ENVIRONMENTS[:2])
+        await swarm.start_trainer(resume=True, environments=ENVIRONMENTS)
         summary = await swarm.finished()
     assert summary["steps"] == 4
     assert all(summary["environments"][name]["accepted"] for name in NAMES)

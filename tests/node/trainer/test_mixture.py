@@ -20,7 +20,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
-from primerl.node.trainer.workers import GONE_S, WorkerRegistry
+from primerl.node.trainer.workers import ABLE_S, GONE_S, WorkerRegistry
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, LeaseBook, LeaseShare, MixtureShare
@@ -132,9 +132,13 @@ async def test_an_environment_that_no_worker_can_play_is_reported_until_one_can(
     await front.ask(B, None)
     assert front.registry.warnings() == []
     assert front.registry.able() == {0: 2, 1: 2, 2: 1}
-    front.now += GONE_S - 1
+    front.registry.reputation(B).banned = "a lie"
+    front.now += ABLE_S
+    assert len(front.registry.warnings()) == 1, "B gets no work"
+    front.registry.reputation(B).banned = ""
+    front.now += GONE_S - 2
     front.registry.seen(A)
-    front.now += 2
+    front.now += 3
     assert len(front.registry.warnings()) == 1, "B is silent"
 
 
