@@ -84,6 +84,7 @@ ROWS = (
     Row("dp", gpus=2, shape={"dp": 2}),
     Row("auto", gpus=2, shape={"tp": "auto"}),
     Row("experts-ep", {"enable_expert_parallel": True}, 2, {"tp": 2}, experts=True),
+    Row("tp-4", gpus=4, shape={"tp": 4}),
     Row("tp-pp", gpus=4, shape={"tp": 2, "pp": 2}),
     Row("tp-dp", gpus=4, shape={"tp": 2, "dp": 2}),
 )
