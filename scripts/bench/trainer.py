@@ -1,7 +1,7 @@
 """What a training step costs, option by option: tokens/s, MFU, memory, and how it scales.
 
     python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe] [--tokens N ...] [--rows NAME ...]
-        [--ranks N] [--steps N] [--quick] [--json FILE]
+        [--ranks N ...] [--steps N] [--quick] [--json FILE]
 
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
 rank (one sequence, or as many as a row says), and everything else is what a run does: the same learner, losses,
@@ -11,7 +11,7 @@ show what training is without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
-With `--ranks` more than one it starts itself under torchrun and compares with one rank: weak scaling.
+With `--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak scaling.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def _guarded(name: str, tokens: int, work: Callable[[], dict[str, Any]]) -> dict
 
 
 def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
-    """The rows under torchrun, for 1, 2, 4 .. ranks."""
+    """The rows under torchrun, for each number of ranks."""
     found: list[dict[str, Any]] = []
     for ranks, rows in groups(options):
         with tempfile.TemporaryDirectory() as name:
@@ -202,8 +202,7 @@ def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
 def groups(options: argparse.Namespace) -> Iterator[tuple[int, list[Row]]]:
     """Ranks, and the rows that run in one start of them: a layout of ranks is made once a process."""
     names = options.rows or ["none", "weights kept whole"]
-    ranks = 1
-    while ranks <= options.ranks:
+    for ranks in options.ranks:
         layouts: dict[tuple[int, int], list[Row]] = {}
         for tokens in options.tokens:
             for row in chosen(names, tokens, ranks):
@@ -211,7 +210,6 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[int, list[Row]]]:
                 rows += [row] if row not in rows else []
         for rows in layouts.values():
             yield ranks, rows
-        ranks *= 2
 
 
 def run_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -269,7 +267,7 @@ def main() -> int:
         default=[],
         help=f"some of: {'; '.join([*(row.name for row in ROWS), *PLAIN])}",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="also on 2, 4 .. so many ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -284,12 +282,11 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), options.shape)
+        alone = options.ranks == [1]
         device = torch.cuda.get_device_name() if ON_CUDA else "CPU"
         print(f"shape {options.shape}, {device}, torch {torch.__version__}")
-        rows = (
-            run_ranks(options, Path(name)) if options.ranks > 1 else run_alone(options, Path(name))
-        )
-        goals = judge(rows, agreement(Path(name)) if options.ranks == 1 else None, cuda=ON_CUDA)
+        rows = run_alone(options, Path(name)) if alone else run_ranks(options, Path(name))
+        goals = judge(rows, agreement(Path(name)) if alone else None, cuda=ON_CUDA)
     for goal in goals:
         mark = "ok  " if goal["ok"] else "MISS"
         print(

@@ -94,14 +94,14 @@ case $part in
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
         ;;
     run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --groups 16 --logs "$out/run4-4b" ;;
-    trainer) bench "$all" trainer trainer --shape 0.6b --ranks "$gpus" --rows none "two copies (HSDP)" ;;
-    trainer-4b) bench "$all" trainer-4b trainer --shape 4b --ranks "$gpus" --steps 4 --rows "full recompute" ;;
+    trainer) bench "$all" trainer trainer --shape 0.6b --ranks 1 2 "$gpus" --rows none "two copies (HSDP)" ;;
+    trainer-4b) bench "$all" trainer-4b trainer --shape 4b --ranks 1 "$gpus" --steps 4 --rows "full recompute" ;;
     trainer-long)
-        bench "$all" trainer-long trainer --shape 0.6b --ranks "$gpus" --steps 4 --tokens 65536 \
+        bench "$all" trainer-long trainer --shape 0.6b --ranks 1 "$gpus" --steps 4 --tokens 65536 \
             --rows "selective recompute" "context parallel, 2" "context parallel, 4"
         ;;
     trainer-moe)
-        bench "$all" trainer-moe trainer --shape moe --ranks "$gpus" --steps 4 \
+        bench "$all" trainer-moe trainer --shape moe --ranks 1 2 "$gpus" --steps 4 \
             --rows none "expert parallel, 2" "expert parallel, 4"
         ;;
     ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
