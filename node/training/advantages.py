@@ -63,7 +63,8 @@ def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     """A / (std + 1e-4) with the standard deviation, n - 1, of all of a batch's advantages, group by group.
 
     After grpo it is REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): a group of few
-    differences is not blown up as by grpo_std.
+    differences is not blown up as by grpo_std. Groups of equal rewards belong to the batch: the more of them
+    there are, the larger the steps that the others ask for.
     """
     values = [value for group in advantages for value in group]
     if len(values) < 2:
@@ -158,7 +159,7 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     the config keeps them or its loss reads no advantages; then their advantages are exactly 0.
     """
     prune = training.filter_zero_advantages and training.loss.reads_advantages
-    used: list[tuple[list[ScoredRollout], list[float]]] = []
+    compared: list[tuple[list[ScoredRollout], list[float]]] = []
     flat = thin = 0
     for group in groups:
         survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
@@ -169,14 +170,13 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
         if max(map(abs, advantages)) < NO_SIGNAL:
             flat += 1
             advantages = [0.0] * len(survivors)
-            if prune:
-                continue
-        used.append((survivors, advantages))
-    found = [advantages for _, advantages in used]
+        compared.append((survivors, advantages))
+    found = [advantages for _, advantages in compared]
     if training.advantage == "reinforce_plus_plus":
         found = over_batch_std(found)
-    pairs = zip(used, found, strict=True)
-    samples = [one for (rollouts, _), own in pairs for one in _samples(rollouts, own)]
+    pairs = zip(compared, found, strict=True)
+    used = [(one, own) for (one, _), own in pairs if any(own) or not prune]
+    samples = [one for rollouts, own in used for one in _samples(rollouts, own)]
     return CreditedBatch(samples, len(used), flat if prune else 0, thin, flat)
 
 

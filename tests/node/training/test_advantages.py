@@ -71,6 +71,17 @@ def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() ->
     assert found == pytest.approx([0.5 / std, -0.5 / std, 0.05 / std, -0.05 / std])
 
 
+@pytest.mark.parametrize("pruned", [True, False])
+def test_groups_of_equal_rewards_count_in_the_standard_deviation_of_the_batch(pruned: bool) -> None:
+    groups = [mixed([1.0, 1.0, 1.0], [2, 2, 2]), mixed([1.0, 0.0], [2, 2])]
+    config = training("reinforce_plus_plus", filter_zero_advantages=pruned)
+    batch = credit(groups, config)
+    std = math.sqrt(2 * 0.5**2 / 4) + 1e-4  # of 0, 0, 0, 0.5, -0.5
+    found = [one.advantage for one in batch.samples]
+    assert found == pytest.approx([*([] if pruned else [0.0] * 3), 0.5 / std, -0.5 / std])
+    assert (batch.groups, batch.pruned) == ((1, 1) if pruned else (2, 0))
+
+
 def test_reinforce_plus_plus_leaves_groups_without_signal_at_nothing() -> None:
     kept = training("reinforce_plus_plus", filter_zero_advantages=False)
     batch = credit([mixed([1.0, 1.0], [2, 2]), mixed([1.0, 0.0], [2, 2])], kept)
