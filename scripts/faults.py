@@ -239,8 +239,8 @@ FAULTS = (
         "loss is normalised by the tokens of one rank",
         "training: packing",
         "node/training/packing.py",
-        "return sum(_trained(one) for rows in self.dealt for row in rows for one in row)",
-        "return sum(_trained(one) for rows in self.dealt[:1] for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt[:1] for row in rows for one in row)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(

@@ -68,6 +68,9 @@ class LossConfig(BaseConfig):
     reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
+    echo_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Beside any loss: factor of the cross entropy of the environment's tokens after the first reply (ECHO), as
+    tool output and further turns of the user. 0: these are only read; prime-rl's `alpha` is 0.1."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """reverse_kl and its term: how far a token's probability may fall before it is left out."""
     custom: str = ""

@@ -7,6 +7,8 @@ from the trainer's rewards and never taken from a worker.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 
 from ..config.training import LengthPenaltyConfig, OverlongConfig, TrainingConfig
 from .backend import Sample
@@ -156,7 +158,8 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
     the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
-    the config keeps them or its loss reads no advantages; then their advantages are exactly 0.
+    the config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO
+    a group that is pruned still gives the tokens of its environment, and none of the model's.
     """
     prune = training.filter_zero_advantages and training.loss.reads_advantages
     compared: list[tuple[list[ScoredRollout], list[float]]] = []
@@ -174,10 +177,14 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     found = [advantages for _, advantages in compared]
     if training.advantage == "reinforce_plus_plus":
         found = over_batch_std(found)
-    pairs = zip(compared, found, strict=True)
-    used = [(one, own) for (one, _), own in pairs if any(own) or not prune]
-    samples = [one for rollouts, own in used for one in _samples(rollouts, own)]
-    return CreditedBatch(samples, len(used), flat if prune else 0, thin, flat)
+    echo = training.loss.echo_alpha > 0
+    used = [
+        _samples(rollouts, own, rewarded=any(own) or not prune, echo=echo)
+        for (rollouts, _), own in zip(compared, found, strict=True)
+    ]
+    samples = [one for group in used for one in group]
+    count = sum(map(bool, used))
+    return CreditedBatch(samples, count, len(compared) - count, thin, flat)
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
@@ -211,9 +218,28 @@ def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> lis
     return [one.reward - overlong_penalty(Size.of(one).output, overlong) for one in rollouts]
 
 
-def _samples(rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[Sample]:
-    return [
-        Sample(branch.token_ids, branch.mask, branch.logprobs, advantage)
+def _samples(
+    rollouts: Sequence[ScoredRollout], advantages: Sequence[float], *, rewarded: bool, echo: bool
+) -> list[Sample]:
+    """Make the samples of a group, without the model's tokens unless `rewarded`."""
+    samples = [
+        Sample(
+            branch.token_ids,
+            branch.mask if rewarded else [False] * len(branch.mask),
+            branch.logprobs,
+            advantage,
+            observations(branch.mask) if echo else None,
+        )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches
     ]
+    return [one for one in samples if rewarded or any(one.echo or ())]
+
+
+def observations(drawn: Sequence[bool]) -> list[bool]:
+    """Mark the environment's tokens after the model's first one; the prompt is not among them.
+
+    As prime-rl's `algo/echo.py` where it knows no roles, the tokens of the chat template around them included.
+    """
+    begun = [False, *accumulate(drawn, or_)]
+    return [before and not own for before, own in zip(begun, drawn, strict=False)]
