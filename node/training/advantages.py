@@ -165,7 +165,7 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     compared: list[tuple[list[ScoredRollout], list[float]]] = []
     flat = thin = 0
     for group in groups:
-        survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
+        survivors = _survivors(group)
         if len(survivors) < 2:
             thin += 1
             continue
@@ -185,6 +185,16 @@ def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> Credited
     samples = [one for group in used for one in group]
     count = sum(map(bool, used))
     return CreditedBatch(samples, count, len(compared) - count, thin, flat)
+
+
+def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[float]:
+    """Compute the advantages of a group's survivors, unscaled by its batch; none of fewer than two."""
+    survivors = _survivors(group)
+    return _advantages(survivors, training) if len(survivors) > 1 else []
+
+
+def _survivors(group: RolloutGroup) -> list[ScoredRollout]:
+    return [one for one in group.rollouts if one.branches and abs(one.reward) <= MAX_REWARD]
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
