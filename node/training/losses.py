@@ -340,7 +340,7 @@ def reference_term(config: LossConfig, inputs: TokenInputs) -> Tensor:
 
 
 def echo(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
-    """ECHO: cross entropy of what the environment said after the first reply, prime-rl's `algo/echo.py`.
+    """ECHO: cross entropy of the environment's tokens after the first reply (arXiv 2605.24517), as in prime-rl.
 
         loss = echo_alpha * sum(-log pi) / tokens
 
