@@ -481,8 +481,9 @@ class TrainerRole:
             raise RunFailed(
                 f"{limit} groups in a row had no signal (training.curriculum.gates admitted none): {NO_SIGNAL}"
             )
-        on_the_way = self.scheduler.book.held or self.submissions.waiting()
-        if curriculum.exhausted and not on_the_way:
+        book = self.scheduler.book
+        coming = book.held or book.requeued or book.drawn or self.submissions.waiting()
+        if curriculum.exhausted and not coming:
             raise RunFailed(
                 "every task is in a pool of weight 0: raise a weight of training.curriculum.sampler.pools, or "
                 "sampler.num_tasks"
