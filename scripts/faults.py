@@ -228,6 +228,14 @@ FAULTS = (
         ("test_dppo_is_its_formula_inside_the_trust_region",),
     ),
     Fault(
+        "a difficulty pool is chosen by the lowest reward",
+        "training: curriculum",
+        "node/training/curriculum.py",
+        "names = (name for name, pool in self._pools if reward <= pool.threshold)",
+        "names = (name for name, pool in self._pools if reward >= pool.threshold)",
+        ("test_a_task_is_in_the_first_pool_that_its_reward_does_not_exceed",),
+    ),
+    Fault(
         "advantage is not centred on its group",
         "training: advantages",
         "node/training/advantages.py",
@@ -239,8 +247,8 @@ FAULTS = (
         "loss is normalised by the tokens of one rank",
         "training: packing",
         "node/training/packing.py",
-        "return sum(_trained(one) for rows in self.dealt for row in rows for one in row)",
-        "return sum(_trained(one) for rows in self.dealt[:1] for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt[:1] for row in rows for one in row)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(

@@ -40,6 +40,7 @@ from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
+from ..training.curriculum import Curriculum
 from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.self_calibration import SelfCalibration
@@ -362,10 +363,15 @@ class TrainerNode(Node):
             keep_states=config.rollouts.max_off_policy_steps + 3,
             encoders=self._encoders,
         )
+        curriculum = Curriculum(config.training, environment=environment.name, seed=config.seed)
         registry = WorkerRegistry(
             services,
             documents.sealed,
-            LeaseBook(lease_policy(config), next_lease=boot << LEASES_PER_BOOT),
+            LeaseBook(
+                lease_policy(config),
+                next_lease=boot << LEASES_PER_BOOT,
+                draw=curriculum.draw if curriculum.chooses else None,
+            ),
             verification.queue,
             cut_model(documents.manifest, services.store, config.engine.max_batch),
             calibration=verification.calibration(),
@@ -386,6 +392,7 @@ class TrainerNode(Node):
             buffer,
             progress,
             kept,
+            curriculum,
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(

@@ -90,13 +90,14 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List the dotted keys of a config class."""
+    """List the dotted keys of a config class; NAME stands for any name in a table of sections."""
     for name, field in cls.model_fields.items():
         inner = model_in(field.annotation)
         if inner is None:
             yield prefix + name
         else:
-            yield from keys(inner, f"{prefix}{name}.")
+            named = ".NAME" if get_origin(field.annotation) is dict else ""
+            yield from keys(inner, f"{prefix}{name}{named}.")
 
 
 def find_file(name: str) -> Path:

@@ -32,6 +32,8 @@ CLOSE_S = 30.0
 """Longest wait for the last files when a trainer ends."""
 THIN = "thin"
 ZERO_ADVANTAGE = "zero_advantage"
+NOT_ADMITTED = "not_admitted"
+"""By a gate of training.curriculum."""
 
 
 @dataclass(frozen=True)

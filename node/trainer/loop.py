@@ -34,6 +34,7 @@ from .workers import WorkerRegistry, WorkerState
 
 SILENT_S = 15.0
 """Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
+NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
 REFUSED = "refused work"
 SILENT = "silent"
 WRONG_CLASS = "not of the numerics class that they claim"
@@ -64,6 +65,8 @@ def next_batch(
     equal = _equal_rewards(config, buffer)
     if equal:
         said += f", all of equal rewards ({equal})"
+    if replaced := submissions.curriculum.rejected_in_a_row:
+        said += f", {replaced} in a row were not admitted by training.curriculum"
     if on_lease:
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
@@ -216,6 +219,7 @@ class TrainerRole:
         self._buffer = submissions.buffer
         self.progress = submissions.progress
         self._kept = submissions.kept
+        self._curriculum = submissions.curriculum
         self._clock = submissions.progress.clock
         self._backend = backend
         self.publisher = publisher
@@ -249,6 +253,7 @@ class TrainerRole:
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(state.verified_up_to)
+        self._curriculum.restore(state.curriculum.get(self._curriculum.environment, {}))
         state.restore_tasks(self.scheduler.book, (self.submissions.open(one)[1] for one in arrived))
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
@@ -408,6 +413,7 @@ class TrainerRole:
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             "leases/expired": self.scheduler.book.expired,
+            **self._curriculum.metrics(),
         }
 
     def _write_metrics(
@@ -433,7 +439,7 @@ class TrainerRole:
         )
 
     async def _next_batch(self) -> list[RolloutGroup] | None:
-        """Wait for a full batch; None if there is none within batch_timeout_s."""
+        """Wait for a full batch; None if there is none within batch_timeout_s. Raises RunFailed."""
         self._full_since = math.inf
         try:
             async with (
@@ -441,6 +447,7 @@ class TrainerRole:
                 self.submissions.grown,
             ):
                 while (groups := self._cut(time.monotonic())) is None:
+                    self._check_curriculum()
                     await self.submissions.grown.wait()
         except TimeoutError:
             return None
@@ -466,6 +473,22 @@ class TrainerRole:
         )
         return self._buffer.cut(wanted, per_node=cap)
 
+    def _check_curriculum(self) -> None:
+        """Raise RunFailed where no more groups are to be expected that the curriculum admits."""
+        rollouts, curriculum = self._config.rollouts, self._curriculum
+        limit = rollouts.max_empty_batches * rollouts.groups_per_batch
+        if curriculum.rejected_in_a_row >= limit:
+            raise RunFailed(
+                f"{limit} groups in a row had no signal (training.curriculum.gates admitted none): {NO_SIGNAL}"
+            )
+        book = self.scheduler.book
+        coming = book.held or book.requeued or book.drawn or self.submissions.waiting()
+        if curriculum.exhausted and not coming:
+            raise RunFailed(
+                "every task is in a pool of weight 0: raise a weight of training.curriculum.sampler.pools, or "
+                "sampler.num_tasks"
+            )
+
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
@@ -484,8 +507,7 @@ class TrainerRole:
                 "check `primerl-node peers`, start workers, or raise rollouts.batch_timeout_s"
             )
         raise RunFailed(
-            f"{limit} batches in a row had no signal (every group's rewards are equal): "
-            "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
+            f"{limit} batches in a row had no signal (every group's rewards are equal): {NO_SIGNAL}"
         )
 
     async def checkpoint(self, step: int) -> None:
@@ -526,6 +548,7 @@ class TrainerRole:
             arrivals=self._ledger.last_arrival(),
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
+            curriculum={self._curriculum.environment: dict(self._curriculum.rewards)},
         )
         parts = {
             "cursor": msgspec.json.encode(state),

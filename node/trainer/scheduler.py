@@ -65,7 +65,7 @@ class LeaseDemand:
         book = self._book
         waiting = self.waiting_groups()
         needed = remaining * self._config.rollouts.groups_per_batch
-        last = needed - waiting - book.outstanding_groups()
+        last = needed - waiting - book.lead.expected(book.outstanding_groups())
         if node is None:
             free = book.newcomer_capacity(
                 waiting_groups=waiting, training=training, now=time.time()
@@ -110,7 +110,10 @@ class TaskSupply:
 
     async def run(self, scheduler: "LeaseScheduler") -> None:
         """Keep the next tasks prepared, until cancelled. Raises EnvironmentFailed."""
-        leases = max(1, PREPARED_TASKS // self._book.policy.groups_per_lease)
+        policy = self._book.policy
+        # what is chosen by rewards is not chosen long before it is leased
+        ahead = PREPARED_TASKS if self._book.draw is None else policy.groups_per_batch
+        leases = max(1, ahead // policy.groups_per_lease)
         while True:
             self._short.clear()
             if await self._prepare(leases):

@@ -128,6 +128,8 @@ class TrainerState(msgspec.Struct, frozen=True):
     boots: int = 0
     reputations: dict[str, ReputationSnapshot] = {}
     """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
+    curriculum: dict[str, dict[int, float]] = {}
+    """Curriculum.rewards by environment."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
         """Restore the evidence about every worker, bans included; the ledger's where it is newer."""
@@ -142,10 +144,24 @@ class TrainerState(msgspec.Struct, frozen=True):
 
     def restore_tasks(self, book: LeaseBook, answered: Iterable[Lease]) -> None:
         """Queue again all tasks leased then or since, except those of `answered` leases."""
+        if book.draw is not None:
+            self._restore_draws(book, answered)
+            return
         done = {task.index for lease in answered for task in lease.tasks}
         book.next_task = max([self.next_task, *(index + 1 for index in done)])
         leased = [*self.requeued, *range(self.next_task, book.next_task)]
         book.requeued.extend(index for index in leased if index not in done)
+
+    def _restore_draws(self, book: LeaseBook, answered: Iterable[Lease]) -> None:
+        """As restore_tasks(), where tasks are drawn: answered draws are not made anew, and nothing is known of
+        those that were only leased since."""
+        done = Counter(task.index for lease in answered for task in lease.tasks)
+        for index in self.requeued:
+            if done[index]:
+                done[index] -= 1
+            else:
+                book.requeued.append(index)
+        book.next_task = self.next_task + done.total()
 
 
 def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:

@@ -444,6 +444,7 @@ class Verifier:
             groups.append(
                 RolloutGroup(
                     task=task.digest,
+                    task_index=task.index,
                     environment=self._environment.name,
                     rollouts=[
                         ScoredRollout(

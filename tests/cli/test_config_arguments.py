@@ -258,7 +258,7 @@ def leaves(
     """Every key of a config, and the type of its value."""
     for name, field in cls.model_fields.items():
         inner = model_in(field.annotation)
-        if inner is None or get_origin(field.annotation) is list:
+        if inner is None or get_origin(field.annotation) in (list, dict):
             yield (*path, name), field.annotation
         else:
             yield (*path, name), None
