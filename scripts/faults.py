@@ -277,6 +277,14 @@ FAULTS = (
     ),
     # -- inference
     Fault(
+        "draft is accepted that was not drawn",
+        "inference: drafts",
+        "node/inference/vllm_sampling.py",
+        "return before == before[np.arange(len(wrong)) - drafts]",
+        "return before <= before",
+        ("test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kept",),
+    ),
+    Fault(
         "log-probability ignores the temperature",
         "inference: sampling",
         "node/inference/sampler.py",

@@ -119,5 +119,5 @@ def check_config(
         shape = read_shape(directory)
     else:
         return
-    check_family(shape, cpu=torch_without_gpus())
+    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens)
     check_parallel(config, shape)

@@ -250,9 +250,13 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
 
 
 def _scalar(text: str) -> Any:
-    """Read a value as TOML would; other text is a string."""
+    """Read a value as TOML would, or a table as JSON; other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        pass
+    try:
+        return json.loads(text) if text.startswith("{") else text
     except ValueError:
         return text
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
+from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
@@ -128,6 +129,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     }
     if not exact:
         vllm["max_num_batched_tokens"] = step
+        vllm.pop(SPECULATIVE, None)  # a text that is read has no drafts
     if gpus:
         vllm["gpu_memory_utilization"] = LEAST_SHARE
     if gpus and not exact:

@@ -34,7 +34,11 @@ def test_short_flags_are_the_config_s_keys(cli: Cli, command: tuple[str, ...]) -
         ("--dp 2 --pp 2", "dp and pp cannot be combined: start one node per pipeline"),
         ("--engine.vllm.quantization fp8", "would fail every audit"),
         ("--engine.vllm.tensor_parallel_size 2", "set engine.tp"),
-        ('--engine.vllm.speculative_config {"method":"ngram"}', "no seeds and no proof"),
+        ('--engine.vllm.speculative_config {"method":"mtp"}', "an MTP head has weights of its own"),
+        (
+            '--pp 2 --engine.vllm.speculative_config {"method":"ngram","num_speculative_tokens":4}',
+            "pp and vllm.speculative_config cannot be combined",
+        ),
     ],
 )
 def test_an_engine_that_breaks_proofs_is_refused_with_the_reason_also_by_a_dry_run(
