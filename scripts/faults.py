@@ -126,6 +126,23 @@ FAULTS = (
         'turn.to_bytes(4, "big"),',
         ("test_a_samples_seed_is_bound_to_every_argument",),
     ),
+    # -- replay
+    Fault(
+        "a replayed state is not compared with the signed one",
+        "app",
+        "node/app/replay.py",
+        "if made.digest == head.state:",
+        "if True:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
+    Fault(
+        "advantages of a replayed step are not made of its rewards",
+        "app",
+        "node/app/replay.py",
+        "if one.advantage != sample.advantage:",
+        "if False:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
     # -- config
     Fault(
         "unknown key in the environment is ignored",

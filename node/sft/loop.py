@@ -93,6 +93,7 @@ class SftLoop:
             config.run_dir / CHECKPOINTS,
             keep_last=config.checkpoint.keep_last,
             keep_interval=config.checkpoint.keep_interval,
+            keep_first=config.checkpoint.keep_first,
             fsync=config.fsync,
         )
         self._identity = data.training.identity()
