@@ -28,6 +28,7 @@ from ..ops.control import PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
+from ..ops.monitors import Monitors
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
@@ -267,13 +268,14 @@ class TrainerNode(Node):
             )
             self._announce(self._tickets.current().text)
             environment = self._environment = self._make_environment(model_dir)
-            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
+            monitors = await asyncio.to_thread(Monitors, self._config)
+            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:
                 cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
                 cleanup.push_async_callback(self._close_backend)
                 cleanup.push_async_callback(environment.close)
-                cleanup.callback(metrics.close)
+                cleanup.push_async_callback(asyncio.to_thread, metrics.close)
                 await self._train(services, documents, environment, metrics, model_dir)
 
     def _make_environment(self, model_dir: Path) -> Environment:

@@ -15,6 +15,7 @@ from pydantic_config import BaseConfig
 from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
+from .monitors import MonitorsConfig
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import Positive, TrainingConfig
 
@@ -519,6 +520,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     verification: VerificationConfig = VerificationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property
