@@ -32,6 +32,8 @@ LINES_WAITING = 256
 """Lines that may wait for a monitor; with a slower one further ones are left out."""
 CLOSE_S = 10.0
 """Longest wait, for all monitors together, when a run ends."""
+LOGIN_S = 60.0
+"""Longest wait for W&B to be imported and to say whether there is a login."""
 RUN_ID = "monitors.id"
 """File of a run's directory: its id in W&B, the same after --resume."""
 LIBRARIES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
@@ -66,20 +68,26 @@ def check_monitors(
             )
     wandb = config.wandb
     if wandb and not wandb.offline and os.environ.get("WANDB_MODE", "online") == "online":
-        check = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import wandb; exit(not wandb.login(prompt=False, verify=False))",
-            ],
+        _check_login()
+
+
+def _check_login() -> None:
+    """Raise UsageError where W&B knows no key: it would ask for one, in a process that has no terminal."""
+    program = "import wandb; exit(not wandb.login(prompt=False, verify=False))"
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
             env=_environment(),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
+            timeout=LOGIN_S,
         )
-        if check.returncode:
-            raise UsageError(
-                "monitors.wandb has no login: run `wandb login`, set WANDB_API_KEY, or "
-                "--monitors.wandb.offline true"
-            )
+        if not done.returncode:
+            return
+    raise UsageError(
+        "monitors.wandb has no login: run `wandb login`, set WANDB_API_KEY, or "
+        "--monitors.wandb.offline true"
+    )
 
 
 class MonitoredConfig(Protocol):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import struct
 import sys
 import time
@@ -187,6 +188,36 @@ def test_a_monitor_that_is_not_installed_is_refused_with_what_to_install(
         check_monitors(monitors, lambda library: None)
     check_monitors(RunConfig().monitors, lambda library: None)
     assert SftConfig.model_validate({"monitors": {monitor: {}}}).monitors != RunConfig().monitors
+
+
+@real("wandb")
+def test_wandb_online_needs_a_login_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    online = config(tmp_path, monitors={"wandb": {}}).monitors
+    with pytest.raises(UsageError, match="wandb login"):
+        check_monitors(online)
+    check_monitors(config(tmp_path, monitors={"wandb": {"offline": True}}).monitors)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    check_monitors(online)
+
+
+@real("wandb")
+def test_a_server_that_never_answers_is_left_when_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        monitors = Monitors(config(tmp_path, monitors={"wandb": {}}))
+        for step in range(9):
+            monitors.log(step, {"loss/mean": 1.0})
+        monitors.close(5.0)
+    assert "is killed" in caplog.text
 
 
 FAKES = {
