@@ -46,12 +46,12 @@ class MetricsLog:
         `values` are those of `step` as its checkpoint has them; they are written if the process died before it
         wrote that line.
         """
-        if self._monitors is not None:
-            self._monitors.go_back(step)
         lines = self._path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             self._replace(kept)
+            if self._monitors is not None:
+                self._monitors.go_back(step)
         there = (json.loads(line) for line in kept if _step_of(line) == step)
         if values and not any(values.keys() <= line.keys() for line in there):
             self.write(step, values)
