@@ -121,7 +121,7 @@ async def test_a_changed_rollout_is_found_at_its_step(
     assert outcomes(steps) == ["equal", "departs", "unchecked", "equal"], steps
     assert "another than the published" in steps[1].note
     assert steps[1].computed != steps[1].published
-    assert "no checkpoint of step 2" in steps[2].note
+    assert "no checkpoint of the step before" in steps[2].note
     assert not ReplaySummary.of(steps).follows
     if change is with_reward:
         assert "do not give the advantage" in steps[1].note
@@ -215,7 +215,7 @@ async def test_what_is_not_kept_is_not_checked_and_the_rest_is(
     assert outcomes(steps) == ["unchecked", "unchecked", "unchecked", "equal"]
     assert "not kept" in steps[0].note
     assert "damaged" in steps[1].note
-    assert "no checkpoint of step 2" in steps[2].note
+    assert "no checkpoint of the step before" in steps[2].note
     assert ReplaySummary.of(steps).follows
     record = files.record(4)
     files.write(structs.replace(record, kept=record.groups - 1), files.read(4))
@@ -230,7 +230,7 @@ async def test_rows_of_any_content_end_no_replay(
 ) -> None:
     run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
     odd: dict[str, Any] = {"task": "no hex", "worker": "x", "completion_mask": [], "reward": None}
-    rewrite(run_dir, 2, lambda kept: [replace(kept[0], **{field: odd[field]}), *kept[1:]])
+    rewrite(run_dir, 2, lambda kept: first_trained(kept, **{field: odd[field]}))
     steps = await replayed(run_dir)
     assert steps[0].outcome == "equal"
     assert steps[1].outcome in ("departs", "unchecked"), steps[1]
@@ -283,11 +283,15 @@ async def test_a_real_learner_gives_the_same_bits_again(tmp_path: Path, keep_fir
         await swarm.finished()
     steps = await replayed(run_dir, backend=make_backend)
     assert outcomes(steps) == ["equal"] * STEPS, steps
+    honest = RolloutFiles(run_dir / "rollouts").read(2)
     rewrite(run_dir, 2, with_reward)
     (_, wrong, *_) = await replayed(run_dir, backend=make_backend)
     assert wrong.outcome == "departs"
     assert wrong.drift is not None
     assert 0 < wrong.drift < 2
+    (_, wrong, *_) = await replayed(run_dir, backend=make_backend, tolerance=2.0)
+    assert wrong.outcome == "departs", "advantages are exact, whatever the tolerance"
+    rewrite(run_dir, 2, lambda _: with_logprob(honest))
     (_, near, *rest) = await replayed(run_dir, backend=make_backend, tolerance=2.0)
     assert (near.outcome, near.weights) == ("close", True)
     assert "departs" not in outcomes(rest)
