@@ -112,12 +112,14 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    The model that the loss compares with is checked, too.
+    So do monitors that cannot work. The model that the loss compares with is checked, too.
     """
     from ..node.config.run import ModelConfig
     from ..node.models.architectures import check_trainable
     from ..node.ops.errors import UsageError
+    from ..node.ops.monitors import check_monitors
 
+    check_monitors(config.monitors)
     check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:

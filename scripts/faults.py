@@ -126,6 +126,40 @@ FAULTS = (
         'turn.to_bytes(4, "big"),',
         ("test_a_samples_seed_is_bound_to_every_argument",),
     ),
+    # -- replay
+    Fault(
+        "a replayed state is not compared with the signed one",
+        "app",
+        "node/app/replay.py",
+        "if made.digest == head.state:",
+        "if True:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
+    Fault(
+        "advantages of a replayed step are not made of its rewards",
+        "app",
+        "node/app/replay.py",
+        "if one.advantage != sample.advantage:",
+        "if False:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
+    # -- monitors
+    Fault(
+        "a monitor is sent the whole config",
+        "ops",
+        "node/ops/monitors.py",
+        'public = config.model_dump(mode="json", include=PUBLIC)',
+        'public = config.model_dump(mode="json", include=None)',
+        ("test_a_monitor_is_told_the_public_config_alone",),
+    ),
+    Fault(
+        "a monitor that hangs is waited for",
+        "ops",
+        "node/ops/monitors.py",
+        "failed = self._process.wait(max(0.0, until - time.monotonic())) != 0",
+        "failed = self._process.wait() != 0",
+        ("test_a_monitor_that_fails_or_hangs_holds_nothing_up",),
+    ),
     # -- config
     Fault(
         "unknown key in the environment is ignored",

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
@@ -25,10 +26,12 @@ from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
+from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
+from ..ops.monitors import Monitors
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
-from ..storage.rollouts import RolloutFiles
+from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.kept_rollouts import RolloutKeeper
@@ -105,6 +108,17 @@ def lease_policy(config: RunConfig) -> LeasePolicy:
         leases_per_worker=rollouts.leases_per_worker,
         timeout_s=rollouts.lease_timeout_s,
         max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, MAX_SUBMISSION),
+    )
+
+
+def step_settings(config: RunConfig) -> StepSettings:
+    """Collect what every step of this start is computed with."""
+    return StepSettings(
+        config.training.model_dump(mode="json"),
+        config.max_steps,
+        config.sampling.temperature,
+        version("torch"),
+        is_on_gpu(config.training.device, usable_here),
     )
 
 
@@ -255,13 +269,14 @@ class TrainerNode(Node):
             )
             self._announce(self._tickets.current().text)
             environment = self._environment = self._make_environment(model_dir)
-            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
+            monitors = await asyncio.to_thread(Monitors, self._config)
+            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:
                 cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
                 cleanup.push_async_callback(self._close_backend)
                 cleanup.push_async_callback(environment.close)
-                cleanup.callback(metrics.close)
+                cleanup.push_async_callback(asyncio.to_thread, metrics.close)
                 await self._train(services, documents, environment, metrics, model_dir)
 
     def _make_environment(self, model_dir: Path) -> Environment:
@@ -313,6 +328,7 @@ class TrainerNode(Node):
                 self._config.rollouts.keep,
                 environment=environment.name,
                 model_dir=model_dir,
+                settings=step_settings(self._config),
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
             run = (services, documents, environment, metrics, evaluator, verification, eval_tasks)

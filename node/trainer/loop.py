@@ -287,6 +287,8 @@ class TrainerRole:
                 await self._published()
                 await self.settle()
             finally:
+                if self.progress.step < self._config.max_steps:
+                    self._kept.end(self.progress.step)
                 await self.checkpoints.close()
             for helper in helpers:
                 helper.cancel()
@@ -588,5 +590,6 @@ def open_checkpoints(config: RunConfig) -> Checkpoints:
         config.run_dir / CHECKPOINTS,
         keep_last=config.checkpoint.keep_last,
         keep_interval=config.checkpoint.keep_interval,
+        keep_first=config.checkpoint.keep_first,
         fsync=config.fsync,
     )

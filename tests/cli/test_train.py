@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
     cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is no directory")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     cli(*line, str(tmp_path), "--dry-run").refused(2, "cannot be trained")
+
+
+@pytest.mark.skipif(find_spec("tensorboardX") is not None, reason="it is installed")
+@pytest.mark.parametrize("line", ["rl @ demo", "train @ demo", "sft @ sft_demo"])
+def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
+    ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
+    ran.refused(2, "primerl-node[tensorboard]")
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
