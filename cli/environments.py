@@ -41,7 +41,7 @@ Examples:
   primerl-node env install ./my-env
   primerl-node env test my-env
   primerl-node env trust my-env
-  primerl-node rl @ demo --environment.id my-env
+  primerl-node rl @ my-env/rl.toml
 """,
 )
 
@@ -80,6 +80,8 @@ def init(
         f"{module}/__init__.py": MULTI_TURN if multi_turn else SINGLE_TURN,
         f"tests/test_{module}.py": MULTI_TURN_TEST if multi_turn else SINGLE_TURN_TEST,
     }
+    if not multi_turn:
+        files["rl.toml"] = RUN
     for file, text in files.items():
         text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)
         try:
@@ -120,13 +122,59 @@ README = """\
 An environment for `verifiers` v1. `MODULE/__init__.py` has the tasks, what the environment says between
 turns, and the rewards.
 
-    pip install .
+    primerl-node env install .
     pytest
     primerl-node env test NAME
-    primerl-node rl @ demo --environment.id NAME --environment.args '{}'
+
+Name it in the config of a run as `environment.id`, with its options as `environment.args`.
 
 Two rules make it fit for a run on many machines: tasks are a function of the options, and rewards are a
 function of task and replies. Nothing may depend on the time, the machine, the network or unseeded randomness.
+"""
+
+RUN = """\
+# primerl-node rl @ rl.toml
+# A tiny model learns the task on two CPU cores: it is shown answers until a fifth of its own are right, then
+# it learns from rewards. For a model that can read, name it (model.name) and leave out [model.create], [warmup].
+
+name = "NAME"
+max_steps = 60
+
+[network]
+host = "127.0.0.1"
+
+[model]
+name = "tiny-qwen3"
+
+[model.create]
+hidden_size = 96
+num_hidden_layers = 2
+
+[environment]
+id = "NAME"
+args = { digits = 4 }
+
+[sampling]
+max_tokens = 8
+
+[rollouts]
+group_size = 8
+groups_per_batch = 16
+max_off_policy_steps = 2
+
+[warmup]
+lr = 3e-3
+target = 0.2
+eval_interval = 5
+
+[training]
+lr = 8e-4
+betas = [0.9, 0.99]
+weight_decay = 0.0
+threads = 1
+
+[launch]
+workers = 1
 """
 
 SINGLE_TURN = '''\
