@@ -134,8 +134,8 @@ function of task and replies. Nothing may depend on the time, the machine, the n
 
 RUN = """\
 # primerl-node rl @ rl.toml
-# A tiny model learns the task on two CPU cores: it is shown answers until a fifth of its own are right, then
-# it learns from rewards. For a model that can read, name it (model.name) and leave out [model.create], [warmup].
+# A tiny model learns the task on two CPU cores: it is shown answers until a fifth of its own are right,
+# then it learns from rewards. For a model that can read, set model.name, without [model.create] and [warmup].
 
 name = "NAME"
 max_steps = 60

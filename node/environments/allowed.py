@@ -82,8 +82,8 @@ class EnvironmentNotAllowed(UsageError):
             why = ", bundled, which reads a data set that the run names"
         super().__init__(
             f"this run wants to run the environment {package.environment!r} ({package}{why}) on this machine: "
-            f"if you trust it, allow it with --allow-environment {package.environment}, or this release for good "
-            f"with `primerl-node env trust {package.environment}`"
+            f"if you trust it, allow it with --allow-environment {package.environment}, or this release for "
+            f"good with `primerl-node env trust {package.environment}`"
         )
 
 
