@@ -18,6 +18,7 @@ from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,
     doctor,
+    environments,
     evaluate,
     explain,
     identity,
@@ -121,6 +122,8 @@ for _name, (_command, _help) in CONFIGURED.items():
 for _name, (_command, _help) in PLAIN.items():
     app.command(_name, short_help=_help)(_command)
 _tickets = "Join tickets of the running trainer: print, issue, list, revoke."
+_environments = "Environments: write one, install, list, test, trust."
+app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 
