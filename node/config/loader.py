@@ -166,7 +166,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         name = arg[1:] or next(rest, "")
         if not name:
             raise UsageError("@ must be followed by a config file")
-        tree = _read_file(find_file(name))
+        tree = read_file(find_file(name))
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
         if path and not rest_of_path and model_in(annotation):
@@ -176,7 +176,8 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
     return flags, layers
 
 
-def _read_file(path: Path) -> Tree:
+def read_file(path: Path) -> Tree:
+    """Read a TOML file, or a JSON one by its name. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
