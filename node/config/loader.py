@@ -183,7 +183,7 @@ def read_file(path: Path) -> Tree:
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(tree, dict):
         raise UsageError(f"{path} must hold a table of keys")

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_config import BaseConfig
 
-from ..ops.errors import UsageError
+from ..ops.errors import UsageError, printable
 from .evaluation import EvalConfig
 from .loader import Tree, merge, model_in, read_file, to_toml
 from .run import RunConfig
@@ -441,6 +441,8 @@ MANY_STEPS = 1_000_000
 """For prime-rl's runs without max_steps, which end by hand."""
 GPUS_PER_NODE = 8
 """prime-rl's default."""
+MAX_NOTE = 400
+"""Characters of a note."""
 WHOLE = "table"
 """In the third column: a table or `None` is one value of this key."""
 
@@ -732,7 +734,7 @@ class ImportNote:
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {_short(self.value)}"
-        return f"{self.key}{shown}: {self.reason}"
+        return printable(f"{self.key}{shown}: {self.reason}", MAX_NOTE)
 
 
 @dataclass
@@ -751,8 +753,8 @@ class ImportedConfig:
     def toml(self, sources: Sequence[str], path: str) -> str:
         """The file, with what is missing as comments at its end."""
         head = [
-            f"# Converted from prime-rl's {', '.join(sources)} by `primerl-node import`.",
-            f"# primerl-node {self.command} @ {path}",
+            f"# Converted from prime-rl's {printable(', '.join(sources), MAX_NOTE)} by `primerl-node import`.",
+            f"# primerl-node {self.command} @ {printable(path, MAX_NOTE)}",
             "",
         ]
         tail = [f"# {line}" for line in self.report()]
@@ -768,7 +770,8 @@ class ImportedConfig:
             if notes:
                 lines += [title, *(f"  {note}" for note in notes)]
         if self.needless:
-            lines.append(f"Not needed here: {', '.join(note.key for note in self.needless)}")
+            keys = ", ".join(printable(note.key, MAX_NOTE) for note in self.needless)
+            lines.append(f"Not needed here: {keys}")
         return lines
 
 
@@ -790,7 +793,10 @@ def read_configs(paths: Sequence[Path]) -> ImportedConfig:
                 f"{path} is no config of prime-rl's rl, sft, trainer, orchestrator, inference or evals"
             )
         trees[kind] = merge(trees.get(kind, {}), tree)
-    return _Conversion(trees, _title(paths[0])).result()
+    try:
+        return _Conversion(trees, _title(paths[0])).result()
+    except RecursionError as error:
+        raise UsageError(f"{paths[-1]} has tables in tables without end: correct it") from error
 
 
 def component(tree: Tree, stem: str) -> Component | None:

@@ -474,6 +474,29 @@ def test_files_that_are_not_there_not_text_or_not_of_one_run_are_refused(
     cli("import", "rl.toml", "sft.toml").refused(2, "are not one run")
 
 
+def test_names_in_a_config_cannot_write_lines_of_ours(tmp_path: Path) -> None:
+    text = NEWEST + '[slurm]\n"x\\nmax_steps = 7\\n" = 1\n["b\\n[engine]"]\nc = "d\\ne = 3"\n'
+    config = convert(tmp_path, text)
+    Path(tmp_path / "out.toml").write_text(config.toml(["a\nname = 'b'"], "out.toml\nseed = 3"))
+    back = load(COMMANDS["rl"], ["@", str(tmp_path / "out.toml")], {}).model_dump()
+    assert (back["max_steps"], back["name"], back["seed"]) == (30, "mine", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep.toml", "[orchestrator]\n" + "a." * 2000 + "b = 1"),
+        ("lists.toml", "[orchestrator]\nfilters = " + "[" * 9000 + "]" * 9000),
+        ("deep.json", '{"trainer": ' * 100_000),
+    ],
+)
+def test_tables_in_tables_without_end_are_one_line(
+    cli: Cli, home: Path, name: str, text: str
+) -> None:
+    Path(name).write_text(text)
+    cli("import", name).refused(2, name)
+
+
 ODD: tuple[Any, ...] = ("x", -1, 2.5, [], {}, [{}], {"a": {"b": 1}})
 
 
