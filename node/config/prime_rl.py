@@ -1095,7 +1095,7 @@ class _Conversion:
         for key, value in (*args.items(), *((f"task.{name}", one) for name, one in task.items())):
             if key not in known:
                 self._note(
-                    "missing", f"{source.path} {key}", value, f"{plain} has no such option here"
+                    "missing", f"{source.path}.{key}", value, f"{plain} has no such option here"
                 )
         return {**kept, "task": inner} if inner else kept
 
@@ -1157,6 +1157,7 @@ class _Conversion:
         self._default("name", self._title)
         self._default("engine.type", "vllm")
         self._default("engine.dtype", "bfloat16")
+        self._default("evaluation.prompts", 0)  # before and after, which prime-rl does not
         if {"train_2025", "infer_2025"} & set(self._trees):
             self._default("training.advantage", "grpo_std")
             self._default("training.loss.type", "grpo_two_sided")

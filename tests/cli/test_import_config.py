@@ -143,6 +143,7 @@ EXPECTED: dict[str, Any] = {
     "rollouts": {"group_size": 16, "groups_per_batch": 4},
     "training": {"lr": 2e-6, "seq_len": 1024, "lora": {"rank": 4}},
     "evaluation": {
+        "prompts": 0,
         "interval": 10,
         "environments": [{"id": "reverse-text", "samples": 2, "prompts": 20}],
     },
