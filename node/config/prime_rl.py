@@ -865,13 +865,8 @@ def _short(value: Any) -> str:
 
 def _rule(name: str) -> Rule | None:
     """The rule of a key: its own, else the longest that covers it."""
-    if name in RULES:
-        return RULES[name]
-    for end in range(len(name), 0, -1):
-        for rule in (f"{name[:end]}*",) if end < len(name) or name[end - 1] == "." else ():
-            if rule in RULES:
-                return RULES[rule]
-    return None
+    covering = (rule for key, rule in RULES.items() if key[-1] == "*" and name.startswith(key[:-1]))
+    return RULES.get(name) or max(covering, key=lambda rule: len(rule.key), default=None)
 
 
 def _renamed(name: str) -> str:
