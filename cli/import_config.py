@@ -29,7 +29,7 @@ def run(
 ) -> None:
     """Convert configs of prime-rl, and say which keys have no counterpart, and why.
 
-    Reads the TOML files of any release since 2025, and the JSON files that prime-rl's --dry-run writes; later
+    Reads the TOML files of any release since 2025, and the JSON files of its dry runs; later
     files are laid over earlier ones.
 
     \b
@@ -37,7 +37,7 @@ def run(
       primerl-node import rl.toml --output mine.toml
       primerl-node import train.toml orch.toml infer.toml --output mine.toml
       primerl-node import sft.toml --strict
-      primerl-node rl @ mine.toml --dry-run
+      primerl-node rl @ mine.toml
     """
     from ..node.config.prime_rl import key_table, read_configs
     from ..node.ops.errors import BETWEEN_PROBLEMS, UsageError
