@@ -162,6 +162,14 @@ FAULTS = (
     ),
     # -- config
     Fault(
+        "unknown key of a config of prime-rl's is dropped in silence",
+        "config",
+        "node/config/prime_rl.py",
+        'self._note("missing", shown, value, "not known to be a key of prime-rl\'s")',
+        "pass",
+        ("test_every_key_without_a_counterpart_is_named_with_its_reason",),
+    ),
+    Fault(
         "unknown key in the environment is ignored",
         "config",
         "node/config/loader.py",

@@ -167,7 +167,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         name = arg[1:] or next(rest, "")
         if not name:
             raise UsageError("@ must be followed by a config file")
-        tree = _read_file(find_file(name))
+        tree = read_file(find_file(name))
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
         if path and not rest_of_path and model_in(annotation):
@@ -177,13 +177,14 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
     return flags, layers
 
 
-def _read_file(path: Path) -> Tree:
+def read_file(path: Path) -> Tree:
+    """Read a TOML file, or a JSON one by its name. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(tree, dict):
         raise UsageError(f"{path} must hold a table of keys")
