@@ -112,12 +112,14 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    The model that the loss compares with is checked, too.
+    So do monitors that cannot work. The model that the loss compares with is checked, too.
     """
     from ..node.config.run import ModelConfig
     from ..node.models.architectures import check_trainable
     from ..node.ops.errors import UsageError
+    from ..node.ops.monitors import check_monitors
 
+    check_monitors(config.monitors)
     check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:
@@ -302,17 +304,20 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
         path = f"{prefix}{name.replace('_', '-') if flag else name}"
         inner = model_in(field.annotation)
         about = (inner.__doc__ or "").strip().partition("\n")[0] if inner else ""
-        if inner is not None and get_origin(field.annotation) is not list:
+        many = get_origin(field.annotation) if inner is not None else None
+        if inner is not None and many not in (list, dict):
             off = f" Off unless set; --no-{path} switches it off." if field.default is None else ""
             sections.append((f"\n{path}: {about}{off}", f"{path}.", inner, "--"))
             continue
         if inner is not None:
-            title = f"\n[[{path}]]: {about} A table of a TOML file for each, with these keys:"
+            table = f"[[{path}]]" if many is list else f"[{path}.NAME]"
+            title = f"\n{table}: {about} A table of a TOML file for each, with these keys:"
             sections.append((title, "", inner, ""))
         meaning = next(
             (docs[b.__name__, name] for b in cls.__mro__ if (b.__name__, name) in docs), ""
         )
-        default = _default(field.get_default(call_default_factory=True))
+        value = field.get_default(call_default_factory=True)
+        default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
         text = f"{meaning} {default}".strip()
         yield textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)

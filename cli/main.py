@@ -18,11 +18,14 @@ from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,
     doctor,
+    environments,
     evaluate,
     explain,
     identity,
+    import_config,
     inference,
     join,
+    replay,
     rollouts,
     sft,
     status,
@@ -110,6 +113,8 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "peers": (status.peers, "The peers that it knows, and how they do."),
     "explain": (explain.run, "Why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
+    "replay": (replay.run, "Compute a finished run again, and compare it with what was published."),
+    "import": (import_config.run, "Convert a config of prime-rl."),
     "stop": (status.stop, "Stop the running node in order."),
     "init": (identity.init, "Make this node's key."),
     "id": (identity.show, "Show this node's id."),
@@ -119,6 +124,8 @@ for _name, (_command, _help) in CONFIGURED.items():
 for _name, (_command, _help) in PLAIN.items():
     app.command(_name, short_help=_help)(_command)
 _tickets = "Join tickets of the running trainer: print, issue, list, revoke."
+_environments = "Environments: write one, install, list, test, trust."
+app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 

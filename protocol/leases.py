@@ -43,6 +43,9 @@ MAX_FIRST_COOLING_S = 15.0
 """The first cooling-off: a quarter of a lease's time, at most this."""
 MAX_DOUBLINGS = 5
 PACE_STEP = 0.25
+MIN_ADMITTED = 0.5
+"""However few groups are admitted, less than twice those that could be trained in time are on lease: should all
+be admitted, some become too old."""
 HORIZON = 0.5
 """A node holds at most what it settles, at its pace, in this share of a lease's time."""
 EARNED = 2
@@ -421,6 +424,8 @@ class LeadTime:
     """0 before the first group returned."""
     step_s: float = 0.0
     """0 before the first batch was trained."""
+    admitted: float = 1.0
+    """Share of the groups that come back and are trained: the others' places are leased again."""
 
     def returned(self, groups: int, per_batch: int, seconds: float) -> None:
         """Count groups that were judged `seconds` after they were leased; the mean is over about one batch."""
@@ -430,6 +435,16 @@ class LeadTime:
     def trained(self, seconds: float) -> None:
         """Count a batch that took `seconds` to train and publish."""
         self.step_s += (PACE_STEP if self.step_s else 1.0) * (seconds - self.step_s)
+
+    def judged(self, admitted: bool, per_batch: int) -> None:
+        """Count a group that is to be trained or not; the share is over about one batch."""
+        self.admitted += (admitted - self.admitted) / per_batch
+
+    def expected(self, groups: int) -> int:
+        """Compute how many of the groups on lease may be trained: the mean and two standard deviations more."""
+        share = max(MIN_ADMITTED, self.admitted)
+        spread = math.sqrt(groups * share * (1.0 - share))
+        return min(groups, math.ceil(groups * share + 2.0 * spread))
 
     def depth(self, max_off_policy_steps: int, training: bool) -> float:
         """Compute the batches that may be on lease or waiting, besides one that is being trained."""
@@ -445,22 +460,40 @@ class TaskQueue:
     """The tasks of one environment, in the order in which they are leased."""
 
     next_task: int = 0
+    """Number of the first draw that is not leased yet; without `draw` also the index of its task."""
     requeued: deque[int] = field(default_factory=deque[int])
     """Tasks of expired leases; they go out before new ones."""
     owed: float = 0.0
     """Groups that its ratio gives it, less those that were leased."""
+    draw: Callable[[int, Collection[int]], int | None] | None = None
+    """Chooses the task of a draw by its number and the tasks that are out, None if it finds none. Without it
+    tasks go out in the order of their indices."""
+    drawn: deque[int] = field(default_factory=deque[int])
+    """Tasks that were drawn and go out next: draws `next_task` and those after it."""
 
-    def upcoming(self, count: int) -> list[int]:
-        """List the numbers of the next `count` tasks."""
+    def upcoming(self, count: int, on_lease: Iterable[int] = ()) -> list[int]:
+        """List the indices of the next `count` tasks, or as many as there are."""
         again = list(islice(self.requeued, count))
         fresh = count - len(again)
-        return [*again, *range(self.next_task, self.next_task + fresh)]
+        if self.draw is None:
+            return [*again, *range(self.next_task, self.next_task + fresh)]
+        out = {*self.requeued, *self.drawn, *on_lease} if len(self.drawn) < fresh else set[int]()
+        while len(self.drawn) < fresh:
+            # no task is out twice, so that none is twice in a lease
+            index = self.draw(self.next_task + len(self.drawn), out)
+            if index is None:
+                break
+            self.drawn.append(index)
+            out.add(index)
+        return [*again, *islice(self.drawn, fresh)]
 
     def take(self, count: int) -> None:
         """Remove the next `count` tasks."""
         again = min(count, len(self.requeued))
         for _ in range(again):
             self.requeued.popleft()
+        for _ in range(min(count - again, len(self.drawn))):
+            self.drawn.popleft()
         self.next_task += count - again
 
 
@@ -553,7 +586,8 @@ class LeaseBook:
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
         so that work granted now is at least one version old when its turn comes.
         """
-        return self._groups(training) - waiting_groups - self.outstanding_groups()
+        coming = self.lead.expected(self.outstanding_groups())
+        return self._groups(training) - waiting_groups - coming
 
     def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
         """Count the groups on lease, by node; with or without newcomers."""
@@ -608,9 +642,11 @@ class LeaseBook:
             return None
         # Nothing is taken before every digest is known: a task that cannot be made is not lost.
         queue = self.tasks[environment]
-        tasks = tuple(
-            TaskRef(index, digest_of(environment, index)) for index in queue.upcoming(size)
-        )
+        indices = queue.upcoming(size, self._on_lease(environment))
+        tasks = tuple(TaskRef(index, digest_of(environment, index)) for index in indices)
+        if not tasks:
+            return None
+        size = len(tasks)
         lease = Lease(
             lease_id=self.next_lease,
             tasks=tasks,
@@ -751,8 +787,19 @@ class LeaseBook:
         self.expired += len(leases)
 
     def upcoming(self, environment: int, leases: int) -> list[int]:
-        """List the numbers of the tasks that the next `leases` of an environment may name."""
-        return self.tasks[environment].upcoming(leases * self.policy.groups_per_lease)
+        """List the indices of the tasks that the next `leases` of an environment may name."""
+        count = leases * self.policy.groups_per_lease
+        return self.tasks[environment].upcoming(count, self._on_lease(environment))
+
+    def _on_lease(self, environment: int) -> Iterable[int]:
+        """Iterate over the tasks of an environment that are on lease."""
+        leases = (held.lease for held in self.held.values())
+        return (
+            task.index
+            for lease in leases
+            if lease.environment == environment
+            for task in lease.tasks
+        )
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:

@@ -126,7 +126,49 @@ FAULTS = (
         'turn.to_bytes(4, "big"),',
         ("test_a_samples_seed_is_bound_to_every_argument",),
     ),
+    # -- replay
+    Fault(
+        "a replayed state is not compared with the signed one",
+        "app",
+        "node/app/replay.py",
+        "if made.digest == head.state:",
+        "if True:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
+    Fault(
+        "advantages of a replayed step are not made of its rewards",
+        "app",
+        "node/app/replay.py",
+        "if one.advantage != sample.advantage:",
+        "if False:",
+        ("test_a_changed_rollout_is_found_at_its_step",),
+    ),
+    # -- monitors
+    Fault(
+        "a monitor is sent the whole config",
+        "ops",
+        "node/ops/monitors.py",
+        'public = config.model_dump(mode="json", include=PUBLIC)',
+        'public = config.model_dump(mode="json", include=None)',
+        ("test_a_monitor_is_told_the_public_config_alone",),
+    ),
+    Fault(
+        "a monitor that hangs is waited for",
+        "ops",
+        "node/ops/monitors.py",
+        "failed = self._process.wait(max(0.0, until - time.monotonic())) != 0",
+        "failed = self._process.wait() != 0",
+        ("test_a_monitor_that_fails_or_hangs_holds_nothing_up",),
+    ),
     # -- config
+    Fault(
+        "unknown key of a config of prime-rl's is dropped in silence",
+        "config",
+        "node/config/prime_rl.py",
+        'self._note("missing", shown, value, "not known to be a key of prime-rl\'s")',
+        "pass",
+        ("test_every_key_without_a_counterpart_is_named_with_its_reason",),
+    ),
     Fault(
         "unknown key in the environment is ignored",
         "config",
@@ -205,7 +247,7 @@ FAULTS = (
         "environment that the owner did not allow is run",
         "worker: environments",
         "node/environments/allowed.py",
-        "if remembered(data_dir).get(_plain(contract.id)) != package.digest.hex():",
+        "if not is_remembered(package, data_dir):",
         "if False:",
         ("test_an_installed_package_is_played_once_its_name_is_allowed",),
     ),
@@ -236,6 +278,14 @@ FAULTS = (
         ("test_dppo_is_its_formula_inside_the_trust_region",),
     ),
     Fault(
+        "a difficulty pool is chosen by the lowest reward",
+        "training: curriculum",
+        "node/training/curriculum.py",
+        "names = (name for name, pool in self._pools if reward <= pool.threshold)",
+        "names = (name for name, pool in self._pools if reward >= pool.threshold)",
+        ("test_a_task_is_in_the_first_pool_that_its_reward_does_not_exceed",),
+    ),
+    Fault(
         "advantage is not centred on its group",
         "training: advantages",
         "node/training/advantages.py",
@@ -247,8 +297,8 @@ FAULTS = (
         "loss is normalised by the tokens of one rank",
         "training: packing",
         "node/training/packing.py",
-        "return sum(_trained(one) for rows in self.dealt for row in rows for one in row)",
-        "return sum(_trained(one) for rows in self.dealt[:1] for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)",
+        "return sum(_drawn(one) for rows in self.dealt[:1] for row in rows for one in row)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(
@@ -276,6 +326,14 @@ FAULTS = (
         ("test_an_altered_file_is_noticed_before_anything_is_resumed",),
     ),
     # -- inference
+    Fault(
+        "draft is accepted that was not drawn",
+        "inference: drafts",
+        "node/inference/vllm_sampling.py",
+        "return before == before[np.arange(len(wrong)) - drafts]",
+        "return before <= before",
+        ("test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kept",),
+    ),
     Fault(
         "log-probability ignores the temperature",
         "inference: sampling",
@@ -443,6 +501,14 @@ FAULTS = (
         "self._timer.reschedule(loop.time())",
         "pass",
         ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),
+    ),
+    Fault(
+        "what an environment does outside of its process is not noted",
+        "env test",
+        "node/environments/trial.py",
+        "notes.on = True",
+        "pass",
+        ("test_what_reaches_out_of_its_process_is_named",),
     ),
     # -- api
     Fault(

@@ -216,6 +216,8 @@ class EngineRoutes:
             ("vllm:num_preemptions_total", "counter", stats.preemptions),
             ("vllm:prompt_tokens_total", "counter", self._prompt),
             ("vllm:generation_tokens_total", "counter", self._generated),
+            ("vllm:spec_decode_num_draft_tokens_total", "counter", stats.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens_total", "counter", stats.accepted_tokens),
             ("vllm:request_success_total", "counter", ended),
         ]
         return "".join(metric_family(name, *family) for family in families)

@@ -24,6 +24,7 @@ from ..inference.vllm_arguments import (
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import torch_without_gpus
 from ..ops.logs import configure
+from ..ops.monitors import check_monitors
 from ..process.threads import share_python
 
 KEY_FILE = "key.pem"
@@ -47,6 +48,7 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     from . import rundir
     from .trainer import TrainerNode
 
+    check_monitors(config.monitors)
     directory = rundir.prepare(config)
     data_dir = config.data_dir or directory / "trainer"
     configure(config.log, directory / "logs" / "trainer.jsonl")
@@ -119,5 +121,5 @@ def check_config(
         shape = read_shape(directory)
     else:
         return
-    check_family(shape, cpu=torch_without_gpus())
+    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens)
     check_parallel(config, shape)

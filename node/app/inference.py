@@ -231,6 +231,8 @@ def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: s
         kv_use=stats.kv_use,
         preemptions=stats.preemptions,
         generated_tokens=stats.generated_tokens,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
         restarts=stats.restarts,
         fault=stats.fault,
     )

@@ -18,6 +18,7 @@ from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import BusyError, RankFailed, UsageError
 from ..ops.logs import configure
 from ..ops.metrics import PhaseClock
+from ..ops.monitors import check_monitors
 from ..sft.data import Data, check_files, open_rows, open_tasks
 from ..sft.loop import SftLoop, Watch
 from ..storage import run_files
@@ -44,6 +45,7 @@ async def sft(config: SftConfig, *, watch: Watch, factories: SftFactories | None
     `watch` is told of every step.
     """
     check_files(config)
+    check_monitors(config.monitors)
     with _alone(config.run_dir):
         directory = prepare(config)
         configure(config.log, directory / "logs" / "sft.jsonl")

@@ -57,6 +57,7 @@ def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
         staleness_history=other.staleness_history,
         staleness_max=other.staleness_max,
         reputations=other.reputations,
+        curriculum=other.curriculum,
     )
     return {
         "cursor": msgspec.json.encode(ours),

@@ -9,10 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.leases import LeaseBook, LeasePolicy, MixtureShare
+from ...protocol.leases import LeaseBook, LeasePolicy, MixtureShare, TaskQueue
 from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
@@ -25,10 +26,12 @@ from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
+from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
+from ..ops.monitors import Monitors
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
-from ..storage.rollouts import RolloutFiles
+from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.kept_rollouts import RolloutKeeper
@@ -40,6 +43,7 @@ from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
+from ..training.curriculum import Curriculum
 from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.self_calibration import SelfCalibration
@@ -114,6 +118,17 @@ def lease_policy(config: RunConfig) -> LeasePolicy:
         leases_per_worker=rollouts.leases_per_worker,
         timeout_s=rollouts.lease_timeout_s,
         max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, MAX_SUBMISSION),
+    )
+
+
+def step_settings(config: RunConfig) -> StepSettings:
+    """Collect what every step of this start is computed with."""
+    return StepSettings(
+        config.training.model_dump(mode="json"),
+        config.max_steps,
+        config.sampling.temperature,
+        version("torch"),
+        is_on_gpu(config.training.device, usable_here),
     )
 
 
@@ -264,14 +279,15 @@ class TrainerNode(Node):
             )
             self._announce(self._tickets.current().text)
             environments = self._environments = self._make_environments(model_dir)
-            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
+            monitors = await asyncio.to_thread(Monitors, self._config)
+            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:
                 cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
                 cleanup.push_async_callback(self._close_backend)
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
-                cleanup.callback(metrics.close)
+                cleanup.push_async_callback(asyncio.to_thread, metrics.close)
                 await self._train(services, documents, environments, metrics, model_dir)
 
     def _make_environments(self, model_dir: Path) -> list[Environment]:
@@ -336,6 +352,7 @@ class TrainerNode(Node):
                 self._config.rollouts.keep,
                 environments=[one.name for one in documents.manifest.environments],
                 model_dir=model_dir,
+                settings=step_settings(self._config),
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
             run = (services, documents, environments, metrics, evaluator, verification, eval_tasks)
@@ -386,10 +403,20 @@ class TrainerNode(Node):
             keep_states=config.rollouts.max_off_policy_steps + 3,
             encoders=self._encoders,
         )
+        curricula = {
+            name: Curriculum(training, environment=name, seed=config.seed)
+            for name, training in config.training_on().items()
+        }
         registry = WorkerRegistry(
             services,
             documents.sealed,
-            LeaseBook(lease_policy(config), next_lease=boot << LEASES_PER_BOOT),
+            LeaseBook(
+                lease_policy(config),
+                next_lease=boot << LEASES_PER_BOOT,
+                tasks=[
+                    TaskQueue(draw=one.draw if one.chooses else None) for one in curricula.values()
+                ],
+            ),
             verification.queue,
             cut_model(documents.manifest, services.store, config.engine.max_batch),
             calibration=verification.calibration(),
@@ -411,6 +438,7 @@ class TrainerNode(Node):
             buffer,
             progress,
             kept,
+            curricula,
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(

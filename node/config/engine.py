@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
+SPECULATIVE = "speculative_config"
+"""Key of `engine.vllm`: vLLM's speculative decoding."""
 Positive = Annotated[int, Field(ge=1)]
 EXACT_NEEDS_VLLM = (
     "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
@@ -100,10 +102,25 @@ class EngineConfig(BaseConfig):
     slower on a GPU); a run whose numerics are exact switches it on."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments; those that would break proofs or versions are refused."""
+    """Passed to vLLM's engine arguments; those that would break proofs or versions are refused. Speculative
+    decoding is `speculative_config = {method = "ngram", num_speculative_tokens = 4, prompt_lookup_min = 2,
+    prompt_lookup_max = 5}`: the same tokens and proofs, faster where replies repeat their own text or the
+    prompt's and few sequences run at once."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens that are drafted for a sequence in one step; 0 without speculative decoding."""
+        config = self.vllm.get(SPECULATIVE)
+        count = config.get("num_speculative_tokens") if isinstance(config, dict) else None
+        return count if isinstance(count, int) else 0
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:
+        if self.pp > 1 and self.draft_tokens:
+            raise ValueError(
+                f"pp and vllm.{SPECULATIVE} cannot be combined: the first stage does not learn in time which "
+                "drafts were right; leave one out"
+            )
         if self.dp > 1 and self.pp > 1:
             raise ValueError(
                 "dp and pp cannot be combined: start one node per pipeline, each with its own pp"

@@ -90,13 +90,14 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List the dotted keys of a config class."""
+    """List the dotted keys of a config class; NAME stands for any name in a table of sections."""
     for name, field in cls.model_fields.items():
         inner = model_in(field.annotation)
         if inner is None:
             yield prefix + name
         else:
-            yield from keys(inner, f"{prefix}{name}.")
+            named = ".NAME" if get_origin(field.annotation) is dict else ""
+            yield from keys(inner, f"{prefix}{name}{named}.")
 
 
 def find_file(name: str) -> Path:
@@ -166,7 +167,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         name = arg[1:] or next(rest, "")
         if not name:
             raise UsageError("@ must be followed by a config file")
-        tree = _read_file(find_file(name))
+        tree = read_file(find_file(name))
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
         if path and not rest_of_path and model_in(annotation):
@@ -176,13 +177,14 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
     return flags, layers
 
 
-def _read_file(path: Path) -> Tree:
+def read_file(path: Path) -> Tree:
+    """Read a TOML file, or a JSON one by its name. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(tree, dict):
         raise UsageError(f"{path} must hold a table of keys")
@@ -249,9 +251,13 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
 
 
 def _scalar(text: str) -> Any:
-    """Read a value as TOML would; other text is a string."""
+    """Read a value as TOML would, or a table as JSON; other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        pass
+    try:
+        return json.loads(text) if text.startswith("{") else text
     except ValueError:
         return text
 

@@ -15,6 +15,7 @@ from pydantic_config import BaseConfig
 from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
+from .monitors import MonitorsConfig
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
@@ -34,6 +35,8 @@ class CheckpointConfig(BaseConfig):
     """The newest ones that are kept: should one be damaged, the one before is taken."""
     keep_interval: Annotated[int, Field(ge=0)] = 0
     """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
+    keep_first: bool = False
+    """Keep the first one, too: `primerl-node replay` recomputes a run from there."""
     weights_interval: Annotated[int, Field(ge=0)] = 0
     """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
     async_save: bool = True
@@ -576,6 +579,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     verification: VerificationConfig = VerificationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
+from .monitors import MonitorsConfig
 from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig
 from .training import Fraction, Positive, TrainingConfig
 
@@ -110,6 +111,7 @@ class SftConfig(OwnRunConfig):
     validation: ValidationConfig = ValidationConfig()
     training: SftTrainingConfig = SftTrainingConfig()
     checkpoint: SftCheckpointConfig = SftCheckpointConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

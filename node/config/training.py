@@ -3,6 +3,7 @@
 Every option has a default that is right for one GPU and for a CPU; names are prime-rl's where it has one.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -68,6 +69,9 @@ class LossConfig(BaseConfig):
     reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
+    echo_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Beside any loss: factor of the cross entropy of the environment's tokens after the first reply (ECHO), as
+    tool output and further turns of the user. 0: these are only read; prime-rl's `alpha` is 0.1."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """reverse_kl and its term: how far a token's probability may fall before it is left out."""
     custom: str = ""
@@ -146,6 +150,79 @@ class OverlongConfig(BaseConfig):
         if self.buffer_tokens > self.max_tokens:
             raise ValueError("buffer_tokens is above max_tokens: lower it")
         return self
+
+
+class DifficultyPoolConfig(BaseConfig):
+    """Tasks of like difficulty, by the mean reward of their newest group."""
+
+    threshold: float
+    """Largest mean reward of its tasks; the pool with the largest threshold takes all above it, too."""
+    weight: Annotated[float, Field(ge=0, le=1e6)]
+    """How often one of its tasks is chosen, relative to others; a task that was never played has 1."""
+
+
+def _pools() -> dict[str, DifficultyPoolConfig]:
+    return {
+        "hard": DifficultyPoolConfig(threshold=0.25, weight=0.2),
+        "normal": DifficultyPoolConfig(threshold=0.75, weight=1.0),
+        "easy": DifficultyPoolConfig(threshold=1.0, weight=0.2),
+    }
+
+
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)]
+"""A name in metrics."""
+
+
+class SamplerConfig(BaseConfig):
+    """Which task is leased next; names and pools are prime-rl's."""
+
+    type: Literal["standard", "difficulty_pool"] = "standard"
+    """`standard`: one after the other; `difficulty_pool`: at random, with weights by the rewards that a task
+    earned last."""
+    num_tasks: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """difficulty_pool: it chooses from the first so many tasks of the taskset, which may be endless."""
+    pools: dict[Label, DifficultyPoolConfig] = Field(default_factory=_pools)
+    """difficulty_pool: by name. Those given replace the three that there are, `hard`, `normal` and `easy`."""
+
+    @model_validator(mode="after")
+    def _has_tasks(self) -> Self:
+        if (self.type == "difficulty_pool") != (self.num_tasks > 0):
+            raise ValueError(
+                'num_tasks is of type = "difficulty_pool", which needs it: set both, or neither'
+            )
+        thresholds = [pool.threshold for pool in self.pools.values()]
+        if len(set(thresholds)) != len(thresholds) or not all(map(math.isfinite, thresholds)):
+            raise ValueError("pools must have different thresholds, and finite ones")
+        if not any(pool.weight for pool in self.pools.values()):
+            raise ValueError("pools need a weight above 0: give one of them one")
+        return self
+
+
+class GateConfig(BaseConfig):
+    """Groups that are not trained but replaced."""
+
+    type: Literal["advantage_range"] = "advantage_range"
+    """`advantage_range`: those whose advantages are all within the two bounds, which are 0 for groups of equal
+    rewards. Advantages are compared before reinforce_plus_plus scales them."""
+    reject_min: float = 0.0
+    """Lower bound, included."""
+    reject_max: float = 0.0
+    """Upper bound, included."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if not -math.inf < self.reject_min <= self.reject_max < math.inf:
+            raise ValueError("reject_min must not be above reject_max, and both must be finite")
+        return self
+
+
+class CurriculumConfig(BaseConfig):
+    """Which tasks are played, and which groups are worth a place in a batch (training/curriculum.py)."""
+
+    sampler: SamplerConfig = SamplerConfig()
+    gates: dict[Label, GateConfig] = {}
+    """By name; a group is trained if all of them admit it. One that is not costs its generation: its place is
+    leased again."""
 
 
 class LoraConfig(BaseConfig):
@@ -234,6 +311,7 @@ class TrainingConfig(BaseConfig):
     filter_zero_advantages: bool = True
     """Leave groups out whose advantages are all 0; else they are trained, and only the pull and the
     reference term act on them. A loss that reads no advantage has them all."""
+    curriculum: CurriculumConfig = CurriculumConfig()
     loss: LossConfig = LossConfig()
     freeze_router: bool = False
     """Of a mixture of experts: who reads which token stays as it was."""

@@ -18,7 +18,7 @@ from ...crypto.hashing import digest
 from ...protocol.manifests import EnvironmentContract, SamplingContract
 from ...protocol.version import MAX_NAME
 from ..config.run import EnvironmentConfig, RunConfig, TrainedEnvironment
-from ..ops.errors import StorageError, UsageError, one_line, printable
+from ..ops.errors import StorageError, UsageError, file_error, one_line, printable
 from ..storage.run_files import write_private
 
 BUNDLED = {
@@ -42,6 +42,10 @@ READS_DATA = "math_env"
 LIBRARY = "verifiers"
 LIBRARY_TASKSETS = ("v1", "tasksets")
 """Where the library has tasksets of its own; it looks there first."""
+TASKSET = b"Taskset"
+"""What a module names that exports an environment."""
+_REQUIRES = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
+"""Begins a requirement of the library, as in verifiers>=0.4."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 REMEMBERED = "allowed_environments.json"
 """In a data directory: environment -> digest of the package that its owner always allows."""
@@ -78,7 +82,8 @@ class EnvironmentNotAllowed(UsageError):
             why = ", bundled, which reads a data set that the run names"
         super().__init__(
             f"this run wants to run the environment {package.environment!r} ({package}{why}) on this machine: "
-            f"if you trust it, allow it with --allow-environment {package.environment}"
+            f"if you trust it, allow it with --allow-environment {package.environment}, or this release for "
+            f"good with `primerl-node env trust {package.environment}`"
         )
 
 
@@ -93,23 +98,76 @@ def find_package(environment: str) -> Package | None:
         raise UsageError(
             f"no environment is named {environment[:80]!r}: it is a module name, such as reverse-text"
         )
-    module = environment.replace("-", "_").lower()
-    library = _root(LIBRARY)
-    if library is not None:
-        own = library.joinpath(*LIBRARY_TASKSETS, module)
-        own = own if own.is_dir() else own.with_suffix(".py")
-        if own.exists():
-            label = f"{LIBRARY} {metadata.version(LIBRARY)}"
-            return Package(environment, label, _digest([own]), of_library=True)
+    module = module_of(environment)
+    if (own := _of_library(module)) is not None:
+        label = f"{LIBRARY} {metadata.version(LIBRARY)}"
+        return Package(environment, label, _digest([own]), of_library=True)
     if module in sys.stdlib_module_names or module in sys.builtin_module_names:
         raise UsageError(f"{environment!r} is a part of Python, no environment: refused")
-    root = _root(module)
+    root = root_of(module)
     if root is None:
         raise UsageError(f"the environment {environment!r} is not installed here")
     names = metadata.packages_distributions().get(module, [])
     if not names:
         return Package(environment, f"{module}, no distribution", _digest([root]))
     return Package(environment, *_distribution(names[0]))
+
+
+def module_of(environment: str) -> str:
+    """The module that `verifiers` imports for an environment's id."""
+    return environment.replace("-", "_").lower()
+
+
+def name_taken(environment: str) -> str:
+    """Why a package of this name would never be played as an environment; empty if it would.
+
+    Bundled environments, Python's modules and the library's tasksets come first.
+    """
+    module = module_of(environment)
+    if module in map(module_of, BUNDLED):
+        return "a bundled environment has this name"
+    if module in sys.stdlib_module_names or module in sys.builtin_module_names:
+        return "a part of Python has this name"
+    if _of_library(module) is not None:
+        return f"a taskset of {LIBRARY} itself has this name"
+    return ""
+
+
+def installed() -> list[Package]:
+    """The environments among the installed distributions, by name; none is imported.
+
+    They are found by what they declare: a distribution that requires verifiers, and in it a module whose source
+    names a Taskset.
+    """
+    modules: dict[str, list[str]] = {}
+    for module, names in metadata.packages_distributions().items():
+        for name in set(names):
+            modules.setdefault(name, []).append(module)
+    found: dict[str, Package] = {}
+    for one in metadata.distributions():
+        if not any(_REQUIRES.match(it) and "extra" not in it for it in one.requires or ()):
+            continue
+        for module in modules.get(one.name, ()):
+            environment = module.replace("_", "-")
+            root = root_of(module)
+            if root is not None and source_has(root, TASKSET) and not name_taken(environment):
+                found[environment] = Package(environment, *_distribution(one.name))
+    return [found[name] for name in sorted(found)]
+
+
+def source_has(root: Path, text: bytes) -> bool:
+    """Whether a module's Python source, a file or a directory, has this text in it."""
+    return any(text in path.read_bytes() for _, path in _files(root) if path.suffix == ".py")
+
+
+def _of_library(module: str) -> Path | None:
+    """Where the library has a taskset of its own of this name; it is looked for there first."""
+    library = root_of(LIBRARY)
+    if library is None:
+        return None
+    own = library.joinpath(*LIBRARY_TASKSETS, module)
+    own = own if own.is_dir() else own.with_suffix(".py")
+    return own if own.exists() else None
 
 
 def _scoring_package(environment: str) -> Package | None:
@@ -132,7 +190,7 @@ def _distribution(name: str) -> tuple[str, bytes]:
     modules = sorted(
         module for module, names in metadata.packages_distributions().items() if name in names
     )
-    return label, _digest([root for module in modules if (root := _root(module)) is not None])
+    return label, _digest([root for module in modules if (root := root_of(module)) is not None])
 
 
 def environment_contracts(config: RunConfig) -> tuple[EnvironmentContract, ...]:
@@ -205,7 +263,7 @@ def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Pat
         )
     if package.bundled or _plain(contract.id) in {_plain(name) for name in allow}:
         return
-    if remembered(data_dir).get(_plain(contract.id)) != package.digest.hex():
+    if not is_remembered(package, data_dir):
         raise EnvironmentNotAllowed(package)
 
 
@@ -223,9 +281,31 @@ def remembered(data_dir: Path) -> Mapping[str, str]:
     return {str(name): str(value) for name, value in held.items()}
 
 
+def is_remembered(package: Package, data_dir: Path) -> bool:
+    """Whether the owner of a data directory always allows this very package. Raises StorageError."""
+    return remembered(data_dir).get(_plain(package.environment)) == package.digest.hex()
+
+
 def remember(package: Package, data_dir: Path) -> None:
     """Allow this very package from now on. Raises StorageError."""
     held = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
+    _write(held, data_dir)
+
+
+def forget(environment: str, data_dir: Path) -> bool:
+    """Allow no package of this name any more; returns whether one was. Raises StorageError."""
+    held = dict(remembered(data_dir))
+    if held.pop(_plain(environment), None) is None:
+        return False
+    _write(held, data_dir)
+    return True
+
+
+def _write(held: Mapping[str, str], data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error(error, data_dir) from error
     write_private(data_dir / REMEMBERED, json.dumps(held, indent=2) + "\n")
 
 
@@ -233,7 +313,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "-").lower()
 
 
-def _root(module: str) -> Path | None:
+def root_of(module: str) -> Path | None:
     """The directory of a top-level package, or the file of a module, that an import would take."""
     try:
         spec = importlib.util.find_spec(module)

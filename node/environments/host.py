@@ -419,7 +419,14 @@ class EnvironmentHost:
         environment = self._environment = self._make(request)
         with self._loads():
             self._ticking = asyncio.create_task(self._tick(), name="timer")
-            await environment.start()
+            try:
+                async with asyncio.timeout(config.start_timeout_s):
+                    await environment.start()
+            except TimeoutError as error:  # code that waits; the timer sees only code that runs
+                raise EnvironmentStuck(
+                    f"the environment did not start within {config.start_timeout_s:g} s: mend it, or raise "
+                    "environment.start_timeout_s"
+                ) from error
         return EnvironmentReady(request.number)
 
     async def _look(self, environment: Environment, request: EnvironmentLook) -> EnvironmentLooked:

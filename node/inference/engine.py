@@ -83,6 +83,9 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     """Both since the start."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that were drafted (speculative decoding), and those of them that were drawn, since the start."""
     restarts: int = 0
     """Times that a process of it was started again."""
     fault: str = ""

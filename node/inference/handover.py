@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from ...protocol.manifests import RunManifest
 from ..models.model_files import read_base
 from ..ops.errors import EngineError, EngineLost, StorageError
-from ..weights.adapters import LowRank, TensorLayout, check_adapters, layout
+from ..weights.adapters import LowRank, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered
-from ..weights.state import BITS, Changed, State, Tensor, memory_threads, state_bytes
+from ..weights.state import BITS, Changed, State, Tensor, memory_threads, numel, state_bytes
+from ..weights.state_history import TensorLayout, layout, take
 from .engine import Replica, WeightsFault, Written
 
 logger = logging.getLogger(__name__)
@@ -93,15 +94,17 @@ def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
     """
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, dict[str, NDArray[np.int64]]] = {}
+    layouts = layout(state)
     for name, positions in changed.items():
-        tensor = state[name]
-        if positions is None or name in whole or WHOLE_FROM * len(positions) > tensor.data.size:
-            tensors[WHOLE + name] = tensor
+        dtype, shape = layouts[name]
+        if positions is None or name in whole or WHOLE_FROM * len(positions) > numel(shape):
+            tensors[WHOLE + name] = state[name]
         elif len(positions):
-            sparse.setdefault(tensor.dtype, {})[name] = positions
+            sparse.setdefault(dtype, {})[name] = positions
     spans: dict[str, str] = {}
     for dtype, group in sparse.items():
-        tensors |= _gathered(state, dtype, group)
+        narrow = all(numel(layouts[name][1]) <= 2**31 for name in group)
+        tensors |= _gathered(state, dtype, group, "<u4" if narrow else "<u8")
         spans[dtype] = json.dumps([[name, len(positions)] for name, positions in group.items()])
     return Delta(tensors, spans)
 
@@ -159,12 +162,15 @@ class HostedPolicy:
     A replica that is lost meanwhile is left out: it gets the newest policy when it comes back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, renews: bool = True) -> None:
+        """`renews`: a replica that comes back is given the policy by renew(), so its state stays in memory."""
+        self._renews = renews
         self.version = -1
         """The newest version that an engine has; -1 before the first load()."""
         self.base: AdapterBase | None = None
         """Set if policies are adapters, before the first load(): engines merge them into it."""
         self._state: State = {}
+        self._layout: dict[str, TensorLayout] = {}
         self._placeless: frozenset[str] = frozenset()
         self.gate = asyncio.Lock()
         """Held while a version is given to the replicas, or while one of them rejoins."""
@@ -190,7 +196,7 @@ class HostedPolicy:
 
         Raises as load().
         """
-        if self.version < 0 or _shapes(state) != _shapes(self._state):
+        if self.version < 0 or layout(state) != self._layout:
             await self.load(engines, version, state)  # which says what does not fit
             return
         if self.base is None:
@@ -234,29 +240,30 @@ class HostedPolicy:
         self._placeless = placeless
 
     def _hold(self, version: int, state: State, written: Sequence[Written]) -> None:
-        self.version, self._state = version, state
+        self.version, self._layout = version, layout(state)
+        self._state = state if self._renews else {}
         pause, writing = max(one.paused_s for one in written), max(one.writing_s for one in written)
         logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
 
 
-def _gathered(state: State, dtype: str, group: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
+def _gathered(
+    state: State, dtype: str, group: dict[str, NDArray[np.int64]], width: str
+) -> dict[str, Tensor]:
     count = sum(map(len, group.values()))
-    narrow = all(state[name].data.size <= 2**31 for name in group)
-    where = np.empty(count, "<u4" if narrow else "<u8")
+    where = np.empty(count, width)
     values = np.empty(count, BITS[dtype])
 
     def gather(name: str, positions: NDArray[np.int64], end: int) -> None:
         part = slice(end - len(positions), end)
         where[part] = positions
-        # they were checked: none is clipped
-        state[name].data.take(positions, out=values[part], mode="clip")
+        values[part] = take(state, name, positions)
 
     ends = accumulate(map(len, group.values()))
     threads = memory_threads() if count > FEW else 1  # numpy leaves the interpreter's lock
     for _ in ordered(gather, zip(group, group.values(), ends, strict=True), threads):
         pass
     return {
-        POSITIONS + dtype: Tensor("I32" if narrow else "I64", (count,), where),
+        POSITIONS + dtype: Tensor("I32" if width == "<u4" else "I64", (count,), where),
         VALUES + dtype: Tensor(dtype, (count,), values),
     }
 
@@ -281,10 +288,6 @@ async def _of_all(
     if not found:
         raise lost or EngineLost("no engine is there: wait until it is started again")
     return found
-
-
-def _shapes(state: State) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _shared_memory(size: int) -> str | None:

@@ -136,6 +136,8 @@ class EngineBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
     """Micro-batches that are under way."""
     stall_share: float = 0.0
     """Share of its time that the slowest stage waits."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 EngineRequest = (

@@ -239,6 +239,8 @@ class HostedEngine:
             preemptions=sum(one.preemptions for one in found),
             prompt_tokens=sum(one.prompt_tokens for one in found),
             generated_tokens=sum(one.generated_tokens for one in found),
+            drafted_tokens=sum(one.drafted_tokens for one in found),
+            accepted_tokens=sum(one.accepted_tokens for one in found),
             restarts=sum(replica.restarts for replica in self._replicas),
             fault=fault,
         )

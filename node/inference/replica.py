@@ -345,6 +345,8 @@ class EngineReplica:
                 preemptions=total.preemptions,
                 prompt_tokens=total.prompt_tokens,
                 generated_tokens=total.generated_tokens,
+                drafted_tokens=total.drafted_tokens,
+                accepted_tokens=total.accepted_tokens,
             )
             self._down(self._child.fault)
             await self._child.kill()
@@ -388,6 +390,8 @@ class EngineReplica:
             preemptions=past.preemptions + now.preemptions,
             prompt_tokens=past.prompt_tokens + now.prompt_tokens,
             generated_tokens=past.generated_tokens + now.generated_tokens,
+            drafted_tokens=past.drafted_tokens + now.drafted_tokens,
+            accepted_tokens=past.accepted_tokens + now.accepted_tokens,
         )
 
     def _down(self, fault: str) -> None:

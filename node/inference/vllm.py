@@ -82,6 +82,7 @@ class VllmMeter:
         self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self.pending = 0
         """Requests that vLLM has."""
         self._unfinished: Callable[[], int] = lambda: self.pending
@@ -113,6 +114,9 @@ class VllmMeter:
         self._moved = time.monotonic()
         if outputs.scheduler_stats is not None:
             self._scheduler = outputs.scheduler_stats
+            if drafts := getattr(outputs.scheduler_stats, "spec_decoding_stats", None):
+                self._drafted_tokens += drafts.num_draft_tokens
+                self._accepted_tokens += drafts.num_accepted_tokens
         for one in outputs.outputs:
             self._generated_tokens += len(one.new_token_ids)
             for event in one.events or ():
@@ -153,6 +157,8 @@ class VllmMeter:
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def _was_paused(self, when: float) -> bool:
@@ -654,7 +660,7 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
         "skip_clone": True,  # nobody else has them
-        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request), request.group]},
     }
 
 
@@ -680,9 +686,10 @@ def prepare_library(
         raise UsageError(
             "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
         )
-    set_environment(cpu=cpu, invariant=config.batch_invariant)
+    drafts = config.draft_tokens
+    set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
     vllm = _library()
-    check_family(shape, cpu=cpu)
+    check_family(shape, cpu=cpu, drafts=drafts)
     if cpu:
         _check_head_size(head_size(shape))
     arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)

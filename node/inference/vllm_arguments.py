@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
 from ..ops.errors import EngineError, UsageError
@@ -114,9 +115,9 @@ REFUSALS = (
         "remove it; for a larger cache set engine.tp or engine.pp, or lower engine.max_model_len",
     ),
     RefusedArguments(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        f"{_DRAWN}, and proves one token a step: several at once have no seeds and no proof",
-        "remove it; engine.max_batch is what fills a GPU",
+        ("spec_method", "spec_model", "spec_tokens"),
+        "one key says all of speculative decoding",
+        "remove it and set engine.vllm.speculative_config",
     ),
     RefusedArguments(("logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling"), _DRAWN),
     RefusedArguments(
@@ -191,17 +192,62 @@ _PLAIN = {
 }
 _OFFLOADING = "OffloadingConnector"
 
+_NGRAM = {"num_speculative_tokens": 128, "prompt_lookup_min": 128, "prompt_lookup_max": 128}
+"""Keys of speculative_config beside its method -> the most that each may be; of drafts it is vLLM's own."""
+_DRAFTERS = {
+    "draft_model": "a draft model is a second model, which no version of the run updates",
+    "mtp": "an MTP head has weights of its own, which no version of the run updates",
+    "eagle": "an EAGLE head has weights of its own, which no version of the run updates",
+    "ngram_gpu": "it drafts for asynchronous scheduling, whose positions this package's sampler does not know",
+}
+"""Methods of vLLM, or how their names begin or end -> why they are refused."""
+_ONLY_NGRAM = 'set method = "ngram", which drafts from the text so far and has no weights'
+
 
 def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> None:
     """Raise UsageError for what `engine.vllm` may not say: with the reason, and what to do instead.
 
     `proven` is False where nothing that is generated has to be proved. None is vLLM's default for anything.
     """
+    _check_speculation(overrides.get(SPECULATIVE))
     for name, value in overrides.items():
         refusal = REFUSED.get(name)
         if refusal is None or _harmless(name, value) or (name in UNPROVEN and not proven):
             continue
         raise UsageError(f"engine.vllm.{name} cannot be set ({refusal.reason}): {refusal.advice}")
+
+
+def _check_speculation(config: Any) -> None:
+    """Raise UsageError for an `engine.vllm.speculative_config` that is not n-gram drafts; None passes."""
+    if config is None:
+        return
+    key = f"engine.vllm.{SPECULATIVE}"
+    if not isinstance(config, dict):
+        raise UsageError(
+            f'{key} must be a table: {{"method": "ngram", "num_speculative_tokens": 4}}'
+        )
+    method = config.get("method") or ("draft_model" if config.get("model") else None)
+    if method != "ngram":
+        named = str(method)
+        reason = next(
+            (why for one, why in _DRAFTERS.items() if named.startswith(one) or named.endswith(one)),
+            "drafts of n-grams are all that this package verifies",
+        )
+        raise UsageError(f"{key}: method {method!r} is refused ({reason}): {_ONLY_NGRAM}")
+    for name in config:
+        if name != "method" and name not in _NGRAM:
+            raise UsageError(
+                f"{key}: {name} is refused (n-gram drafts have {', '.join(_NGRAM)}): remove it"
+            )
+    for name, most in _NGRAM.items():
+        value = config.get(name)
+        if name in config and (type(value) is not int or not 1 <= value <= most):
+            raise UsageError(f"{key}: {name} must be a whole number from 1 to {most}")
+    if "num_speculative_tokens" not in config:
+        raise UsageError(f"{key}: num_speculative_tokens is missing: set it, to 4 for a start")
+    least, longest = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
+    if least is not None and longest is not None and least > longest:
+        raise UsageError(f"{key}: prompt_lookup_min {least} is above prompt_lookup_max {longest}")
 
 
 def check_names(overrides: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -396,20 +442,26 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
     return any(int(shape.get(name) or 0) for name in names)
 
 
-def check_family(shape: Mapping[str, Any], *, cpu: bool) -> None:
+def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> None:
     """Raise EngineError for a model that vLLM would compute wrongly, or not at all.
 
-    Without a GPU it packs experts when it starts and goes on reading that, whatever is written to the
-    parameters.
+    `drafts`: most draft tokens of a sequence in a step. Without a GPU it packs experts when it starts and goes
+    on reading that, whatever is written to the parameters.
     """
     if shape.get("model_type") in WITHIN_OTHERS:
         raise EngineError(
             f"vLLM serves {shape['model_type']} only as a part of a model that reads images: set engine.type "
             "to hf"
         )
+    linear = "linear_attention" in (shape.get("layer_types") or ())
+    if linear and drafts:
+        raise EngineError(
+            "the model has linear attention, whose state does not go back behind a wrong draft: remove "
+            f"engine.vllm.{SPECULATIVE}"
+        )
     if not cpu:
         return
-    if "linear_attention" in (shape.get("layer_types") or ()):
+    if linear:
         raise EngineError(
             "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"
         )
@@ -435,7 +487,7 @@ def _cuts(tp: int, shape: Mapping[str, Any], whole_experts: bool) -> bool:
 
 SAMPLING = "primerl"
 """Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
-[key of the request, seed, temperature, top_k, top_p]."""
+[key of the request, seed, temperature, top_k, top_p, group]; without a group it may be left out."""
 
 SERVED = "primerl_served"
 """Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
@@ -498,6 +550,12 @@ ENVIRONMENT = (
     ),
     Variable("OMP_NUM_THREADS", "1", "cpu", "threads that spin on shared cores cost 10x; raise it"),
     Variable(
+        "NUMBA_NUM_THREADS",
+        "1",
+        "both",
+        "n-grams are looked up by one; for more, numba has the whole process's OpenMP threads spin",
+    ),
+    Variable(
         "VLLM_CPU_OMP_THREADS_BIND",
         "nobind",
         "cpu",
@@ -535,9 +593,11 @@ def check_device(device: str, *, cpu: bool) -> None:
         )
 
 
-def set_environment(*, cpu: bool, invariant: bool = False) -> None:
+def set_environment(*, cpu: bool, invariant: bool = False, drafts: bool = False) -> None:
     """Set the variables of ENVIRONMENT that are not set yet; `invariant`: also those of INVARIANTS, whatever
-    they were."""
+    they were; `drafts`: also the model runner whose drafts this package verifies."""
+    if drafts:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not cpu and invariant:
         os.environ.update(INVARIANTS)
     for variable in ENVIRONMENT:

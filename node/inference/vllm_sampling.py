@@ -6,6 +6,11 @@ vLLM has captured its graphs. Hooks.install() refuses a
 runner that it does not know, and a step that draws without our sampler raises. Two runners are known
 (vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2 (`gpu.model_runner`, CUDA only).
 
+With speculative decoding (V1 only) a request has one row of logits for each draft token and one more. Every
+row is drawn with the noise of its own position; a draft is accepted if it is the token drawn there. So the
+rejection sampler's forward() is replaced as well, and nothing is ever rejected by chance. Requests of one group
+have to draw in step all the same (see engine.py): none gets ahead of one that began before it.
+
 Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
@@ -23,7 +28,7 @@ from torch import Tensor
 
 from .device import upload_array
 from .fingerprint import NUMBERS, signs
-from .sampler import Narrowed, draw
+from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
 
 Ints = NDArray[np.int64]
@@ -36,16 +41,23 @@ _PROJECTED_AT_ONCE = 2**26
 
 
 class SampledStep(NamedTuple):
-    """One batch, in the order of its rows of logits."""
+    """One batch, in the order of its rows of logits: one a request, and with drafts one more for each draft."""
 
     ids: list[str]
-    """vLLM's own request ids."""
+    """vLLM's own request ids; a request with drafts has several rows in turn."""
     positions: NDArray[np.int64]
-    """How long each sequence is, and so the position of the token that is drawn now."""
+    """How long each sequence is, drafts included, and so the position of the token that is drawn now."""
     sampling: NDArray[np.bool_]
     """False for a part of a prompt: its row of logits is sampled, but the token is not used."""
     hidden: Tensor
     """[n, width]: what feeds the head."""
+    drafts: NDArray[np.int64]
+    """How many drafts of its request each row comes after: 0 in its first row."""
+
+    @property
+    def first(self) -> NDArray[np.bool_]:
+        """The rows that come after no draft: one for each request."""
+        return self.drafts == 0
 
 
 @dataclass
@@ -68,12 +80,14 @@ class RequestSlots:
         """Tokens whose rows have come."""
         self.versions = np.zeros(self.size, np.int64)
         self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
+        self.groups = [b""] * self.size
+        self.keys = np.zeros(self.size, np.int64)
         self._free = list(range(self.size - 1, -1, -1))
 
     def take(self, request_id: str, key: int) -> int:
         """A slot with nothing drawn; call grow() first if full()."""
         slot = self._free.pop()
-        self.of[request_id], self.ids[key] = slot, request_id
+        self.of[request_id], self.ids[key], self.keys[slot] = slot, request_id, key
         self.drawn[slot] = self.filed[slot] = 0
         self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
         self.spans[slot] = []
@@ -95,8 +109,22 @@ class RequestSlots:
             if isinstance(column, np.ndarray):
                 setattr(self, name, np.concatenate([column, getattr(more, name)]))
         self.spans += more.spans
+        self.groups += more.groups
         self._free = list(range(2 * self.size - 1, self.size - 1, -1))
         self.size *= 2
+
+    def in_step(self, slots: Ints, drawn: Ints, more: Ints) -> Ints:
+        """How many of the `more` tokens that each request has drawn, one at least, it may have without getting
+        ahead of one of its group that began before it. `drawn`: how many it had."""
+        allowed = more.copy()
+        least: dict[bytes, int] = {}
+        for at in np.argsort(self.keys[slots]).tolist():
+            if group := self.groups[int(slots[at])]:
+                before, length = int(drawn[at]), int(drawn[at] + more[at])
+                allowed[at] = max(1, min(length, least.get(group, length)) - before)
+                length = before + int(allowed[at])
+                least[group] = min(length, least.get(group, length))
+        return allowed
 
     def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
         """Begin a span for each request whose token at `rows` is the first of its under `version`."""
@@ -179,9 +207,12 @@ class Recorder:
         fingerprint: str,
         requests: int,
         length: int,
+        drafts: int = 0,
     ) -> None:
-        """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one."""
+        """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one, and most draft
+        tokens of one in a step."""
         self._device, self._requests, self._length = device, requests, length
+        self._step_rows = requests * (1 + drafts)
         self._slots = RequestSlots(requests)
         self._projection = HiddenProjection(device, width, dtype) if fingerprint else None
         self._columns = 1 if self._projection is None else 1 + NUMBERS
@@ -214,8 +245,10 @@ class Recorder:
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
+        group: bytes = b"",
     ) -> None:
-        """Take in a request of `prompt` tokens that starts or goes on; `temperature` > 0."""
+        """Take in a request of `prompt` tokens that starts or goes on; `temperature` > 0. Those of one `group`
+        begin in the order of their keys."""
         slots = self._slots
         if request_id in slots.of:
             return  # it was preempted
@@ -224,7 +257,7 @@ class Recorder:
         slot = slots.take(request_id, key)
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
-        slots.prompts[slot] = prompt
+        slots.prompts[slot], slots.groups[slot] = prompt, group
         self._batch = None  # a new request may bear an old one's id
 
     def begin(self, step: SampledStep) -> None:
@@ -242,14 +275,55 @@ class Recorder:
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the tokens [n] int64 of the batch with these logits [n, vocabulary], without waiting."""
+        batch, step, drawn = self._drawn(logits)
+        if not step.first.all():
+            raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
+        with torch.inference_mode():
+            self._record(batch, step, drawn.logprobs)
+        return drawn.tokens
+
+    def verify(self, logits: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
+        """Draw for every row of `logits` [n, vocabulary], and accept the drafts that were drawn.
+
+        `rows` [drafts]: the row in which each of the draft tokens `drafts` should be drawn; the row after it
+        assumes that it was. Returns tokens [requests, 1 + most drafts of one] int32: those of each request up
+        to the first that is not its draft, or to where its group is, then -1. Only these are recorded. Waits
+        for the device.
+        """
+        batch, step, drawn = self._drawn(logits)
+        with torch.inference_mode():
+            found = torch.stack([drawn.tokens, torch.zeros_like(drawn.tokens)])
+            found[1, rows] = (drawn.tokens[rows] != drafts).long()
+            tokens, wrong = found.cpu().numpy()  # where vLLM waits for its tokens, too
+            accepted = self._in_step(batch, step, _accepted(wrong, step.drafts))
+            shape = (int(step.first.sum()), 1 + int(step.drafts.max()))
+            told = np.full(shape, -1, np.int32)
+            request = np.cumsum(step.first) - 1
+            told[request[accepted], step.drafts[accepted]] = tokens[accepted]
+            kept = step._replace(sampling=step.sampling & accepted)
+            self._record(batch, kept, drawn.logprobs)
+        return upload_array(told, self._device)
+
+    def _in_step(
+        self, batch: StepRequests, step: SampledStep, accepted: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """What of the `accepted` rows each request may have: see RequestSlots.in_step()."""
+        first = np.flatnonzero(step.first)
+        where = batch.slots[first]
+        more = np.add.reduceat(accepted.astype(np.int64), first)
+        sampling = step.sampling[first]  # the others draw nothing yet, and hold nobody back
+        drawn = step.positions[first] - self._slots.prompts[where]
+        more[sampling] = self._slots.in_step(where[sampling], drawn[sampling], more[sampling])
+        return accepted & (step.drafts < more[np.cumsum(step.first) - 1])
+
+    def _drawn(self, logits: Tensor) -> tuple[StepRequests, SampledStep, SampledTokens]:
         batch, step = self._batch, self._step
         if batch is None or step is None or len(logits) != len(step.ids):
             raise RuntimeError(f"vLLM sampled other rows than it computed: {_USE}")
         self._step = None
         with torch.inference_mode():
             drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
-            self._record(batch, step, drawn.logprobs)
-        return drawn.tokens
+        return batch, step, drawn
 
     def end(self) -> None:
         """End the batch. Raises RuntimeError if it was sampled without draw()."""
@@ -290,12 +364,13 @@ class Recorder:
     def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
         slots = self._slots
         chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
-        where = batch.slots[chosen]
+        where, drafts = batch.slots[chosen], step.drafts[chosen]
         rows = step.positions[chosen] - slots.prompts[where]
-        if (rows > slots.drawn[where]).any() or (rows < 0).any():
+        if (rows - drafts > slots.drawn[where]).any() or (rows < drafts).any():
             raise RuntimeError(f"vLLM drew a token out of turn: {_USE}")
-        slots.drawn[where] = rows + 1
-        slots.stamp(where, rows, self.version)
+        slots.drawn[where] = rows + 1  # of the rows of one request the last counts
+        first = drafts == 0
+        slots.stamp(where[first], rows[first], self.version)
         if not self.collecting or not len(where):
             return
         columns = self._project(step.hidden, logprobs)
@@ -336,7 +411,7 @@ class Recorder:
         while self._buffers:
             if len(buffer := self._buffers.pop()) >= rows:
                 return buffer
-        size, pinned = (max(rows, self._requests), self._columns), self._device.type == "cuda"
+        size, pinned = (max(rows, self._step_rows), self._columns), self._device.type == "cuda"
         return torch.empty(size, dtype=torch.float32, pin_memory=pinned)
 
     def _file(self, buffer: Tensor, count: int, chosen: Any, where: Ints, rows: Ints) -> None:
@@ -387,6 +462,13 @@ class Recorder:
         return [key, rows.tobytes(), spans]
 
 
+def _accepted(wrong: Ints, drafts: Ints) -> NDArray[np.bool_]:
+    """The rows [n] whose request has drawn all drafts that they come after; `wrong` [n]: 1 where a row's own
+    draft was not drawn."""
+    before = np.cumsum(wrong) - wrong
+    return before == before[np.arange(len(wrong)) - drafts]
+
+
 def _padded_signs(width: int) -> Tensor:
     """signs(width) as +-1, exact in any type, behind a column of zeros that the logprob replaces."""
     return torch.from_numpy(np.pad(np.sign(signs(width)), ((0, 0), (1, 0))))
@@ -394,6 +476,14 @@ def _padded_signs(width: int) -> Tensor:
 
 _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
+
+
+class VerifiedTokens(NamedTuple):
+    """What vLLM reads of the output of its rejection sampler."""
+
+    sampled_token_ids: Tensor
+    """[requests, 1 + most drafts of one] int32; -1 behind the last token of each."""
+    logprobs_tensors: Any
 
 
 class RankPlace(NamedTuple):
@@ -426,6 +516,7 @@ class Hooks:
         self._execute: Any = None
         self._sample_tokens: Any = None
         self._sample: Any = None
+        self._verify: Any = None
 
     @property
     def second(self) -> bool:
@@ -433,7 +524,7 @@ class Hooks:
         return is_second(self._runner)
 
     def install(self) -> None:
-        """Replace the three methods. Raises RuntimeError for a runner that is not known."""
+        """Replace the methods. Raises RuntimeError for a runner that is not known."""
         if fault := _unknown(self._runner):
             raise RuntimeError(
                 f"this vLLM's model runner {fault}: seeded sampling needs vLLM 0.25 to 0.33"
@@ -442,6 +533,9 @@ class Hooks:
         self._execute, runner.execute_model = runner.execute_model, self._execute_model
         self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self._wrapped_tokens
         self._sample, runner.sampler.sample = runner.sampler.sample, self._drawn
+        if drafts_of(runner):
+            judge = runner.rejection_sampler
+            self._verify, judge.forward = judge.forward, self._verified
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         if self._served:
@@ -491,6 +585,34 @@ class Hooks:
             told = metadata.max_num_logprobs is not None
             return tokens, torch.log_softmax(logits, -1) if told else None
 
+    def _verified(self, drafts: Any, probabilities: Any, logits: Tensor, metadata: Any) -> Any:
+        """vLLM's RejectionSampler.forward(); `drafts` is its SpecDecodeMetadata."""
+        if not self._inside:  # one of vLLM's dummy runs
+            return self._verify(drafts, probabilities, logits, metadata)
+        rows, last = drafts.target_logits_indices, drafts.bonus_logits_indices
+        if not self._serves:
+            return VerifiedTokens(
+                self._recording.verify(logits, rows, drafts.draft_token_ids), None
+            )
+        with torch.inference_mode():
+            judge, sampler = self._runner.rejection_sampler, self._runner.sampler
+            made = torch.empty_like(logits, dtype=torch.float32)
+            made[rows] = judge.apply_logits_processors(logits[rows].float(), metadata, drafts)
+            made[last] = sampler.apply_logits_processors(
+                logits[last].float(), metadata, predict_bonus_token=True
+            )
+            if metadata.temperature is not None:
+                counts = upload_array(np.array(drafts.num_draft_tokens) + 1, logits.device)
+                each = metadata.temperature.repeat_interleave(counts, output_size=len(logits))
+                made *= _factor(each)
+            tokens = self._recording.verify(made, rows, drafts.draft_token_ids)
+            if metadata.max_num_logprobs is None:
+                return VerifiedTokens(tokens, None)
+            told = judge._get_logprobs_tensors(
+                metadata.max_num_logprobs, drafts, made, made[rows], made[last], tokens
+            )
+            return VerifiedTokens(tokens, told)
+
 
 def read_step(runner: Any, state: Any) -> SampledStep:
     """The batch that a runner has computed and not sampled yet."""
@@ -509,6 +631,7 @@ def read_step(runner: Any, state: Any) -> SampledStep:
             positions,
             positions >= batch.prefill_len_np[:count],
             hidden,
+            np.zeros(count, np.int64),
         )
     batch = runner.input_batch
     count = batch.num_reqs
@@ -516,9 +639,20 @@ def read_step(runner: Any, state: Any) -> SampledStep:
     scheduled = state.scheduler_output.num_scheduled_tokens
     positions = np.fromiter((scheduled[one] for one in ids), np.int64, count)
     positions += batch.num_computed_tokens_cpu[:count]
-    return SampledStep(
-        ids, positions, ~runner.discard_request_mask.np[:count], state.sample_hidden_states
-    )
+    sampling = ~runner.discard_request_mask.np[:count]
+    drafts = np.zeros(count, np.int64)
+    if drafted := drafts_of(runner) and state.scheduler_output.scheduled_spec_decode_tokens:
+        last = np.fromiter((len(drafted.get(one, ())) for one in ids), np.int64, count)
+        rows = np.repeat(np.arange(count), last + 1)
+        drafts = np.arange(len(rows)) - np.repeat(np.cumsum(last + 1) - last - 1, last + 1)
+        ids = [ids[row] for row in rows.tolist()]
+        positions, sampling = (positions - last)[rows] + drafts, sampling[rows]
+    return SampledStep(ids, positions, sampling, state.sample_hidden_states, drafts)
+
+
+def drafts_of(runner: Any) -> int:
+    """Most draft tokens of a request in a step of this runner."""
+    return int(getattr(runner, "num_spec_tokens", 0))
 
 
 def _scaled(logits: Tensor, metadata: Any) -> Tensor:
@@ -528,11 +662,15 @@ def _scaled(logits: Tensor, metadata: Any) -> Tensor:
     """
     scaled = logits.float()
     if metadata.temperature is not None:
-        by = metadata.temperature.masked_fill(metadata.temperature < GREEDY_BELOW, 1.0)
-        scaled = scaled * by.reciprocal()[:, None]
+        scaled = scaled * _factor(metadata.temperature)
     for processor in metadata.logitsprocs.argmax_invariant:
         scaled = processor.apply(scaled)
     return scaled
+
+
+def _factor(temperature: Tensor) -> Tensor:
+    """[n, 1] of temperatures [n]."""
+    return temperature.masked_fill(temperature < GREEDY_BELOW, 1.0).reciprocal()[:, None]
 
 
 def is_second(runner: Any) -> bool:
@@ -546,6 +684,9 @@ def _unknown(runner: Any) -> str:
     for name in wanted:
         if not hasattr(runner, name):
             return f"has no {name}"
+    unlike = drafts_of(runner) and not hasattr(runner, "rejection_sampler")
+    if unlike or getattr(runner, "num_speculative_steps", 0):  # V2's name of it
+        return "verifies drafts in a way of its own"
     sample = getattr(runner.sampler, "sample", None)
     if not callable(sample) or next(iter(inspect.signature(sample).parameters), "") != "logits":
         return "has a sampler without sample(logits, ...)"

@@ -25,7 +25,7 @@ from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
 from .vllm_arguments import INVARIANT
 from .vllm_prefill import PromptReader
-from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder
+from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder, drafts_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,7 @@ class WorkerExtension:
             fingerprint=fingerprint,
             requests=self.vllm_config.scheduler_config.max_num_seqs,
             length=model.max_model_len,
+            drafts=drafts_of(runner),
         )
         # every rank of a stage draws the same tokens from the same logits; one of them keeps them
         recorder.collecting = place.collecting

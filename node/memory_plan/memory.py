@@ -258,7 +258,7 @@ def _plan_gpu(
     detail = f"{CHANGED:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
     beside = uncounted(config, shape) + MemoryBreakdown.of(
         [
-            MemoryItem("proofs", _proofs(config, shape, config.max_batch) if fingerprint else 0),
+            MemoryItem("proofs", _proofs(config, shape, _logit_rows(config)) if fingerprint else 0),
             MemoryItem("an update on its way in", update, detail),
         ]
     )
@@ -327,15 +327,21 @@ def _step_items(
         expert = 3 * shape.expert_width // tp + shape.hidden
         dense = max(dense, shape.experts_per_token * expert + 3 * shape.shared_width // tp)
     width = 4 * shape.hidden + max(2 * mixed, dense)  # input, gates, product and output of a layer
-    logits = config.max_batch * shape.vocabulary * (element + 8) * (2 if vllm else 3) // 2
+    rows = _logit_rows(config) if vllm else config.max_batch
+    logits = rows * shape.vocabulary * (element + 8) * (2 if vllm else 3) // 2
     found = [
         MemoryItem("weights", ranks * count * element, f"{count / 1e6:,.0f} M x {element} bytes"),
-        MemoryItem("logits", logits, f"{config.max_batch} rows, in fp32 too", True),
+        MemoryItem("logits", logits, f"{rows} rows, in fp32 too", True),
     ]
     if vllm:
         step = ranks * tokens * width * element
         found.insert(1, MemoryItem("activations", step, f"a step of {tokens} tokens", True))
     return found
+
+
+def _logit_rows(config: EngineConfig) -> int:
+    """Count the rows of logits of a step of vLLM: of each sequence one, and one for each draft token."""
+    return config.max_batch * (1 + config.draft_tokens)
 
 
 def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:

@@ -88,6 +88,9 @@ class EngineRow(msgspec.Struct):
     taken_back: int = 0
     """Sequences that were stopped for lack of room, and generated again later."""
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that were drafted (speculative decoding), and those of them that were drawn."""
     tokens_per_s: float = 0.0
     """Over the last minute."""
     restarts: int = 0

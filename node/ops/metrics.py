@@ -16,12 +16,15 @@ from types import FrameType
 from typing import Any
 
 from .errors import file_error
+from .monitors import Monitors
 
 
 class MetricsLog:
     """Append one line per step; a line is whole or absent."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, monitors: Monitors | None = None) -> None:
+        """`monitors` get every line, too; close() closes them."""
+        self._monitors = monitors
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
@@ -34,6 +37,8 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise file_error(error, self._path) from error
+        if self._monitors is not None:
+            self._monitors.log(step, values)
 
     def go_back(self, step: int, values: Mapping[str, Any]) -> None:
         """Drop the lines after `step`, from where the run goes on.
@@ -45,6 +50,8 @@ class MetricsLog:
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
             self._replace(kept)
+            if self._monitors is not None:
+                self._monitors.go_back(step)
         there = (json.loads(line) for line in kept if _step_of(line) == step)
         if values and not any(values.keys() <= line.keys() for line in there):
             self.write(step, values)
@@ -57,7 +64,9 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and the monitors, which takes some seconds at most."""
+        if self._monitors is not None:
+            self._monitors.close()
         with suppress(OSError):  # a failed write was reported then
             self._file.close()
 

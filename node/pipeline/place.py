@@ -173,6 +173,11 @@ def check_placed(config: EngineConfig, place: StagePlace, shape: Mapping[str, An
             )
     if config.sleep_after_s:
         raise UsageError("a stage of a pipeline does not sleep: set engine.sleep_after_s to 0")
+    if config.draft_tokens:
+        raise UsageError(
+            "a stage of a pipeline between nodes computes one token of a sequence in a step: remove "
+            "engine.vllm.speculative_config"
+        )
     for name in DECIDED:
         if name in config.vllm:
             raise UsageError(f"engine.vllm.{name} is the plan's to decide in a pipeline: remove it")

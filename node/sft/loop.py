@@ -19,6 +19,7 @@ from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
 from ..ops.errors import RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
+from ..ops.monitors import Monitors
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
 from ..training.backend import TrainBackend, TrainBatch
 from ..training.checkpoint import Checkpoints
@@ -93,6 +94,7 @@ class SftLoop:
             config.run_dir / CHECKPOINTS,
             keep_last=config.checkpoint.keep_last,
             keep_interval=config.checkpoint.keep_interval,
+            keep_first=config.checkpoint.keep_first,
             fsync=config.fsync,
         )
         self._identity = data.training.identity()
@@ -105,7 +107,8 @@ class SftLoop:
         """Train to max_steps or the end of the data, export; returns the summary. Raises NodeError."""
         if resume is not None:
             await self._restore(resume)
-        metrics = MetricsLog(self._config.run_dir / METRICS)
+        monitors = await asyncio.to_thread(Monitors, self._config)
+        metrics = MetricsLog(self._config.run_dir / METRICS, monitors)
         try:
             await asyncio.to_thread(metrics.go_back, self._step or -1, self._state.line)
             if not self._state.validation and self._data.validation:
@@ -113,7 +116,7 @@ class SftLoop:
             await self._train_or_stop(metrics)
             await self._checkpoints.finish()
         finally:
-            metrics.close()
+            await asyncio.to_thread(metrics.close)
             await self._checkpoints.close()
         return await self._finish()
 

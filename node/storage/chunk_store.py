@@ -73,6 +73,12 @@ def read_chunk(store: Store, name: bytes) -> bytes:
     return data
 
 
+def chunk_path(directory: Path, name: bytes) -> Path:
+    """Where a FileStore of `directory` has the bytes of digest `name`."""
+    text = name.hex()
+    return directory / text[:2] / text[2:4] / text
+
+
 def sync(path: Path) -> None:
     """Bring one file, or the names in one directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -219,8 +225,7 @@ class FileStore:
         return before - self.total_bytes()
 
     def _path(self, name: bytes) -> Path:
-        text = name.hex()
-        return self._directory / text[:2] / text[2:4] / text
+        return chunk_path(self._directory, name)
 
     def _write(self, name: bytes, data: bytes) -> None:
         path = self._path(name)

@@ -515,6 +515,14 @@ class LedgerView:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row[0])
 
+    def heads(self) -> list[tuple[bytes, bytes]]:
+        """(sealed head, manifest document), oldest first. Raises StorageError."""
+        try:
+            rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
+            return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"cannot read {self._path}: {error}") from error
+
     def verdicts(self) -> Iterator[KeptVerdict]:
         """All verdicts that are kept, the newest first. Raises StorageError."""
         try:

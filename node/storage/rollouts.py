@@ -128,12 +128,24 @@ class RolloutFilter:
         )
 
 
+class StepSettings(msgspec.Struct, frozen=True):
+    """What a step was computed with, to compute it again."""
+
+    training: dict[str, Any]
+    """The section [training] of the config, whole."""
+    max_steps: int
+    temperature: float
+    torch: str
+    """Release of torch: sums of another one may differ in their last bits."""
+    gpu: bool = False
+
+
 class StepRecord(msgspec.Struct, frozen=True):
     """What a file says of its step."""
 
     step: int
     groups: int
-    """Of the batch."""
+    """Of the batch; 0: no step was trained, the run ended with these rollouts."""
     kept: int
     """Groups of the batch that are in the file."""
     rejected: int = 0
@@ -142,6 +154,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     """Those of them that are not in the file for want of room."""
     head: bytes = b""
     """The sealed head of the policy that the step made; empty if it is not known."""
+    settings: StepSettings | None = None
+    """None in files of older releases."""
     format: int = FORMAT
 
     @property

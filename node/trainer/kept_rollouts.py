@@ -17,9 +17,9 @@ from ...protocol.rollouts import BranchRecord, RolloutRecord, Submission, unpack
 from ..config.run import KeepConfig
 from ..environments.chat import ChatFormat
 from ..process.background import BackgroundThread
-from ..storage.rollouts import KeptRollout, Outcome, RolloutFiles, StepRecord
+from ..storage.rollouts import KeptRollout, Outcome, RolloutFiles, StepRecord, StepSettings
 from ..training.backend import Sample
-from ..training.buffer import BranchTokens, RolloutGroup
+from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 from ..verification.verifier import Verified
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ CLOSE_S = 30.0
 """Longest wait for the last files when a trainer ends."""
 THIN = "thin"
 ZERO_ADVANTAGE = "zero_advantage"
+NOT_ADMITTED = "not_admitted"
+"""By a gate of training.curriculum."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,14 @@ class RolloutKeeper:
         *,
         environments: Sequence[str],
         model_dir: Path,
+        settings: StepSettings | None = None,
     ) -> None:
-        """`environments` are the names of the run's; the tokenizer of `model_dir` makes the texts."""
+        """`environments` are the names of the run's; the tokenizer of `model_dir` makes the texts.
+
+        `settings` are written beside each step.
+        """
         self._files = files
+        self._settings = settings
         self._config = config
         self._environments = environments
         self._model_dir = model_dir
@@ -165,6 +172,12 @@ class RolloutKeeper:
         if self._config.share:
             self._writer.put(lambda: self._write(step, head))
 
+    def end(self, step: int) -> None:
+        """Write what got into no batch after `step`, the last one: it would be lost."""
+        left = self.trained(step + 1, [], [])
+        if left.lost.count:
+            self.write(left, b"")
+
     def go_back(self, step: int) -> None:
         """Remove what later steps left: the run goes on after `step`. Raises StorageError."""
         self._lost = Lost()
@@ -193,9 +206,46 @@ class RolloutKeeper:
             rejected=step.lost.count,
             left_out=step.lost.left_out,
             head=head,
+            settings=self._settings,
         )
         self._files.write(record, rows(step, batch, self._shown))
         self._files.prune(self._config.steps, self._config.max_gib * 2**30)
+
+
+def kept_batch(kept: Sequence[KeptRollout], groups: int) -> list[RolloutGroup]:
+    """Make the groups of a batch again, in order, of the rows of its step; it had `groups` of them.
+
+    Raises ValueError, TypeError for rows that no batch has.
+    """
+    found: dict[int, dict[int, list[KeptRollout]]] = {}
+    for one in kept:
+        if one.group < groups:
+            found.setdefault(one.group, {}).setdefault(one.rollout, []).append(one)
+    return [_kept_group([*rollouts.values()]) for rollouts in found.values()]
+
+
+def _kept_group(rollouts: Sequence[Sequence[KeptRollout]]) -> RolloutGroup:
+    first = rollouts[0][0]
+    return RolloutGroup(
+        task=bytes.fromhex(first.task),
+        environment=first.environment,
+        rollouts=[
+            ScoredRollout([*map(_kept_branch, one)], float(one[0].reward)) for one in rollouts
+        ],
+        policy_oldest=min(branch.policy_first for one in rollouts for branch in one),
+        node=bytes.fromhex(first.worker),
+        lease=first.lease.to_bytes(8, "big"),
+    )
+
+
+def _kept_branch(row: KeptRollout) -> BranchTokens:
+    read = len(row.prompt_ids)
+    return BranchTokens(
+        [*row.prompt_ids, *row.completion_ids],
+        [False] * read + row.completion_mask,
+        [0.0] * read + row.completion_logprobs,
+        (row.policy_first, row.policy_last),
+    )
 
 
 def rows(

@@ -35,6 +35,7 @@ from .workers import WorkerRegistry, WorkerState
 
 SILENT_S = 15.0
 """Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
+NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
 REFUSED = "refused work"
 SILENT = "silent"
 WRONG_CLASS = "not of the numerics class that they claim"
@@ -65,6 +66,8 @@ def next_batch(
     equal = _equal_rewards(config, buffer)
     if equal:
         said += f", all of equal rewards ({equal})"
+    if replaced := sum(one.rejected_in_a_row for one in submissions.curricula.values()):
+        said += f", {replaced} in a row were not admitted by training.curriculum"
     if on_lease:
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
@@ -220,6 +223,7 @@ class TrainerRole:
         self._buffer = submissions.buffer
         self.progress = submissions.progress
         self._kept = submissions.kept
+        self._curricula = submissions.curricula
         self._clock = submissions.progress.clock
         self._backend = backend
         self.publisher = publisher
@@ -253,6 +257,8 @@ class TrainerRole:
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(state.verified_up_to)
+        for name, curriculum in self._curricula.items():
+            curriculum.restore(state.curriculum.get(name, {}))
         answered = (self.submissions.open(one)[1] for one in arrived)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
         progress = self.progress
@@ -288,6 +294,8 @@ class TrainerRole:
                 await self._published()
                 await self.settle()
             finally:
+                if self.progress.step < self._config.max_steps:
+                    self._kept.end(self.progress.step)
                 await self.checkpoints.close()
             for helper in helpers:
                 helper.cancel()
@@ -420,6 +428,7 @@ class TrainerRole:
             **{f"reward/{name}": rewards.get(name) for name in names},
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
+            **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
         }
 
     def _write_metrics(
@@ -445,7 +454,7 @@ class TrainerRole:
         )
 
     async def _next_batch(self) -> list[RolloutGroup] | None:
-        """Wait for a full batch; None if there is none within batch_timeout_s."""
+        """Wait for a full batch; None if there is none within batch_timeout_s. Raises RunFailed."""
         self._full_since = math.inf
         try:
             async with (
@@ -453,6 +462,7 @@ class TrainerRole:
                 self.submissions.grown,
             ):
                 while (groups := self._cut(time.monotonic())) is None:
+                    self._check_curriculum()
                     await self.submissions.grown.wait()
         except TimeoutError:
             return None
@@ -478,6 +488,23 @@ class TrainerRole:
         )
         return self._buffer.cut(wanted, per_node=cap)
 
+    def _check_curriculum(self) -> None:
+        """Raise RunFailed where no more groups are to be expected that the curriculum admits."""
+        rollouts, curricula = self._config.rollouts, self._curricula.values()
+        limit = rollouts.max_empty_batches * rollouts.groups_per_batch
+        if min(one.rejected_in_a_row for one in curricula) >= limit:
+            raise RunFailed(
+                f"{limit} groups in a row had no signal (training.curriculum.gates admitted none): {NO_SIGNAL}"
+            )
+        book = self.scheduler.book
+        queued = any(queue.requeued or queue.drawn for queue in book.tasks)
+        coming = book.held or queued or self.submissions.waiting()
+        if all(one.exhausted for one in curricula) and not coming:
+            raise RunFailed(
+                "every task is in a pool of weight 0: raise a weight of training.curriculum.sampler.pools, or "
+                "sampler.num_tasks"
+            )
+
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
@@ -496,8 +523,7 @@ class TrainerRole:
                 "check `primerl-node peers`, start workers, or raise rollouts.batch_timeout_s"
             )
         raise RunFailed(
-            f"{limit} batches in a row had no signal (every group's rewards are equal): "
-            "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
+            f"{limit} batches in a row had no signal (every group's rewards are equal): {NO_SIGNAL}"
         )
 
     async def checkpoint(self, step: int) -> None:
@@ -536,6 +562,7 @@ class TrainerRole:
             arrivals=self._ledger.last_arrival(),
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
+            curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
         )
         parts = {
             "cursor": msgspec.json.encode(state),
@@ -586,5 +613,6 @@ def open_checkpoints(config: RunConfig) -> Checkpoints:
         config.run_dir / CHECKPOINTS,
         keep_last=config.checkpoint.keep_last,
         keep_interval=config.checkpoint.keep_interval,
+        keep_first=config.checkpoint.keep_first,
         fsync=config.fsync,
     )

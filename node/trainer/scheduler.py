@@ -67,7 +67,7 @@ class LeaseDemand:
         book = self._book
         waiting = self.waiting_groups()
         needed = remaining * self._config.rollouts.groups_per_batch
-        last = needed - waiting - book.outstanding_groups()
+        last = needed - waiting - book.lead.expected(book.outstanding_groups())
         if node is None:
             free = book.newcomer_capacity(
                 waiting_groups=waiting, training=training, now=time.time()
@@ -114,7 +114,11 @@ class TaskSupply:
 
     async def run(self, scheduler: "LeaseScheduler") -> None:
         """Keep the next tasks prepared, until cancelled. Raises EnvironmentFailed."""
-        leases = max(1, PREPARED_TASKS // self._book.policy.groups_per_lease)
+        policy = self._book.policy
+        # what is chosen by rewards is not chosen long before it is leased
+        chosen = self._book.tasks[self._number].draw is not None
+        ahead = policy.groups_per_batch if chosen else PREPARED_TASKS
+        leases = max(1, ahead // policy.groups_per_lease)
         while True:
             self._short.clear()
             if await self._prepare(leases):
@@ -135,7 +139,8 @@ class TaskSupply:
     def is_ready(self) -> bool:
         """Whether the tasks of another lease are prepared."""
         self._short.set()
-        return all(index in self.digests for index in self._book.upcoming(self._number, 1))
+        upcoming = self._book.upcoming(self._number, 1)
+        return bool(upcoming) and all(index in self.digests for index in upcoming)
 
     async def _prepare(self, leases: int) -> bool:
         """Make the missing digests of the next leases; returns whether there were any."""

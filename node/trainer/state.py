@@ -3,13 +3,13 @@
 Invariant: a task whose submission has a receipt is never leased again; a task that was only leased always is.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from ...protocol.leases import Lease, LeaseBook
+from ...protocol.leases import Lease, LeaseBook, TaskQueue
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
 from ..ops.errors import StorageError
@@ -145,6 +145,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     boots: int = 0
     reputations: dict[str, ReputationSnapshot] = {}
     """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
+    curriculum: dict[str, dict[int, float]] = {}
+    """Curriculum.rewards by environment."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
         """Restore the evidence about every worker, bans included; the ledger's where it is newer."""
@@ -170,12 +172,29 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
         `environments` are the names of the run's, in its order.
         """
-        done = {(lease.environment, task.index) for lease in answered for task in lease.tasks}
+        done: dict[int, Counter[int]] = defaultdict(Counter)
+        for lease in answered:
+            done[lease.environment].update(task.index for task in lease.tasks)
         for number, position in enumerate(self.positions(environments).values()):
-            queue, own = book.tasks[number], {index for place, index in done if place == number}
+            queue, own = book.tasks[number], done[number]
+            if queue.draw is not None:
+                _restore_draws(queue, position, own)
+                continue
             queue.next_task = max([position.next_task, *(index + 1 for index in own)])
             leased = [*position.requeued, *range(position.next_task, queue.next_task)]
             queue.requeued.extend(index for index in leased if index not in own)
+
+
+def _restore_draws(queue: TaskQueue, position: TaskPosition, done: Counter[int]) -> None:
+    """Restore a queue whose tasks are drawn: answered draws are not made anew, and nothing is known of those
+    that were only leased since."""
+    left = Counter(done)
+    for index in position.requeued:
+        if left[index]:
+            left[index] -= 1
+        else:
+            queue.requeued.append(index)
+    queue.next_task = position.next_task + left.total()
 
 
 def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPosition]:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -25,10 +26,11 @@ from ..ops.errors import StorageError, first_cause
 from ..p2p.transport import Stream
 from ..p2p.uploads import UploadReceiver
 from ..storage.ledger import QueuedSubmission
-from ..training.buffer import RolloutBuffer
+from ..training.buffer import RolloutBuffer, RolloutGroup
+from ..training.curriculum import Curriculum
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .bounds_book import MeasuredRows
-from .kept_rollouts import RolloutKeeper
+from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler
 from .state import LEASES_PER_BOOT, ChainEpoch, Progress
@@ -67,8 +69,10 @@ class SubmissionQueue:
         buffer: RolloutBuffer,
         progress: Progress,
         kept: RolloutKeeper,
+        curricula: Mapping[str, Curriculum],
     ) -> None:
-        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer."""
+        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer, and
+        the one of `curricula`, by environment, of every group before it does."""
         self._scheduler = scheduler
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
@@ -79,6 +83,7 @@ class SubmissionQueue:
         self.buffer = buffer
         self.progress = progress
         self.kept = kept
+        self.curricula = curricula
         self._arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(CAPACITY)
         self._stages = StageFaults(
             self._registry.reputation, self._registry.pipelines.dissolve, test
@@ -172,6 +177,9 @@ class SubmissionQueue:
         progress.accepted_of[verified.environment] += verified.verdict.accepted
         progress.rejected.update({reason.value: count for reason, count in reasons.items()})
         for group in verified.groups:
+            if not self._admits(group):
+                self.kept.lost([group], NOT_ADMITTED)
+                continue
             refusal = self.buffer.add(group, self.progress.step)
             if refusal is not None:
                 progress.accepted -= len(group.rollouts)
@@ -179,6 +187,12 @@ class SubmissionQueue:
                 progress.rejected[refusal] += len(group.rollouts)
                 self.kept.lost([group], refusal)
         self._deliver(arrived, before or self._keep(arrived, verified, measured))
+
+    def _admits(self, group: RolloutGroup) -> bool:
+        """Show a group to its environment's curriculum; returns whether it is to be trained."""
+        admitted, book = self.curricula[group.environment].observe(group), self._scheduler.book
+        book.lead.judged(admitted, book.policy.groups_per_batch)
+        return admitted
 
     def _measure_turnaround(self, lease: Lease, groups: int) -> None:
         """Tell the lease book how long accepted groups took from their lease until now."""

@@ -7,6 +7,8 @@ from the trainer's rewards and never taken from a worker.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 from types import MappingProxyType
 
 from ..config.training import LengthPenaltyConfig, OverlongConfig, TrainingConfig
@@ -64,7 +66,8 @@ def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     """A / (std + 1e-4) with the standard deviation, n - 1, of all of a batch's advantages, group by group.
 
     After grpo it is REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): a group of few
-    differences is not blown up as by grpo_std.
+    differences is not blown up as by grpo_std. Groups of equal rewards belong to the batch: the more of them
+    there are, the larger the steps that the others ask for.
     """
     values = [value for group in advantages for value in group]
     if len(values) < 2:
@@ -162,15 +165,16 @@ def credit(
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
     the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
-    the config keeps them or its loss reads no advantages; then their advantages are exactly 0.
+    the config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO
+    a group that is pruned still gives the tokens of its environment, and none of the model's.
     """
     prune = training.filter_zero_advantages and training.loss.reads_advantages
-    used: list[tuple[list[ScoredRollout], list[float]]] = []
+    compared: list[tuple[list[ScoredRollout], list[float]]] = []
     by_batch: list[int] = []
-    """Groups of `used` whose advantages are divided by the batch's standard deviation."""
+    """Groups of `compared` whose advantages are divided by the batch's standard deviation."""
     flat = thin = 0
     for group in groups:
-        survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
+        survivors = _survivors(group)
         if len(survivors) < 2:
             thin += 1
             continue
@@ -179,18 +183,31 @@ def credit(
         if max(map(abs, advantages)) < NO_SIGNAL:
             flat += 1
             advantages = [0.0] * len(survivors)
-            if prune:
-                continue
         if settings.advantage == "reinforce_plus_plus":
-            by_batch.append(len(used))
-        used.append((survivors, advantages))
-    found = [advantages for _, advantages in used]
+            by_batch.append(len(compared))
+        compared.append((survivors, advantages))
+    found = [advantages for _, advantages in compared]
     scaled = over_batch_std([found[number] for number in by_batch])
     for number, advantages in zip(by_batch, scaled, strict=True):
         found[number] = advantages
-    pairs = zip(used, found, strict=True)
-    samples = [one for (rollouts, _), values in pairs for one in _samples(rollouts, values)]
-    return CreditedBatch(samples, len(used), flat if prune else 0, thin, flat)
+    echo = training.loss.echo_alpha > 0
+    used = [
+        _samples(rollouts, values, rewarded=any(values) or not prune, echo=echo)
+        for (rollouts, _), values in zip(compared, found, strict=True)
+    ]
+    samples = [one for group in used for one in group]
+    count = sum(map(bool, used))
+    return CreditedBatch(samples, count, len(compared) - count, thin, flat)
+
+
+def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[float]:
+    """Compute the advantages of a group's survivors, unscaled by its batch; none of fewer than two."""
+    survivors = _survivors(group)
+    return _advantages(survivors, training) if len(survivors) > 1 else []
+
+
+def _survivors(group: RolloutGroup) -> list[ScoredRollout]:
+    return [one for one in group.rollouts if one.branches and abs(one.reward) <= MAX_REWARD]
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
@@ -224,9 +241,28 @@ def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> lis
     return [one.reward - overlong_penalty(Size.of(one).output, overlong) for one in rollouts]
 
 
-def _samples(rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[Sample]:
-    return [
-        Sample(branch.token_ids, branch.mask, branch.logprobs, advantage)
+def _samples(
+    rollouts: Sequence[ScoredRollout], advantages: Sequence[float], *, rewarded: bool, echo: bool
+) -> list[Sample]:
+    """Make the samples of a group, without the model's tokens unless `rewarded`."""
+    samples = [
+        Sample(
+            branch.token_ids,
+            branch.mask if rewarded else [False] * len(branch.mask),
+            branch.logprobs,
+            advantage,
+            observations(branch.mask) if echo else None,
+        )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches
     ]
+    return [one for one in samples if rewarded or any(one.echo or ())]
+
+
+def observations(drawn: Sequence[bool]) -> list[bool]:
+    """Mark the environment's tokens after the model's first one; the prompt is not among them.
+
+    As prime-rl's `algo/echo.py` where it knows no roles, the tokens of the chat template around them included.
+    """
+    begun = [False, *accumulate(drawn, or_)]
+    return [before and not own for before, own in zip(begun, drawn, strict=False)]

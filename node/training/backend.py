@@ -29,6 +29,8 @@ class Sample:
     mask: list[bool]
     logprobs: list[float]
     advantage: float
+    echo: list[bool] | None = None
+    """The environment's tokens that LossConfig.echo_alpha is for; none of them is in `mask`."""
 
 
 Example = tuple[Sequence[int], Sequence[int]]

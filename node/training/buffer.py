@@ -49,6 +49,8 @@ class RolloutGroup:
     node: bytes
     """Id of the worker."""
     lease: bytes
+    task_index: int = -1
+    """Number of the task in its environment; -1 in a checkpoint from before it was kept."""
 
 
 @dataclass(frozen=True)

@@ -107,16 +107,24 @@ class StagingBackend(Protocol):
 class Checkpoints:
     """The checkpoints of one run in `directory`: who keeps them calls close().
 
-    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`.
+    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`;
+    with `keep_first` the oldest, too.
     """
 
     def __init__(
-        self, directory: Path, *, keep_last: int, keep_interval: int = 0, fsync: bool = True
+        self,
+        directory: Path,
+        *,
+        keep_last: int,
+        keep_interval: int = 0,
+        keep_first: bool = False,
+        fsync: bool = True,
     ) -> None:
         self.directory = directory
         self.fsync = fsync
         self.keep_last = keep_last
         self.keep_interval = keep_interval
+        self.keep_first = keep_first
         self._writing: asyncio.Task[None] | None = None
 
     async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
@@ -277,8 +285,11 @@ class Checkpoints:
 
     def _retain(self) -> None:
         """Drop what need not be kept, and what a crash left half-written."""
-        for step in self.steps()[: -self.keep_last]:
+        steps = self.steps()
+        for step in steps[: -self.keep_last]:
             if self.keep_interval and step and step % self.keep_interval == 0:
+                continue
+            if self.keep_first and step == steps[0]:
                 continue
             # the record goes first: a half-removed checkpoint must not look complete
             (self.path(step) / COMPLETE).unlink(missing_ok=True)

@@ -146,7 +146,7 @@ class Learner:
             "samples/too_long": float(len(packed.too_long)),
             "tokens": 0.0,
         }
-        if packed.tokens:
+        if packed.tokens or packed.echo_tokens:
             sums = self._accumulate(packed, batch)
             values |= sums.metrics() | self._apply(lr, sums)
             values |= self._model.expert_load.figures()
@@ -285,6 +285,8 @@ class Learner:
         length = len(sample.token_ids)
         if len(sample.mask) != length or len(sample.logprobs) != length or length < 2:
             return False
+        if sample.echo is not None and len(sample.echo) != length:
+            return False
         return (
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
@@ -305,7 +307,7 @@ class Learner:
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
                 inputs = self._with_reference(self._model.read(row, self._temperature), row)
-                loss, part = policy_loss(config, inputs, packed.tokens)
+                loss, part = policy_loss(config, inputs, packed.tokens, packed.echo_tokens)
             # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
             (loss * self._world.size).backward()
             sums.add(part)
@@ -315,7 +317,8 @@ class Learner:
         """The loss with the bounds of this step: every token is read once more, without gradient."""
         rows = packed.rank(self._world.data_rank)
         with torch.no_grad():
-            ratios = [self._model.read(row, self._temperature).log_ratio for row in rows]
+            read = [self._model.read(row, self._temperature) for row in rows]
+            ratios = [inputs.drawn().log_ratio for inputs in read]
         squares = torch.cat(ratios).square()
         total, largest = self._world.total, self._world.largest
         return bound_by_second_moment(self._config.loss, squares, total, largest)

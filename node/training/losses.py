@@ -21,6 +21,9 @@ from ..ops.errors import UsageError
 TOKENS = "loss/mean"
 """The figure that every trained token has: its count is the number of tokens."""
 
+ECHO = "nll/mean"
+"""The figure of the environment's tokens, where they are trained."""
+
 FIGURES = (
     TOKENS,
     "entropy/all/mean",
@@ -32,6 +35,7 @@ FIGURES = (
     "masked_mismatch_kl/mean",
     "unmasked_mismatch_kl/mean",
     "ref_kl/all/mean",
+    ECHO,
 )
 """Every mean that there can be, in the order in which ranks exchange them. A step may lack some: those of
 the sampler under cross entropy, those of a reference that is not there, those of no masked token."""
@@ -84,10 +88,12 @@ class LossSums:
 
     def metrics(self) -> dict[str, float]:
         """Means and largest values by name, and `tokens`; nothing for an empty step."""
-        if not self.tokens:
+        if not self.counts:
             return {}
         means = {name: value / self.counts[name] for name, value in self.sums.items()}
         figures = {**self.peaks, "tokens": float(self.tokens)}
+        if ECHO in self.counts:
+            figures["nll/tokens"] = self.counts[ECHO]
         entropy, mismatch = means.get("entropy/all/mean"), means.get("mismatch_kl/all/mean")
         if entropy and mismatch is not None:
             figures["kl_ent_ratio/mean"] = mismatch / entropy
@@ -125,6 +131,28 @@ class TokenInputs:
     """int64: which sequence a token is of, counted from 0 within these tokens' micro-batch."""
     reference: Tensor | None = None
     """log of a frozen reference policy; only where the loss asks for it (LossConfig.needs_reference)."""
+    echo: Tensor | None = None
+    """bool: tokens that the environment said, which only echo() reads; None where there is none."""
+
+    def drawn(self) -> "TokenInputs":
+        """Those that the model drew: what losses are given."""
+        return self if self.echo is None else self._only(~self.echo)
+
+    def observed(self) -> "TokenInputs":
+        """Those that the environment said."""
+        none = torch.zeros_like(self.logprobs, dtype=torch.bool)
+        return self._only(none if self.echo is None else self.echo)
+
+    def _only(self, where: Tensor) -> "TokenInputs":
+        reference = None if self.reference is None else self.reference[where]
+        return TokenInputs(
+            self.logprobs[where],
+            self.behaviour[where],
+            self.advantages[where],
+            self.entropy[where],
+            self.sequences[where],
+            reference,
+        )
 
     @property
     def log_ratio(self) -> Tensor:
@@ -311,6 +339,21 @@ def reference_term(config: LossConfig, inputs: TokenInputs) -> Tensor:
     return -(inputs.reference_gap * inputs.log_ratio.exp()).masked_fill(low, 0.0)
 
 
+def echo(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
+    """ECHO: cross entropy of the environment's tokens after the first reply (arXiv 2605.24517), as in prime-rl.
+
+        loss = echo_alpha * sum(-log pi) / tokens
+
+    over the inputs' observed tokens; `tokens` is their own number in the step, over all ranks, so that they and
+    the drawn ones do not dilute each other. Returns it as policy_loss() does, with the unweighted sum.
+    """
+    values = -inputs.observed().logprobs
+    if not values.numel():
+        return values.sum(), LossSums()
+    sums = LossSums({ECHO: float(values.detach().double().sum())}, {ECHO: float(len(values))})
+    return config.echo_alpha * values.sum() / tokens, sums
+
+
 def negative_log_likelihood(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
     """Cross entropy: -log pi. Reads neither sampler nor advantage."""
     return TokenLoss.unmasked(-inputs.logprobs)
@@ -461,8 +504,11 @@ def _by_name(config: LossConfig) -> Formula:
     return partial(named, config)
 
 
-def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
-    """Loss of these tokens as their share of a step of `tokens` trained tokens over all ranks.
+def policy_loss(
+    config: LossConfig, inputs: TokenInputs, tokens: int, echo_tokens: int = 0
+) -> tuple[Tensor, LossSums]:
+    """Loss of these tokens as their share of a step of `tokens` drawn and `echo_tokens` observed ones over all
+    ranks.
 
     Returns the scalar to call backward() on and the detached sums for the metrics. Sequences are whole:
     all trained tokens of one are in `inputs` (but under context parallelism, where gspo is refused). A rank
@@ -472,7 +518,9 @@ def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[T
     Raises ValueError for columns that do not agree, a count that is too small, a reference or bounds that are
     missing; UsageError for a custom loss (load_custom).
     """
-    _check(inputs, tokens)
+    _check(inputs)
+    drawn = inputs.drawn()
+    _check_count(drawn, tokens)
     if config.needs_reference and inputs.reference is None:
         raise ValueError(
             f"loss {config.type!r} with ref_kl_tau {config.ref_kl_tau:g} compares with a reference policy: "
@@ -480,7 +528,12 @@ def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[T
         )
     if config.rejection == "second_moment":
         raise ValueError("its bounds are those of a whole step: ask bound_by_second_moment() first")
-    return _share(formula(config), inputs, tokens, sampled=True)
+    loss, sums = _share(formula(config), drawn, tokens, sampled=True)
+    if inputs.echo is not None:
+        observed, more = echo(config, inputs, echo_tokens)
+        loss = loss + observed
+        sums.add(more)
+    return loss, sums
 
 
 def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
@@ -488,7 +541,8 @@ def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
 
     Sampler, advantages and reference are not read and nothing is reported of them. Like policy_loss() else.
     """
-    _check(inputs, tokens)
+    _check(inputs)
+    _check_count(inputs, tokens)
     nll = partial(negative_log_likelihood, LossConfig(type="ce"))
     return _share(nll, inputs, tokens, sampled=False)
 
@@ -515,14 +569,16 @@ def _share(
     return token_loss.values.sum() / tokens, _measure(inputs, token_loss, sampled)
 
 
-def _check(inputs: TokenInputs, tokens: int) -> None:
+def _check(inputs: TokenInputs) -> None:
     shape = inputs.logprobs.shape
     columns = [inputs.behaviour, inputs.advantages, inputs.entropy, inputs.sequences]
-    if inputs.reference is not None:
-        columns.append(inputs.reference)
+    columns += [one for one in (inputs.reference, inputs.echo) if one is not None]
     if len(shape) != 1 or any(column.shape != shape for column in columns):
         found = [list(column.shape) for column in (inputs.logprobs, *columns)]
         raise ValueError(f"columns must be flat and of one length, one entry per token: {found}")
+
+
+def _check_count(inputs: TokenInputs, tokens: int) -> None:
     if tokens < inputs.logprobs.numel():
         raise ValueError("tokens counts the whole step: it cannot be less than this part of it")
 

@@ -262,7 +262,8 @@ class TrainedModel(nn.Module):
         advantages, sequences = (
             _upload(one, world.device) for one in (own.advantages, own.sequences)
         )
-        return TokenInputs(logprobs, behaviour, advantages, entropy, sequences)
+        echo = _upload(own.echo, world.device) if own.echo.any() else None
+        return TokenInputs(logprobs, behaviour, advantages, entropy, sequences, echo=echo)
 
     def release(self) -> None:
         """Compute no more: what stands before a layer's own forward holds the layer, a circle that keeps its

@@ -41,6 +41,8 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     sequences: NDArray[np.int64]
     """[N]: which sequence of the row."""
+    echo: NDArray[np.bool_]
+    """[N]: whether the environment said it (Sample.echo)."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +63,7 @@ class MicroBatch:
             logprobs=self.logprobs[own],
             advantages=self.advantages[own],
             sequences=self.sequences[own],
+            echo=self.echo[own],
         )
 
 
@@ -81,8 +84,15 @@ class Packed:
 
     @cached_property
     def tokens(self) -> int:
-        """Trained tokens of the step, of all ranks: what losses are divided by."""
-        return sum(_trained(one) for rows in self.dealt for row in rows for one in row)
+        """Trained tokens of the model in the step, of all ranks: what losses are divided by."""
+        return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)
+
+    @cached_property
+    def echo_tokens(self) -> int:
+        """Trained tokens of the environment in the step, of all ranks."""
+        return (
+            sum(_trained(one) for rows in self.dealt for row in rows for one in row) - self.tokens
+        )
 
     @property
     def lengths(self) -> list[int]:
@@ -155,7 +165,7 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
     lengths = _lengths(samples, multiple)
     padding = sum(lengths[len(samples) :])
     starts = np.cumsum([0, *lengths[:-1]])
-    drawn = [np.flatnonzero(sample.mask[1:]) for sample in samples]  # places that predict
+    drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # places that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
     return MicroBatch(
         token_ids=_joined([*tokens, np.full(padding, PADDING_ID, np.int64)], np.int64),
@@ -172,6 +182,9 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
             np.float32,
         ),
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
+        echo=~_joined(
+            [np.array(one.mask)[at + 1] for one, at in zip(samples, drawn, strict=True)], np.bool_
+        ),
     )
 
 
@@ -183,8 +196,18 @@ def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:
     return [*lengths, padding] if padding else lengths
 
 
+def _targets(sample: Sample) -> list[bool]:
+    """Which tokens are trained, from the second on: the first is never predicted."""
+    if sample.echo is None:
+        return sample.mask[1:]
+    return [own or other for own, other in zip(sample.mask[1:], sample.echo[1:], strict=True)]
+
+
 def _trained(sample: Sample) -> int:
-    """Trained tokens: the first is never predicted."""
+    return sum(_targets(sample))
+
+
+def _drawn(sample: Sample) -> int:
     return sum(sample.mask[1:])
 
 

@@ -28,6 +28,7 @@ from ..environments.environment import Branch
 from ..ops.errors import EngineError
 from ..ops.metrics import PhaseClock
 from ..weights.state import State
+from ..weights.state_history import HeldState
 from .checks import CheckedRollout, sampled_runs
 
 MEASURES = ("fingerprint", "sampling", "sampling_max", "logprob", "logprob_max", "other_policy")
@@ -179,16 +180,20 @@ def check_versions(
 
 
 class SameState:
-    """Recognises a state by its tensor objects, without keeping any of them alive.
+    """Recognises a version of a history, or any other state by its tensor objects; keeps none of them alive.
 
     Equal bits in other objects count as another state: that costs time, never a wrong answer.
     """
 
     def __init__(self, state: State) -> None:
-        self._tensors = {name: weakref.ref(tensor) for name, tensor in state.items()}
+        held = isinstance(state, HeldState)  # whose tensors are not made for this
+        self._version = weakref.ref(state) if held else None
+        self._tensors = {} if held else {name: weakref.ref(one) for name, one in state.items()}
 
     def matches(self, state: State) -> bool:
-        """Whether `state` holds exactly these objects, all still alive."""
+        """Whether `state` is that version, or holds exactly these objects, all still alive."""
+        if self._version is not None or isinstance(state, HeldState):
+            return self._version is not None and self._version() is state
         seen = self._tensors
         return seen.keys() == state.keys() and all(seen[name]() is state[name] for name in state)
 
@@ -401,9 +406,7 @@ class LocalAudits:
 
 def _same(one: State, other: State) -> bool:
     """Whether two states consist of the same objects."""
-    return one is other or (
-        one.keys() == other.keys() and all(one[name] is other[name] for name in one)
-    )
+    return one is other or SameState(one).matches(other)
 
 
 class _WaitingCall:

@@ -461,6 +461,7 @@ class Verifier:
             groups.append(
                 RolloutGroup(
                     task=task.digest,
+                    task_index=task.index,
                     environment=name,
                     rollouts=[
                         ScoredRollout(

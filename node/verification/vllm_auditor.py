@@ -14,8 +14,9 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
+from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
@@ -54,7 +56,7 @@ from ..models.model_files import layer_count, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import changes
 from ..weights.state import Changed, State, memory_threads
-from ..weights.state_history import known_changes
+from ..weights.state_history import HeldState, known_changes, layout
 from .auditor import (
     AuditItem,
     Measured,
@@ -127,6 +129,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     }
     if not exact:
         vllm["max_num_batched_tokens"] = step
+        vllm.pop(SPECULATIVE, None)  # a text that is read has no drafts
     if gpus:
         vllm["gpu_memory_utilization"] = LEAST_SHARE
     if gpus and not exact:
@@ -152,10 +155,15 @@ class _Held:
     """The policy that an engine has."""
 
     version: int
-    state: State
     same: SameState
-    kept: State
-    """All of its tensors."""
+    state: Callable[[], State | None]
+    """None: the history gave it up."""
+
+    @classmethod
+    def of(cls, version: int, state: State) -> "_Held":
+        """What an engine has that was given this state."""
+        weak = weakref.ref(state) if isinstance(state, HeldState) else None
+        return cls(version, SameState(state), weak or (lambda: state))
 
 
 @dataclass
@@ -186,7 +194,9 @@ class AuditingEngine:
         environment = environments_of(config, os.environ)[0]
         self._config = config
         self.child = EngineChild("vllm auditor", "vLLM", environment, program, timeouts)
-        self._policy = HostedPolicy()
+        self._policy = HostedPolicy(
+            renews=False
+        )  # a lost engine is replaced, and given the next state
         self._policy.base = base
         self._held: _Held | None = None
         self.is_unsure = False
@@ -215,9 +225,9 @@ class AuditingEngine:
         self._held, self.is_unsure = None, True
         try:
             if changed is None:
-                await self._policy.load([self.child], version, found.kept)
+                await self._policy.load([self.child], version, state)
             else:
-                await self._policy.update([self.child], version, found.kept, changed)
+                await self._policy.update([self.child], version, state, changed)
         except EngineLost:
             raise
         except EngineError:
@@ -233,29 +243,28 @@ class AuditingEngine:
         self, before: _Held | None, version: int, state: State
     ) -> tuple[_Held, Changed | None]:
         """The policy to hold, and where it differs from that before; None: everywhere."""
-        found = _Held(version, state, SameState(state), dict(state))
+        found = _Held.of(version, state)
         # nothing is generated that adapters merged anew would interrupt, so what they change is not looked for
-        if self._policy.base or before is None or _layout(before.kept) != _layout(found.kept):
+        if self._policy.base or before is None:
             return found, None
-        return found, self._difference(before, found)
+        old = before.state()
+        if old is None or layout(old) != layout(state):
+            return found, None
+        return found, self._difference(before, old, found, state)
 
-    def _difference(self, before: _Held, found: _Held) -> Changed:
+    def _difference(self, before: _Held, old: State, found: _Held, new: State) -> Changed:
         """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
-        if known is None or not known.is_of(before.kept, found.kept):
-            changed = known_changes(before.state, found.state)
+        if known is None or not known.is_of(old, new):
+            changed = known_changes(old, new)
             if changed is None:
-                changed = changes(before.kept, found.kept, threads=memory_threads())
+                changed = changes(old, new, threads=memory_threads())
             known = self._differences[pair] = _Difference((before.same, found.same), changed)
         self._differences.move_to_end(pair)
         if len(self._differences) > MOST_DIFFERENCES:
             self._differences.popitem(last=False)
         return known.changed
-
-
-def _layout(state: State) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
 
 
 # -- items -----------------------------------------------------------------------------------------

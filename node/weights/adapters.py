@@ -7,7 +7,7 @@ on any processor, with any number of threads.
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from ..ops.errors import EngineError
 from .blocks import where
 from .payload import ordered
 from .state import BITS, Changed, State, Tensor
+from .state_history import TensorLayout, layout
 
 PREFIX = "base_model.model."
 """Before a module's name, in PEFT's files and so in ours."""
@@ -45,13 +46,6 @@ class LowRank(Protocol):
     def target_modules(self) -> tuple[str, ...]:
         """Last parts of the names of the layers that have adapters."""
         ...
-
-
-class TensorLayout(NamedTuple):
-    """Of one tensor of a base."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -122,11 +116,6 @@ def merge(
     with ThreadPoolExecutor(max(1, threads)) as pool:
         done = dict(zip(modules, pool.map(one, modules), strict=True))
     return {**base, **{module + WEIGHT: tensor for module, tensor in done.items()}}
-
-
-def layout(base: State) -> dict[str, TensorLayout]:
-    """Of every tensor, by name."""
-    return {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in base.items()}
 
 
 def check_adapters(base: Mapping[str, TensorLayout], adapters: State, contract: LowRank) -> None:

@@ -3,7 +3,8 @@
 A step changes a few percent of the bf16 bits, so nine versions of a model take little more memory than three.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,23 +15,127 @@ from .state import Changed, PendingChanges, State, Tensor
 WHOLE = 3
 """Newest states that are held whole: audits claim these, and the version before the claimed one."""
 
-Patch = Mapping[str, "Tensor | tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]"]
-"""The next older state: name -> whole tensor, or (flat positions, bits); other tensors are equal."""
+Bits = NDArray[np.unsignedinteger]
+Patch = Mapping[str, "Tensor | tuple[Bits, Bits]"]
+"""Makes a state of the next newer one: name -> whole tensor, or (flat positions, ascending; bits of each).
+Other tensors are equal."""
 
 
-class StateHistory(Mapping[int, State]):
+class HeldState(Mapping[str, Tensor]):
+    """A version of a StateHistory: one object for as long as the history has it, whole or not.
+
+    Tensors of a version that is not whole are made when they are read, and shared while they are held. Hold it
+    for the time of an audit, and weakly beyond: it keeps the differences of all versions after it in memory.
+    """
+
+    def __init__(self, whole: State, changed: Changed | None) -> None:
+        """`changed` says where it may differ from the version before; None: anywhere."""
+        self._stored: State | tuple[HeldState, Patch] = whole
+        """All tensors, or a newer version and what differs: replaced in one step."""
+        self._changed = changed
+        self._newer: HeldState | None = None
+        self._made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tensors are in memory."""
+        return not isinstance(self._stored, tuple)
+
+    def precede(self, newer: "HeldState") -> None:
+        """Take note of the version that follows."""
+        self._newer = newer
+
+    def shrink(self) -> None:
+        """Hold from now on only what differs from the version that follows, which is whole."""
+        newer, whole = self._newer, self._stored
+        assert newer is not None
+        assert not isinstance(whole, tuple)
+        self._stored = newer, _patch(whole, newer, newer._changed)
+        newer._changed = None  # the patch has it
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, patches = self._layers(name)
+        if not patches:
+            return tensor
+        made = self._made.get(name)
+        if made is None:
+            data = tensor.data.copy()
+            for positions, bits in patches:
+                data[positions] = bits
+            made = self._made[name] = Tensor(tensor.dtype, tensor.shape, data)
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._line()[0])
+
+    def __len__(self) -> int:
+        return len(self._line()[0])
+
+    def stored(self, name: str) -> Tensor:
+        """Return the tensor that this one is made of: of the same layout, perhaps with other elements."""
+        return self._layers(name)[0]
+
+    def take(self, name: str, positions: NDArray[np.int64]) -> Bits:
+        """Read elements of a tensor at flat `positions`, which exist; makes no tensor."""
+        tensor, patches = self._layers(name)
+        found = tensor.data.take(positions, mode="clip")
+        for places, bits in patches:
+            wanted = positions.astype(places.dtype)
+            at = places.searchsorted(wanted)
+            at[at == places.size] = 0
+            hit = places[at] == wanted
+            found[hit] = bits[at[hit]]
+        return found
+
+    def steps_to(self, newer: "HeldState") -> list[Changed | None] | None:
+        """Say where each version up to `newer` may differ from its successor; None: `newer` does not follow."""
+        found: list[Changed | None] = []
+        at = self
+        while at is not newer:
+            following = at._newer
+            if following is None:
+                return None
+            changed, stored = (
+                following._changed,
+                at._stored,
+            )  # in this order: shrink() may run meanwhile
+            found.append(_places(stored[1]) if isinstance(stored, tuple) else changed)
+            at = following
+        return found
+
+    def _line(self) -> tuple[State, list[Patch]]:
+        """The whole version that this one is made of, and the patches to apply in order."""
+        patches: list[Patch] = []
+        stored = self._stored
+        while isinstance(stored, tuple):
+            newer, patch = stored
+            patches.append(patch)
+            stored = newer._stored
+        return stored, patches[::-1]
+
+    def _layers(self, name: str) -> tuple[Tensor, list[tuple[Bits, Bits]]]:
+        """A tensor, and what to write into a copy of it in order."""
+        whole, line = self._line()
+        tensor = whole[name]
+        patches: list[tuple[Bits, Bits]] = []
+        for patch in line:
+            found = patch.get(name)
+            if isinstance(found, Tensor):
+                tensor, patches = found, []
+            elif found is not None:
+                patches.append(found)
+        return tensor, patches
+
+
+class StateHistory(Mapping[int, HeldState]):
     """Version -> state, ascending. add() may run in a thread while others read."""
 
     def __init__(self, keep: int, whole: int = WHOLE) -> None:
         """Hold the newest `keep` versions, of which `whole` take the memory of a state."""
         self._keep = max(1, keep)
         self._most_whole = max(1, min(whole, keep))
-        self._held: tuple[Mapping[int, State], Mapping[int, Patch]] = ({}, {})
-        """Whole states, and patches from the next newer version that is held: replaced in one step."""
-        self._changed: dict[int, Changed | None] = {}
-        """Of whole states: where they differ from the one before."""
-        self._patched: WeakValueDictionary[int, PatchedState] = WeakValueDictionary()
-        """Older states that somebody holds: asked for again they are the same objects."""
+        self._held: Mapping[int, HeldState] = {}
+        """Replaced in one step."""
 
     def add(self, version: int, state: State, changed: Changed | None = None) -> None:
         """Hold a state; `changed` says where it may differ from the one added before, None: anywhere.
@@ -38,109 +143,82 @@ class StateHistory(Mapping[int, State]):
         It takes the place of the versions from it on: a trainer went back. Older ones that are not whole may
         be lost by that.
         """
-        whole, patches = dict(self._held[0]), dict(self._held[1])
-        for replaced in [one for one in whole if one >= version]:
-            del whole[replaced], self._changed[replaced]
+        older = {number: one for number, one in self._held.items() if number < version}
+        if len(older) < len(self._held):
             changed = None
-        if not whole:
-            patches = {}
-            self._patched.clear()
-        whole[version] = state
-        self._changed[version] = changed
-        while len(whole) > self._most_whole:
-            oldest, following = sorted(whole)[:2]
-            patches[oldest] = _patch(whole[oldest], whole[following], self._changed[following])
-            del whole[oldest], self._changed[oldest]
-        for gone in sorted(patches)[: max(0, len(whole) + len(patches) - self._keep)]:
-            del patches[gone]
-        self._held = whole, patches
+        if not any(one.is_whole for one in older.values()):
+            older = {}
+        added = HeldState(state, changed)
+        if older:
+            older[max(older)].precede(added)
+        held = {**older, version: added}
+        whole = [number for number in sorted(held) if held[number].is_whole]
+        for number in whole[: -self._most_whole]:
+            held[number].shrink()
+        self._held = {number: held[number] for number in sorted(held)[-self._keep :]}
 
-    def __getitem__(self, version: int) -> State:
-        whole, patches = self._held
-        if version in whole:
-            return whole[version]
-        if version not in patches:
-            raise KeyError(version)
-        if (known := self._patched.get(version)) is not None:
-            return known
-        newer_first = [one for one in sorted(patches, reverse=True) if one >= version]
-        found = PatchedState(whole[min(whole)], [patches[one] for one in newer_first])
-        self._patched[version] = found
-        return found
+    def __getitem__(self, version: int) -> HeldState:
+        return self._held[version]
 
     def __iter__(self) -> Iterator[int]:
-        whole, patches = self._held
-        return iter(sorted({*patches, *whole}))
+        return iter(self._held)
 
     def __len__(self) -> int:
-        return sum(map(len, self._held))
+        return len(self._held)
 
 
-class PatchedState(Mapping[str, Tensor]):
-    """A state whose tensors are made when they are read, and shared while somebody holds them."""
+class TensorLayout(NamedTuple):
+    """What a tensor is, whatever its elements are."""
 
-    def __init__(self, base: State, patches: Sequence[Patch]) -> None:
-        """Apply `patches` to `base` in order."""
-        self.base = base
-        self._patches = patches
-        self._made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+    dtype: str
+    shape: tuple[int, ...]
 
-    def __getitem__(self, name: str) -> Tensor:
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = self._make(name)
-        return made
 
-    def _make(self, name: str) -> Tensor:
-        tensor, copied = self.base[name], False
-        for patch in self._patches:
-            found = patch.get(name)
-            if isinstance(found, Tensor):
-                tensor, copied = found, False
-            elif found is not None:
-                if not copied:
-                    tensor = Tensor(tensor.dtype, tensor.shape, tensor.data.copy())
-                    copied = True
-                positions, bits = found
-                tensor.data[positions] = bits
-        return tensor
+def layout(state: State) -> dict[str, TensorLayout]:
+    """Map names to layouts."""
+    if isinstance(state, HeldState):
+        return {name: _layout(state.stored(name)) for name in state}
+    return {name: _layout(tensor) for name, tensor in state.items()}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
 
-    def __len__(self) -> int:
-        return len(self.base)
+def _layout(tensor: Tensor) -> TensorLayout:
+    return TensorLayout(tensor.dtype, tensor.shape)
 
-    def changed(self) -> Changed:
-        """Say where it may differ from `base`."""
-        found = PendingChanges()
-        found.none()
-        for patch in self._patches:
-            found.add(
-                {
-                    name: None if isinstance(one, Tensor) else one[0].astype(np.int64)
-                    for name, one in patch.items()
-                }
-            )
-        return found.changed or {}
+
+def take(state: State, name: str, positions: NDArray[np.int64]) -> Bits:
+    """Read elements of a tensor at flat `positions`, which exist."""
+    if isinstance(state, HeldState):
+        return state.take(name, positions)
+    return state[name].data.take(positions, mode="clip")
 
 
 def known_changes(old: State, new: State) -> Changed | None:
-    """Say where two states of one history may differ; None if its differences do not tell."""
-    patched = [one for one in (old, new) if isinstance(one, PatchedState)]
-    first, second = (one.base if isinstance(one, PatchedState) else one for one in (old, new))
-    if first is not second:
+    """Say where two states of one history may differ; None if it does not tell."""
+    if not isinstance(old, HeldState) or not isinstance(new, HeldState):
+        return None
+    steps = old.steps_to(new)
+    if steps is None:
+        steps = new.steps_to(old)
+    if steps is None:
         return None
     found = PendingChanges()
     found.none()
-    for one in patched:
-        found.add(one.changed())
+    for one in steps:
+        found.add(one)
     return found.changed
+
+
+def _places(patch: Patch) -> Changed:
+    """Where a patch writes."""
+    return {
+        name: None if isinstance(one, Tensor) else one[0].astype(np.int64)
+        for name, one in patch.items()
+    }
 
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make what turns `newer` into `older`."""
-    found: dict[str, Tensor | tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]] = {}
+    found: dict[str, Tensor | tuple[Bits, Bits]] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:
             continue

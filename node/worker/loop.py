@@ -345,6 +345,8 @@ class InferenceRole:
             preemptions=stats.preemptions,
             taken_back=self._admission.taken_back,
             generated_tokens=stats.generated_tokens,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
             tokens_per_s=round(self._admission.tokens_per_s, 1),
             restarts=stats.restarts,
             fault=stats.fault,

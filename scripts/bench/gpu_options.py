@@ -68,6 +68,8 @@ class Row:
     proven: bool = True
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
 ROWS = (
     Row("default"),
     Row("eager", {"enforce_eager": True}),
@@ -75,6 +77,7 @@ ROWS = (
     Row("no-prefixes", {"enable_prefix_caching": False}),
     Row("parts", {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}),
     Row("sync", {"async_scheduling": False}),
+    Row("drafts", {"speculative_config": NGRAM}),
     Row("small-cache", {"num_gpu_blocks_override": BLOCKS}),
     Row("kv-offload", {"num_gpu_blocks_override": BLOCKS, "kv_offloading_size": 2.0}),
     Row("kv-fp8", {"kv_cache_dtype": "fp8"}, proven=False),
@@ -84,6 +87,7 @@ ROWS = (
     Row("dp", gpus=2, shape={"dp": 2}),
     Row("auto", gpus=2, shape={"tp": "auto"}),
     Row("experts-ep", {"enable_expert_parallel": True}, 2, {"tp": 2}, experts=True),
+    Row("tp-4", gpus=4, shape={"tp": 4}),
     Row("tp-pp", gpus=4, shape={"tp": 2, "pp": 2}),
     Row("tp-dp", gpus=4, shape={"tp": 2, "dp": 2}),
 )

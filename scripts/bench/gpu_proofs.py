@@ -217,7 +217,10 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
                         began, hosts = time.perf_counter(), []
                     one = time.perf_counter()
                     positions = np.full(count, PROMPT + number % 400, np.int64)
-                    recorder.begin(SampledStep(list(ids), positions, np.ones(count, bool), hidden))
+                    none = np.zeros(count, np.int64)
+                    recorder.begin(
+                        SampledStep(list(ids), positions, np.ones(count, bool), hidden, none)
+                    )
                     recorder.draw(logits)
                     recorder.end()
                     hosts.append(time.perf_counter() - one)

@@ -1,7 +1,7 @@
 """What a training step costs, option by option: tokens/s, MFU, memory, and how it scales.
 
-    python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b] [--tokens N ...] [--rows NAME ...]
-        [--ranks N] [--steps N] [--quick] [--json FILE]
+    python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe] [--tokens N ...] [--rows NAME ...]
+        [--ranks N ...] [--steps N] [--quick] [--json FILE]
 
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
 rank (one sequence, or as many as a row says), and everything else is what a run does: the same learner, losses,
@@ -11,7 +11,7 @@ show what training is without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
-With `--ranks` more than one it starts itself under torchrun and compares with one rank: weak scaling.
+With `--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak scaling.
 """
 
 import argparse
@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES
 from trainer_goals import judge
 from trainer_plain import PlainLoop
 from trainer_rows import ROWS, Row, fake_batch, make_model
@@ -86,7 +87,7 @@ def measure(
         "row": row.name,
         "tokens": tokens,
         "sequences": len(lengths),
-        "ranks": ranks,
+        "ranks": world.size if world else 1,
         "step_ms": 1e3 * seconds,
         "tokens_per_s": sum(lengths) * ranks / seconds,
         "mfu": found[-1].get("perf/mfu", 0.0) * found[-1]["time/step"] / seconds,
@@ -175,10 +176,9 @@ def _guarded(name: str, tokens: int, work: Callable[[], dict[str, Any]]) -> dict
 
 
 def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
-    """The rows under torchrun, for 1, 2, 4 .. ranks."""
+    """The rows under torchrun, for each number of ranks."""
     found: list[dict[str, Any]] = []
-    ranks = 1
-    while ranks <= options.ranks:
+    for ranks, rows in groups(options):
         with tempfile.TemporaryDirectory() as name:
             report = Path(name, "rows.json")
             command = [
@@ -191,13 +191,25 @@ def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
                 "--tokens",
                 *map(str, options.tokens),
                 "--rows",
-                *(options.rows or ["none", "weights kept whole"]),
+                *(row.name for row in rows),
             ]
             threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
             subprocess.run(command, check=True, timeout=540, env={**os.environ, **threads})
             found += json.loads(report.read_text())
-        ranks *= 2
     return found
+
+
+def groups(options: argparse.Namespace) -> Iterator[tuple[int, list[Row]]]:
+    """Ranks, and the rows that run in one start of them: a layout of ranks is made once a process."""
+    names = options.rows or ["none", "weights kept whole"]
+    for ranks in options.ranks:
+        layouts: dict[tuple[int, int], list[Row]] = {}
+        for tokens in options.tokens:
+            for row in chosen(names, tokens, ranks):
+                rows = layouts.setdefault(row.mesh, [])
+                rows += [row] if row not in rows else []
+        for rows in layouts.values():
+            yield ranks, rows
 
 
 def run_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -205,15 +217,18 @@ def run_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
     kind = "auto" if ON_CUDA else "cpu"
     # one rank is the local backend, which shards nothing: what many are compared with
     alone = os.environ["WORLD_SIZE"] == "1"
+    layout = next(row.options for row in ROWS if row.name in options.rows)
     world = (
         World.alone(torch.device("cuda" if ON_CUDA else "cpu"))
         if alone
-        else World.join(TrainingConfig(device=kind))
+        else World.join(TrainingConfig(device=kind).model_copy(update=layout))
     )
     found: list[dict[str, Any]] = []
     for tokens in options.tokens:
         for row in chosen(options.rows, tokens, world.size):
-            found.append(measure(row, Path(options.as_rank), tokens, options.steps, world))
+            work = partial(measure, row, Path(options.as_rank), tokens, options.steps, world)
+            # a rank of several that lacks memory leaves the others waiting: that ends the bench
+            found.append(_guarded(row.name, tokens, work) if alone else work())
             if world.is_first:
                 show(found[-1])
     first = world.is_first
@@ -244,9 +259,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--shape", default="0.6b" if ON_CUDA else "tiny", choices=["tiny", "50m", "0.6b", "4b"]
-    )
+    parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a row")
     parser.add_argument(
         "--rows",
@@ -254,7 +267,7 @@ def main() -> int:
         default=[],
         help=f"some of: {'; '.join([*(row.name for row in ROWS), *PLAIN])}",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="also on 2, 4 .. so many ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -269,12 +282,11 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name), options.shape)
+        alone = options.ranks == [1]
         device = torch.cuda.get_device_name() if ON_CUDA else "CPU"
         print(f"shape {options.shape}, {device}, torch {torch.__version__}")
-        rows = (
-            run_ranks(options, Path(name)) if options.ranks > 1 else run_alone(options, Path(name))
-        )
-        goals = judge(rows, agreement(Path(name)) if options.ranks == 1 else None, cuda=ON_CUDA)
+        rows = run_alone(options, Path(name)) if alone else run_ranks(options, Path(name))
+        goals = judge(rows, agreement(Path(name)) if alone else None, cuda=ON_CUDA)
     for goal in goals:
         mark = "ok  " if goal["ok"] else "MISS"
         print(

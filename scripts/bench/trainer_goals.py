@@ -2,6 +2,9 @@
 
 from typing import Any
 
+SCALING = {2: 1.85, 4: 3.5, 8: 6.8}
+"""Least speed of so many GPUs, each with as many tokens as the one GPU that they are compared with."""
+KEPT_WHOLE = "weights kept whole"
 PACKED = "packed, 16 sequences"
 RATIOS = [
     ("ours / tuned plain loop, 16,384", "none", "plain loop, tuned", 1.05),
@@ -47,13 +50,11 @@ def judge(rows: list[dict[str, Any]], apart: float | None, *, cuda: bool) -> lis
             one, two = (figure(row, 16384, "tokens_per_s") for row in (ours, other))
             if one and two:
                 goal(name, one / two, bound, "x")
-    tokens = rows[0]["tokens"] if rows else 0
-    for ranks, bound in ((2, 1.85), (4, 3.5)):
-        one = figure("none", tokens, "tokens_per_s")
-        for name in ("none", "weights kept whole"):
-            many = figure(name, tokens, "tokens_per_s", ranks)
-            if one and many and cuda:
-                goal(f"{ranks} GPUs / 1, weak scaling, {name}", many / one, bound, "x")
+    for (name, tokens, ranks), many in by.items() if cuda else ():
+        one = figure("none" if name == KEPT_WHOLE else name, tokens, "tokens_per_s")
+        if one and ranks in SCALING:
+            title = f"{ranks} GPUs / 1, weak scaling, {name}, {tokens:,}"
+            goal(title, many["tokens_per_s"] / one, SCALING[ranks], "x")
     if apart is not None:
         # bf16 keeps 8 bits: a logit of about 4 is known to 1/64, and many differences add up
         goal("packed and alone differ by", apart, 0.2 if cuda else 1e-4, "nats", most=True)

@@ -28,7 +28,7 @@ class Row:
     anywhere: bool = False
     """Also with long rows."""
     ranks: int = 1
-    """Least ranks with which it differs from the others."""
+    """Least ranks that it needs."""
     flash4: bool = True
     """Whether FlashAttention-4 may be used."""
 
@@ -38,7 +38,14 @@ class Row:
 
     def suits(self, tokens: int, ranks: int) -> bool:
         """Whether the line says something at so many tokens on so many ranks."""
-        return (self.anywhere or tokens < LONG_CONTEXT) and ranks >= self.ranks
+        experts = self.options.get("expert_parallel", ranks)
+        return (self.anywhere or tokens < LONG_CONTEXT) and ranks >= self.ranks and experts == ranks
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """How the ranks are laid out: copies of the model, ranks that share a sequence."""
+        fsdp = self.options.get("fsdp", FsdpConfig())
+        return fsdp.replicas, self.options.get("context_parallel", 1)
 
 
 ROWS = [
@@ -54,6 +61,11 @@ ROWS = [
     Row("optimizer offload", {"optimizer_offload": True}),
     Row("head chunk 1,024", {"head_chunk": 1024}),
     Row("weights kept whole", {"fsdp": FsdpConfig(reshard_after_forward=False)}, ranks=2),
+    Row("two copies (HSDP)", {"fsdp": FsdpConfig(replicas=2)}, ranks=4),
+    Row("context parallel, 2", {"context_parallel": 2}, anywhere=True, ranks=2),
+    Row("context parallel, 4", {"context_parallel": 4}, anywhere=True, ranks=4),
+    Row("expert parallel, 2", {"expert_parallel": 2}, ranks=2),
+    Row("expert parallel, 4", {"expert_parallel": 4}, ranks=4),
 ]
 
 

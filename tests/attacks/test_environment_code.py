@@ -139,6 +139,13 @@ async def test_a_task_that_is_never_made_ends_by_its_own_deadline() -> None:
         assert (await environment.run(await environment.task(0), Asked())).error == ""
 
 
+async def test_an_environment_that_waits_as_it_starts_is_refused_after_its_deadline() -> None:
+    """It once held a worker for ever: only code that keeps the processor had a deadline there."""
+    with pytest.raises(EnvironmentFailed, match="did not start within 1 s"):
+        async with hosted("waits-at-start", start_timeout_s=1.0):
+            pass
+
+
 async def test_a_process_that_is_killed_again_and_again_is_given_up() -> None:
     async with hosted("good") as environment:
         task = await environment.task(0)

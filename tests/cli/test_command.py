@@ -20,7 +20,7 @@ HEAVY = {
     *("torch", "vllm", "transformers", "iroh", "libp2p", "trio", "verifiers", "numpy"),
     "matplotlib",
 }
-COMMANDS = (*CONFIGURED, *PLAIN, "ticket")
+COMMANDS = (*CONFIGURED, *PLAIN, "ticket", "env")
 
 
 def imported_by(*args: str) -> set[str]:
@@ -41,6 +41,7 @@ def imported_by(*args: str) -> set[str]:
         ["--help"],
         ["--version"],
         ["train", "--help"],
+        ["env", "test", "--help"],
         ["rl", "@", "demo", "--dry-run"],
         ["sft", "@", "sft_demo", "--dry-run"],
     ],

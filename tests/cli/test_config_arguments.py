@@ -84,6 +84,16 @@ def test_values_of_every_kind_arrive() -> None:
     assert config.warmup is not None
     assert config.warmup.target == 0.5
     assert config.engine.vllm == {"a": 1}
+    tables = [
+        "--engine.vllm.a",
+        '{"b": "c"}',
+        "--engine.vllm.d",
+        '{b = "c"}',
+        "--engine.vllm.e",
+        "{",
+    ]
+    found = load(RunConfig, ["@", "demo", *tables], {}).engine.vllm
+    assert found == {"a": {"b": "c"}, "d": {"b": "c"}, "e": "{"}
     assert (config.clean, config.resume, config.network.libp2p) == (False, ResumeConfig(), False)
 
 
@@ -258,7 +268,7 @@ def leaves(
     """Every key of a config, and the type of its value."""
     for name, field in cls.model_fields.items():
         inner = model_in(field.annotation)
-        if inner is None or get_origin(field.annotation) is list:
+        if inner is None or get_origin(field.annotation) in (list, dict):
             yield (*path, name), field.annotation
         else:
             yield (*path, name), None

@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ def test_short_flags_are_the_config_s_keys(cli: Cli, command: tuple[str, ...]) -
         ("--dp 2 --pp 2", "dp and pp cannot be combined: start one node per pipeline"),
         ("--engine.vllm.quantization fp8", "would fail every audit"),
         ("--engine.vllm.tensor_parallel_size 2", "set engine.tp"),
-        ('--engine.vllm.speculative_config {"method":"ngram"}', "no seeds and no proof"),
+        ('--engine.vllm.speculative_config {"method":"mtp"}', "an MTP head has weights of its own"),
+        (
+            '--pp 2 --engine.vllm.speculative_config {"method":"ngram","num_speculative_tokens":4}',
+            "pp and vllm.speculative_config cannot be combined",
+        ),
     ],
 )
 def test_an_engine_that_breaks_proofs_is_refused_with_the_reason_also_by_a_dry_run(
@@ -69,6 +74,13 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
     cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is no directory")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     cli(*line, str(tmp_path), "--dry-run").refused(2, "cannot be trained")
+
+
+@pytest.mark.skipif(find_spec("tensorboardX") is not None, reason="it is installed")
+@pytest.mark.parametrize("line", ["rl @ demo", "train @ demo", "sft @ sft_demo"])
+def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
+    ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
+    ran.refused(2, "primerl-node[tensorboard]")
 
 
 # -- GPUs ------------------------------------------------------------------------------------------

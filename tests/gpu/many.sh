@@ -16,9 +16,14 @@
 #   run2-long 2      the same with replies of 2,000
 #   run2-4b   2      the same with 4B and adapters
 #   kernels   1      a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B
-#   trainer   2+     weak scaling of the trainer over all GPUs, 0.6B
+#   run4-4b   4, 8   a whole run of 4B, all weights: two GPUs train, each other one is a worker
+#   trainer   2+     weak scaling of the trainer over all GPUs, two copies (HSDP), 0.6B
+#   trainer-4b   2+  weak scaling with 4B, activations recomputed
+#   trainer-long 2+  one sequence of 65,536 tokens a GPU, and one that GPUs share, 0.6B
+#   trainer-moe  2+  a mixture of 2.9B, its experts divided among GPUs
 #   ranks     2+     step, snapshot, checkpoint and recovery of as many ranks as there are GPUs
 #   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
+#   parallel  4      the same, tp 4, tp 2 x pp 2 and tp 2 x dp 2 only, beside one GPU
 #   stages    4      a pipeline of four nodes beside vLLM's own
 #
 # A part ends within ten minutes: what is not done by then is stopped, and what it printed is kept. OUT gets a text and,
@@ -48,7 +53,7 @@ bench() {
 }
 
 all=$(seq -s, 0 $((gpus - 1)))
-whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 330"
+whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 400"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
@@ -88,11 +93,24 @@ case $part in
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
         ;;
-    trainer) bench "$all" trainer trainer --shape 0.6b --ranks "$gpus" --rows none ;;
+    run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --groups 16 --logs "$out/run4-4b" ;;
+    trainer) bench "$all" trainer trainer --shape 0.6b --ranks 1 2 "$gpus" --rows none "two copies (HSDP)" ;;
+    trainer-4b) bench "$all" trainer-4b trainer --shape 4b --ranks 1 "$gpus" --steps 4 --rows "full recompute" ;;
+    trainer-long)
+        bench "$all" trainer-long trainer --shape 0.6b --ranks 1 "$gpus" --steps 4 --tokens 65536 \
+            --rows "selective recompute" "context parallel, 2" "context parallel, 4"
+        ;;
+    trainer-moe)
+        bench "$all" trainer-moe trainer --shape moe --ranks 1 2 "$gpus" --steps 4 \
+            --rows none "expert parallel, 2" "expert parallel, 4"
+        ;;
     ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
     options) bench "$all" options gpu_options ;;
+    parallel)
+        for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
+        ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,24p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,30p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support.engine_cases import blended
+from support.engine_cases import blended, repeating
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -206,6 +206,37 @@ async def test_a_hundred_updates_beside_generation_lose_no_request(
         for one, after in itertools.pairwise(mine):
             assert one.policy_first <= one.policy_last <= after.policy_first
     assert any(one.policy_first < one.policy_last for one in itertools.chain(*found))
+
+
+async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path: Path) -> None:
+    """To the last bit, by batch-invariant kernels, and after an update in place."""
+    shape = SHAPE.model_copy(update={"tie_word_embeddings": False})
+    huggingface.create(tmp_path, shape, 0)
+    random = huggingface.policy_state(huggingface.load_model(tmp_path))
+    states = [random, repeating(random, 64, 0.9)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    found: list[list[Completion]] = []
+    for more in ({}, {"speculative_config": ngram}):
+        config = CONFIG.model_copy(
+            update={"batch_invariant": True, "vllm": CONFIG.vllm | more, "max_batch": 8}
+        )
+        drafting = HostedEngine(config)
+        try:
+            await drafting.start(tmp_path, fingerprint="projection")
+            await drafting.load(0, states[0])
+            first = await generate_all(drafting, requests())
+            await drafting.update(1, states[1], dict.fromkeys(states[1]))
+            wanted = [
+                GenerateRequest(tuple(range(48)), 200, 1.0, seed, (), b"g" * (seed % 2))
+                for seed in range(16)
+            ]
+            found.append(first + await generate_all(drafting, wanted))
+            await asyncio.sleep(1)  # statistics come a little later
+            stats = drafting.stats()
+        finally:
+            await drafting.close()
+        assert (stats.accepted_tokens > 1000) == bool(more)
+    assert found[0] == found[1]
 
 
 async def test_a_state_that_does_not_fit_is_refused(engine: HostedEngine, case: Case) -> None:

@@ -69,6 +69,29 @@ def test_leases_run_ahead_as_far_as_generation_needs_and_staleness_allows(
     assert book.capacity(waiting_groups=5, training=training) == expected - 8
 
 
+def test_more_groups_are_leased_where_some_are_not_admitted() -> None:
+    """Of n that are on lease n p + 2 sqrt(n p (1 - p)) are counted, and p is at least a half."""
+    book = LeaseBook(policy(leases_per_worker=99))
+    while book.outstanding_groups() < 36:
+        granted(book)
+    full = book.capacity(waiting_groups=3, training=False)
+    for _ in range(1000):
+        book.lead.judged(True, 8)
+        book.lead.judged(False, 8)
+    share = book.lead.admitted
+    assert share == pytest.approx(0.5, abs=0.1)
+    book.lead.admitted = 0.5
+    assert book.capacity(waiting_groups=3, training=False) == full + 36 - (18 + 6)
+    book.lead.admitted = 0.9  # 32.4 + 3.6
+    assert book.capacity(waiting_groups=3, training=False) == full
+    for _ in range(1000):
+        book.lead.judged(False, 8)
+    assert book.capacity(waiting_groups=3, training=False) == full + 36 - (18 + 6)
+    for _ in range(1000):
+        book.lead.judged(True, 8)
+    assert book.capacity(waiting_groups=3, training=False) == full
+
+
 def test_turnaround_is_the_mean_over_about_one_batch() -> None:
     lead = LeadTime()
     lead.returned(4, 16, 8.0)

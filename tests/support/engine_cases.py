@@ -1,5 +1,6 @@
 """Small models, states and requests for the tests of engines."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,36 @@ def sharp(state: State) -> State:
         name: from_torch(to_torch(tensor) * 16) if len(tensor.shape) == 2 else tensor
         for name, tensor in state.items()
     }
+
+
+def repeating(state: State, tokens: int, chance: float, period: int = 16) -> State:
+    """Weights of an untied model that goes round circles of `period` tokens, among the first `tokens` ones.
+
+    Its layers compute as much as before and add nothing. After a token comes its neighbour in the circle with
+    the `chance`, else another of the `tokens`, a multiple of `period`: H[next(i)] . norm(E[i]) is the log of
+    (tokens - 1) chance / (1 - chance), and about 0 for the others.
+    """
+    from primerl.node.models.tensors import from_torch, to_torch
+
+    found = dict(state)
+    for name, tensor in state.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            found[name] = from_torch(torch.zeros_like(to_torch(tensor)))
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    kind, width = to_torch(state[head]).dtype, state[head].shape[1]
+    # a coordinate that all share makes the tokens beyond the first impossible
+    made = torch.randn(state[table].shape, generator=torch.Generator().manual_seed(1))
+    made[:, 0] = 4.0
+    normed = made * (width / made.square().sum(1, keepdim=True)).sqrt()
+    apart = normed[:tokens] - normed[:tokens].mean(0)
+    before = torch.arange(tokens)
+    before += torch.where(before % period == 0, period - 1, -1)
+    rows = torch.zeros_like(made)
+    likely = math.log((tokens - 1) * chance / (1 - chance))
+    rows[:tokens] = likely * apart[before] / apart.square().sum(1).mean()
+    rows[tokens:, 0] = -30.0
+    found[table], found[head] = from_torch(made.to(kind)), from_torch(rows.to(kind))
+    return found
 
 
 def reference_logprobs(

@@ -46,7 +46,9 @@ class Moody:
     status = ""
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Nothing to start, but for one that waits."""
+        if "waits-at-start" in self._moods:
+            await asyncio.Event().wait()
 
     async def close(self) -> None:
         """Nothing to stop."""

@@ -155,10 +155,11 @@ class WordGameEnv(vf.SingleAgentEnv):
                 left -= 1
                 if segment.terminated or guess == secret or not left:
                     return
-                segment = await interaction.turn(_answer(guess, secret, left))
+                segment = await interaction.turn(answer_to(guess, secret, left))
 
 
-def _answer(guess: str, secret: str, left: int) -> str:
+def answer_to(guess: str, secret: str, left: int) -> str:
+    """Say which letters of a guess are in place or elsewhere, and how many guesses are left."""
     rest = f"{left} {'guess' if left == 1 else 'guesses'} left."
     if not guess:
         return f"That was no guess: write a word of {LETTERS} letters in square brackets. {rest}"

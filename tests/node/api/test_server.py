@@ -1,7 +1,7 @@
 """The server around the routes: who may ask, how much, how long; and what it says of itself."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -244,6 +244,7 @@ async def test_a_model_answers_for_its_own_id_and_for_no_other(model_dir: Path, 
 
 async def test_metrics_count_what_was_served_in_prometheus_words(model_dir: Path) -> None:
     stats = EngineStats(running=3, waiting=2, kv_use=0.25, preemptions=4, restarts=1)
+    stats = replace(stats, drafted_tokens=9, accepted_tokens=5)
     async with api(SayingEngine("ok", now=stats), model_dir) as client:
         await client.complete(n=2)
         await client.complete(max_tokens=1)
@@ -261,6 +262,8 @@ async def test_metrics_count_what_was_served_in_prometheus_words(model_dir: Path
     assert told["vllm:num_preemptions_total"] == 4
     assert told["vllm:prompt_tokens_total"] == 4
     assert told["vllm:generation_tokens_total"] == 7
+    assert told["vllm:spec_decode_num_draft_tokens_total"] == 9
+    assert told["vllm:spec_decode_num_accepted_tokens_total"] == 5
     assert told['vllm:request_success_total{finished_reason="stop"}'] == 2
     assert told['vllm:request_success_total{finished_reason="length"}'] == 1
     assert told['primerl_http_requests_total{route="/v1/completions",code="200"}'] == 2

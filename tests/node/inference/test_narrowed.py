@@ -1,7 +1,5 @@
 """Drawing from the likeliest tokens only: temperature 0, top_k, top_p."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -143,7 +141,7 @@ def test_vllms_worker_narrows_the_rows_that_ask_for_it() -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     names = ["few", "free", "greedy"]
     positions = column(3, 3, 3).numpy()
-    recorder.begin(SampledStep(names, positions, positions > 0, torch.zeros(3, 4)))
+    recorder.begin(SampledStep(names, positions, positions > 0, torch.zeros(3, 4), positions * 0))
     tokens = recorder.draw(logits)
     recorder.end()
     narrowed = Narrowed(column(0, 2), column(2, 1), column(0.9, 1.0, dtype=torch.float32))
@@ -158,7 +156,7 @@ def test_a_batch_of_leases_is_not_narrowed() -> None:
         torch.device("cpu"), width=4, dtype=torch.float32, fingerprint="", requests=2, length=8
     )
     recorder.admit("a", 3, 1, 11, 1.0)
-    batch = SimpleNamespace(ids=["a"], positions=column(3).numpy())
-    recorder.begin(SampledStep(batch.ids, batch.positions, batch.positions > 0, torch.zeros(1, 4)))
+    at = column(3).numpy()
+    recorder.begin(SampledStep(["a"], at, at > 0, torch.zeros(1, 4), at * 0))
     assert recorder._batch is not None  # pyright: ignore[reportPrivateUsage]
     assert recorder._batch.narrowed is None  # pyright: ignore[reportPrivateUsage]

@@ -11,9 +11,10 @@ from primerl.node.inference import policy_file
 from primerl.node.inference.handover import AdapterBase
 from primerl.node.inference.policy_file import PolicyFile
 from primerl.node.models.tensors import from_torch
-from primerl.node.weights.adapters import PREFIX, WEIGHT, A, B, layout, merge
+from primerl.node.weights.adapters import PREFIX, WEIGHT, A, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import State, Tensor, digests
+from primerl.node.weights.state_history import layout
 
 CPU = torch.device("cpu")
 SPECIAL = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x0001, 0x7F7F], "<u2")

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from primerl.node.config.engine import EngineConfig
 from primerl.node.inference import vllm_arguments
 from primerl.node.inference.vllm_arguments import (
     RANGE,
     REFUSALS,
     REFUSED,
+    check_family,
     check_installed,
     check_names,
     check_overrides,
@@ -55,10 +57,67 @@ def test_what_would_break_a_contract_is_refused_with_the_reason_and_what_to_do(n
     assert option.advice.startswith(("remove it", "set engine."))
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        NGRAM,
+        NGRAM | {"prompt_lookup_min": 2, "prompt_lookup_max": 2},
+        NGRAM | {"prompt_lookup_max": 5},
+    ],
+)
+def test_drafts_of_n_grams_pass(config: dict[str, Any] | None) -> None:
+    check_overrides({"speculative_config": config})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model": "other/model", "num_speculative_tokens": 4}, "a draft model is a second model"),
+        ({"method": "draft_model"}, "a draft model is a second model"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, "an MTP head has weights of its own"),
+        ({"method": "qwen3_next_mtp"}, "an MTP head has weights of its own"),
+        ({"method": "eagle3", "model": "x"}, "an EAGLE head has weights of its own"),
+        ({"method": "ngram_gpu"}, "asynchronous scheduling"),
+        ({"method": "suffix"}, "n-grams are all that this package verifies"),
+        ({"method": ["ngram"]}, "n-grams are all that this package verifies"),
+        ({}, "method None is refused"),
+        ("ngram", "must be a table"),
+        (0, "must be a table"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens must be a whole number"),
+        (NGRAM | {"num_speculative_tokens": 129}, "from 1 to 128"),
+        (NGRAM | {"num_speculative_tokens": True}, "num_speculative_tokens must be a whole number"),
+        (NGRAM | {"prompt_lookup_min": "2"}, "prompt_lookup_min must be a whole number"),
+        (NGRAM | {"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "is above prompt_lookup_max"),
+        (NGRAM | {"rejection_sample_method": "synthetic"}, "rejection_sample_method is refused"),
+        (NGRAM | {"model": "x"}, "model is refused"),
+    ],
+)
+def test_other_drafts_are_refused_by_name_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(UsageError, match=rf"^engine\.vllm\.speculative_config.*{reason}"):
+        check_overrides({"speculative_config": config})
+
+
+def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
+    drafting = EngineConfig(vllm={"speculative_config": NGRAM})
+    assert drafting.draft_tokens == 4
+    assert EngineConfig(vllm={"speculative_config": "ngram"}).draft_tokens == 0
+    with pytest.raises(ValueError, match=r"pp and vllm\.speculative_config cannot be combined"):
+        EngineConfig(pp=2, vllm={"speculative_config": NGRAM})
+    linear = {"layer_types": ["linear_attention", "full_attention"]}
+    check_family(linear, cpu=False)
+    with pytest.raises(EngineError, match=r"remove engine\.vllm\.speculative_config"):
+        check_family(linear, cpu=False, drafts=4)
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        *("quantization", "kv_cache_dtype", "speculative_config", "kv_transfer_config"),
+        *("quantization", "kv_cache_dtype", "spec_model", "kv_transfer_config"),
         *("cpu_offload_gb", "enable_eplb", "enable_lora", "logprobs_mode", "worker_extension_cls"),
         *("tensor_parallel_size", "data_parallel_size", "dtype", "enable_batch_sharded_sampling"),
     ],

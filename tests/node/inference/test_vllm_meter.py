@@ -38,6 +38,7 @@ async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
     told = SimpleNamespace(
         num_running_reqs=2, num_waiting_reqs=3, num_skipped_waiting_reqs=1, kv_cache_usage=0.5
     )
+    told.spec_decoding_stats = SimpleNamespace(num_draft_tokens=6, num_accepted_tokens=4)
     older = SimpleNamespace(num_running_reqs=9, num_waiting_reqs=1, kv_cache_usage=0.25)
     outputs = [
         step(told, (PREEMPTED, now - 9), (PREEMPTED, now - 5), (1, now)),
@@ -64,7 +65,7 @@ async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
     meter.paused(now - 6, now - 4)  # vLLM preempts all then, and that says nothing of its cache
     assert await llm.engine_core.get_output_async() is outputs[0]
     assert await llm.engine_core.get_output_async() is outputs[1]
-    assert meter.stats() == EngineStats(2, 4, 0.5, 160, 2, 8, 6)
+    assert meter.stats() == EngineStats(2, 4, 0.5, 160, 2, 8, 6, 6, 4)
     await llm.engine_core.get_output_async()
     assert (meter.stats().running, meter.stats().waiting) == (2, 1)  # no more than were sent
     assert 0 < meter.stuck_s() < 60
@@ -72,5 +73,5 @@ async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
     assert meter.stuck_s() == 0  # vLLM has done it, and a client reads slowly
     for _ in range(2):
         meter.end()
-    assert meter.stats() == EngineStats(0, 0, 0.0, 160, 2, 8, 9)
+    assert meter.stats() == EngineStats(0, 0, 0.0, 160, 2, 8, 9, 6, 4)
     assert meter.stuck_s() == 0

@@ -68,10 +68,10 @@ def test_without_a_gpu_a_long_prompt_is_read_in_parts_that_hold_every_sequence()
 
 
 def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -> None:
-    request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,))
+    request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,), b"g")
     arguments = sampling_arguments(request, 17)
     assert arguments["temperature"] == 0
-    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0]}
+    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0, b"g"]}
     assert not {"seed", "logprobs"} & set(arguments)
 
 
@@ -143,6 +143,14 @@ def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatc
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert os.environ["TRITON_CACHE_DIR"] == str(Path.home() / ".triton" / "cache")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_drafts_are_verified_in_the_runner_that_is_known(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    set_environment(cpu=False)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    set_environment(cpu=False, drafts=True)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 @pytest.mark.parametrize(("device", "cpu"), [("cuda", True), ("cpu", False), ("cuda:1", False)])

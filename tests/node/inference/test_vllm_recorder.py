@@ -24,7 +24,7 @@ class Forbid:
     """A processor of V1: one row asks for no last token."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        logits[1, -1] = -torch.inf
+        logits[1:2, -1] = -torch.inf
         return logits
 
 
@@ -52,12 +52,50 @@ class Sampler:
     def sample(self, logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor | None]:
         return logits.argmax(-1), None
 
+    def apply_logits_processors(
+        self, logits: Tensor, metadata: Any, *, predict_bonus_token: bool
+    ) -> Tensor:
+        """V1's: of the rows behind all drafts; no first token."""
+        assert predict_bonus_token
+        return logits.index_fill(1, torch.tensor([0]), -torch.inf)
+
     def apply_sampling_params(
         self, logits: Tensor, metadata: Any, *, skip_top_k_top_p: bool
     ) -> Tensor:
         """V2's: what vLLM does to logits before it draws, temperature included."""
         assert skip_top_k_top_p
         return logits / metadata.temperature[:, None]
+
+
+class Judge:
+    """As V1's rejection sampler: forward() is looked up on the instance."""
+
+    def __init__(self) -> None:
+        self.told: Tensor | None = None
+
+    def __call__(self, drafts: Any, logits: Tensor, temperatures: list[float]) -> Tensor:
+        served = any(temperatures)
+        metadata = SimpleNamespace(
+            temperature=torch.tensor(temperatures) if served else None,
+            max_num_logprobs=1 if served else None,
+        )
+        return self.forward(drafts, None, logits, metadata).sampled_token_ids
+
+    def forward(self, drafts: Any, probabilities: None, logits: Tensor, metadata: Any) -> Any:
+        likeliest = logits[drafts.bonus_logits_indices].argmax(-1, keepdim=True)
+        return SimpleNamespace(sampled_token_ids=likeliest)
+
+    def apply_logits_processors(self, logits: Tensor, metadata: Any, drafts: Any) -> Tensor:
+        """Of the rows that have a draft; no last token."""
+        assert len(logits) == sum(drafts.num_draft_tokens)
+        return logits.index_fill(1, torch.tensor([-1]) % VOCABULARY, -torch.inf)
+
+    def _get_logprobs_tensors(
+        self, most: int, drafts: Any, logits: Tensor, made: Tensor, last: Tensor, tokens: Tensor
+    ) -> Tensor:
+        assert (len(made), len(last)) == (len(logits) - len(tokens), len(tokens))
+        self.told = logits
+        return logits
 
 
 @dataclass
@@ -81,9 +119,11 @@ class Runner:
     second: bool
     requests: dict[str, Request] = field(default_factory=dict[str, Request])
     execute_model_state: Any = None
+    num_spec_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(second=self.second)
+        self.rejection_sampler = Judge()
         if self.second:
             self.req_states = object()
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_computed_tokens_cpu=None)
@@ -96,10 +136,14 @@ class Runner:
         computed = np.array([one.computed for one in requests], np.int32)
         new = np.array([counts[one] for one in ids], np.int32)
         ends = computed + new
-        rows = np.cumsum(new) - 1
+        drafts = getattr(scheduled, "scheduled_spec_decode_tokens", {})
         hidden = torch.full((int(new.sum()) + 3, WIDTH), torch.nan)
-        for one, row, end in zip(ids, rows, ends, strict=True):
-            hidden[row] = hidden_state(one, int(end) - 1)
+        indices: list[int] = []
+        for one, last, end in zip(ids, np.cumsum(new) - 1, ends, strict=True):
+            for back in range(len(drafts.get(one, ())), -1, -1):
+                hidden[last - back] = hidden_state(one, int(end) - back - 1)
+                indices.append(int(last) - back)
+        rows = np.array(indices)
         known = np.array([one.known for one in requests], np.int32)
         batch = SimpleNamespace(
             num_reqs=len(ids),
@@ -119,16 +163,43 @@ class Runner:
             self.discard_request_mask.np[: len(ids)] = ends < known
             self.execute_model_state.scheduler_output = scheduled
             self.execute_model_state.sample_hidden_states = hidden[torch.from_numpy(rows)]
+        self._drafts = drafts
         self._rows = list(zip(ids, ends.tolist(), (ends >= known).tolist(), strict=True))
 
     def sample_tokens(self, grammar: None) -> None:
         self.execute_model_state = None
+        if self._drafts:
+            self._verify_drafts()
+            return
         logits = torch.stack([logits_of(one, end) for one, end, _ in self._rows])
         tokens = self.sampler(logits).tolist()
         for (one, end, samples), token in zip(self._rows, tokens, strict=True):
             self.requests[one].computed = end
             if samples:
                 self.requests[one].tokens.append(token)
+
+    def _verify_drafts(self) -> None:
+        drafts = [self._drafts.get(one, []) for one, _, _ in self._rows]
+        counts = np.array([len(one) for one in drafts])
+        last = np.cumsum(counts + 1) - 1
+        rows = [
+            logits_of(one, end - back)
+            for (one, end, _), mine in zip(self._rows, drafts, strict=True)
+            for back in range(len(mine), -1, -1)
+        ]
+        metadata = SimpleNamespace(
+            draft_token_ids=torch.tensor([token for one in drafts for token in one]),
+            num_draft_tokens=counts.tolist(),
+            target_logits_indices=torch.from_numpy(np.delete(np.arange(len(rows)), last)),
+            bonus_logits_indices=torch.from_numpy(last),
+        )
+        warm = [self.sampler.temperatures.get(row, 0.0) for row in range(len(drafts))]
+        found = self.rejection_sampler(metadata, torch.stack(rows), warm).tolist()
+        for (one, end, samples), mine, tokens in zip(self._rows, drafts, found, strict=True):
+            new = [token for token in tokens if token >= 0]
+            self.requests[one].computed = end - len(mine) + (len(new) - 1 if samples else 0)
+            if samples:
+                self.requests[one].tokens += new
 
 
 def hidden_state(request: str, position: int) -> Tensor:
@@ -150,18 +221,22 @@ class Engine:
     keys: dict[str, int] = field(default_factory=dict[str, int])
     served: set[str] = field(default_factory=set[str])
     """Requests of vLLM's own server."""
+    group: bytes = b""
 
     def add(self, name: str, prompt: int) -> None:
         self.runner.requests[name] = Request(prompt, known=prompt)
 
-    def step(self, counts: dict[str, int]) -> None:
+    def step(self, counts: dict[str, int], drafts: dict[str, list[int]] | None = None) -> None:
+        """`counts` of tokens, to which those of `drafts` are added."""
+        drafts = drafts or {}
+        counts = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
         fresh: list[Any] = []
         for name in counts:
             if name not in self.keys or (self.runner.second and not self.computed(name)):
                 key = self.keys.setdefault(name, ord(name[0]))
                 served = name in self.served
                 drawn_at = 1.0 if served else 0.5 + key / 100
-                extra = {SAMPLING: [key, 2**63 - key, drawn_at]}
+                extra = {SAMPLING: [key, 2**63 - key, drawn_at, 0, 1.0, self.group]}
                 extra |= {SERVED: True} if served else {}  # type: ignore[dict-item]
                 parameters = SimpleNamespace(extra_args=extra)
                 tokens = [0] * self.runner.requests[name].prompt
@@ -172,7 +247,10 @@ class Engine:
                 )
         self.runner.execute_model(
             SimpleNamespace(
-                num_scheduled_tokens=counts, scheduled_new_reqs=fresh, finished_req_ids=set()
+                num_scheduled_tokens=counts,
+                scheduled_new_reqs=fresh,
+                finished_req_ids=set(),
+                scheduled_spec_decode_tokens=drafts,
             )
         )
         self.runner.sample_tokens(None)
@@ -192,8 +270,10 @@ class Engine:
         return found
 
 
-def make_engine(*, second: bool, fingerprint: str = "projection", requests: int = 4) -> Engine:
-    runner = Runner(second)
+def make_engine(
+    *, second: bool = False, fingerprint: str = "projection", requests: int = 4, drafts: int = 0
+) -> Engine:
+    runner = Runner(second, num_spec_tokens=drafts)
     recorder = Recorder(
         torch.device("cpu"),
         width=WIDTH,
@@ -201,6 +281,7 @@ def make_engine(*, second: bool, fingerprint: str = "projection", requests: int 
         fingerprint=fingerprint,
         requests=requests,
         length=LENGTH,
+        drafts=drafts,
     )
     recorder.version = 1
     Hooks(runner, recorder).install()
@@ -415,3 +496,107 @@ def test_what_vllms_own_server_asks_for_is_drawn_by_seed_from_what_vllm_made_of_
         assert float(told) == pytest.approx(float(drawn.logprobs), abs=1e-5)
     assert engine.recorder.versions([key, ord("x")]) == [[1]]
     expect_record(engine, "a", 4)  # a request of the node beside it is what it is alone
+
+
+def test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kept() -> None:
+    """Each request is what it would have been alone, whatever was drafted for it and for others."""
+    engine = make_engine(drafts=3)
+    a, b, c = (expected(name, prompt, 30)[0] for name, prompt in (("a", 5), ("b", 9), ("c", 1)))
+
+    def wrong(token: int) -> int:
+        return (token + 1) % VOCABULARY
+
+    engine.add("a", 5)
+    engine.add("b", 9)
+    engine.add("c", 1)
+    engine.step({"a": 5, "b": 4})
+    engine.step({"a": 1, "b": 2}, {"a": a[1:4]})  # all right, beside a part of a prompt
+    assert engine.runner.requests["a"].tokens == a[:5]
+    assert engine.runner.requests["b"].tokens == []
+    engine.step({"a": 1, "b": 3, "c": 1}, {"a": [a[5], wrong(a[6]), a[7]]})
+    assert (
+        engine.runner.requests["a"].tokens == a[:7]
+    )  # what comes after a wrong one is not looked at
+    engine.step({"a": 1, "b": 1, "c": 1}, {"b": [wrong(b[1])], "c": [c[1], c[2]]})
+    assert [len(engine.runner.requests[name].tokens) for name in "abc"] == [8, 2, 4]
+    engine.step({"a": 1, "b": 1, "c": 1})  # and without any
+    engine.step({"a": 1, "b": 1, "c": 1}, {"a": a[9:12], "b": [wrong(b[3]), b[4]], "c": [c[5]]})
+    assert [len(engine.runner.requests[name].tokens) for name in "abc"] == [13, 4, 7]
+    for name, prompt in (("a", 5), ("b", 9), ("c", 1)):
+        expect_record(engine, name, prompt)
+
+
+def test_drafts_that_were_wrong_are_in_no_record_and_under_no_version() -> None:
+    engine = make_engine(drafts=3)
+    a = expected("a", 5, 9)[0]
+    engine.add("a", 5)
+    engine.step({"a": 5})
+    engine.step({"a": 1}, {"a": [a[1], a[2] - 1, a[3]]})  # two tokens
+    with pytest.raises(ValueError, match="not enough values"):
+        engine.collect("a", 4)  # the third row was a draft's
+    engine.recorder.version = 2
+    engine.step({"a": 1}, {"a": a[3:6]})
+    engine.preempt("a", lost=2)
+    engine.recorder.version = 3
+    engine.step({"a": 10})
+    assert engine.collect("a")[2] == [[0, 1], [3, 2], [5, 3]]
+    expect_record(engine, "a", 5)
+
+
+def test_drafts_are_judged_by_what_vllms_own_server_makes_of_the_logits() -> None:
+    engine = make_engine(drafts=2)
+    engine.served = {"b"}
+    engine.add("b", 5)
+    engine.step({"b": 5})
+    engine.runner.sampler.temperatures = {0: 0.7}
+    made = torch.stack([logits_of("b", 6), logits_of("b", 7)])
+    made[0, -1] = made[1, 0] = -torch.inf  # of a row with a draft, and of the last
+    seeds, positions = torch.full((2,), 2**63 - ord("b")), torch.tensor([6, 7])
+    wanted = draw(made / 0.7, torch.ones(2), seeds, positions).tokens.tolist()
+    engine.step({"b": 1}, {"b": wanted[:1]})
+    assert engine.runner.requests["b"].tokens[1:] == wanted
+    told = engine.runner.rejection_sampler.told
+    assert told is not None
+    assert torch.allclose(told, made / 0.7)
+
+
+def test_drafts_that_another_sampler_verifies_end_the_engine() -> None:
+    engine = make_engine(drafts=2)
+    engine.add("a", 2)
+    engine.step({"a": 2})
+    engine.runner.rejection_sampler = Judge()
+    with pytest.raises(RuntimeError, match="past"):
+        engine.step({"a": 1}, {"a": [1]})
+    unlike = Runner(second=False, num_spec_tokens=2)
+    del unlike.rejection_sampler
+    newer = Runner(second=True)
+    newer.num_speculative_steps = 2  # type: ignore[attr-defined]
+    for runner in (unlike, newer):
+        with pytest.raises(RuntimeError, match="drafts"):
+            Hooks(runner, engine.recorder).install()
+
+
+def test_requests_of_a_group_get_no_further_than_those_that_began_before_them() -> None:
+    """However right their drafts are: at an update the order of a group is looked at."""
+    engine = make_engine(drafts=3)
+    engine.group = b"g"
+    a, b, c = (expected(name, 5, 12)[0] for name in "abc")
+
+    def lengths() -> list[int]:
+        return [len(engine.runner.requests[name].tokens) for name in "abc"]
+
+    for name in "abc":
+        engine.add(name, 5)
+    engine.step({"a": 5, "b": 5, "c": 2})  # c draws nothing yet
+    engine.step({"a": 1, "b": 1, "c": 3}, {"a": [(a[1] + 1) % VOCABULARY], "b": b[1:4]})
+    assert lengths() == [2, 2, 1]
+    engine.step({"a": 1, "b": 1, "c": 1}, {"a": a[2:4], "b": b[2:3], "c": c[1:4]})
+    assert lengths() == [5, 4, 4]
+    engine.step({"b": 1, "c": 1}, {"b": b[4:5], "c": c[4:7]})  # a has ended
+    assert lengths() == [5, 6, 6]
+    engine.group = b""
+    engine.add("d", 5)
+    engine.step({"c": 1, "d": 5}, {"c": c[6:9]})
+    assert lengths() == [5, 6, 10]
+    for name in "abcd":
+        expect_record(engine, name, 5)

@@ -166,6 +166,16 @@ def test_proofs_are_planned_where_the_run_has_some() -> None:
     assert set(proofs) - set(none) == {"proofs"}
 
 
+def test_each_draft_takes_a_row_of_logits_and_of_proofs() -> None:
+    def planned(name: str, **more: Any) -> int:
+        plan = plan_engine(vllm(**more), Q8B, CARD)
+        return next(item.nbytes for item in (*plan.engine, *plan.beside) if item.name == name)
+
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    assert planned("logits", vllm=drafts) == 5 * planned("logits")
+    assert planned("proofs", vllm=drafts) - planned("proofs") == 4 * 256 * 8 * 4
+
+
 def test_auto_has_to_be_a_number_first() -> None:
     with pytest.raises(UsageError, match="auto"):
         plan_engine(vllm(tp="auto"), Q8B, CARD)

@@ -244,6 +244,7 @@ def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for()
                     np.full(len(lane), length),
                     np.ones(len(lane), bool),
                     torch.ones(len(lane), 4),
+                    np.zeros(len(lane), np.int64),
                 ),
                 of,
             )
@@ -349,6 +350,10 @@ def test_passes_that_leave_a_rank_a_part_of_the_states_are_refused() -> None:
         ({"pp": 2}, "engine.pp is 2"),
         ({"sleep_after_s": 3.0}, "does not sleep"),
         ({"vllm": {"block_size": 16}}, "the plan's to decide"),
+        (
+            {"vllm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}},
+            "one token of a sequence in a step",
+        ),
         ({"dtype": "bfloat16"}, "set engine.dtype"),
     ],
 )

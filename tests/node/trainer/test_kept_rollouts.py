@@ -8,8 +8,10 @@ from msgspec import structs
 from support.kept_cases import WORKER, keeper, played
 from support.protocol_cases import BRANCH, LEASE, SUBMISSION
 from support.swarm import Swarm
+from support.witness import Fakes, never_right
 
 from primerl.node.config.training import TrainingConfig
+from primerl.node.ops.errors import RunFailed
 from primerl.node.storage.rollouts import KeptRollout, RolloutFiles
 from primerl.node.trainer import kept_rollouts
 from primerl.node.training.advantages import credit
@@ -175,6 +177,25 @@ async def test_a_run_keeps_the_newest_steps_with_the_heads_that_they_made(
             one.group for one in rows if one.verdict == "trained" or one.reason == "zero_advantage"
         }
         assert batch == set(range(record.groups))
+
+
+async def test_a_run_that_learns_nothing_keeps_what_it_played(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(reply=never_right)
+    few = {"max_empty_batches": 2}
+    async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=few) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        with pytest.raises(RunFailed, match="no signal"):
+            await swarm.finished()
+    kept = files(swarm.run_dir)
+    assert kept.steps() == [1]
+    assert (kept.record(1).groups, kept.record(1).head) == (0, b"")
+    found = [one for one in kept.read(1) if one.reason == "zero_advantage"]
+    assert len(found) == 2 * 4 * 4, "every rollout of two batches"
+    assert {one.verdict for one in found} == {"unused"}
+    assert {one.reward for one in found} == {0.0}
 
 
 async def test_a_disk_that_takes_no_rollouts_does_not_stop_the_run(

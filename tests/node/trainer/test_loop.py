@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,8 @@ from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
-from primerl.node.ops.errors import StorageError
+from primerl.node.config.training import TrainingConfig
+from primerl.node.ops.errors import RunFailed, StorageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.loop import TrainerRole
@@ -24,6 +26,7 @@ from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
+from primerl.node.training.curriculum import Curriculum
 from primerl.protocol.leases import LeaseBook, LeasePolicy, MixtureShare
 
 A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
@@ -62,6 +65,7 @@ class FakeQueue:
         self.progress = progress
         self.kept = keeper(directory)
         self.grown = asyncio.Condition()
+        self.curricula = {"e": Curriculum(TrainingConfig(), environment="e", seed=0)}
 
     def waiting(self) -> int:
         return 0
@@ -143,7 +147,8 @@ class World:
             self.metrics,
             SimpleNamespace(begin=begin_nothing),
         ]
-        self.role = TrainerRole(services, self.config, *parts)
+        self.role_parts: list[Any] = [services, self.config, *parts]
+        self.role = TrainerRole(*self.role_parts)
 
     def deliver(self, node: bytes, groups: int) -> None:
         """So many groups of `node` were judged good."""
@@ -161,6 +166,11 @@ class World:
             now=time.time(),
         )
         return len(lease.tasks) if lease else 0
+
+    def close(self) -> None:
+        """Close what it wrote."""
+        self.ledger.close()
+        self.metrics.close()
 
     async def judged(self) -> None:
         """Wake the trainer, and give it time to take what it may."""
@@ -183,8 +193,7 @@ async def world(
     finally:
         running.cancel()
         await asyncio.wait([running])
-        made.ledger.close()
-        made.metrics.close()
+        made.close()
 
 
 async def test_a_flood_does_not_fill_a_batch_while_another_worker_has_leases(
@@ -268,6 +277,52 @@ async def test_with_a_small_bound_nothing_is_trained_before_the_version_is_out(
         assert len(swarm.recorder.batches) == 2
 
 
+def gate(swarm: World) -> Curriculum:
+    training = TrainingConfig.model_validate({"curriculum": {"gates": {"signal": {}}}})
+    made = Curriculum(training, environment="e", seed=0)
+    swarm.queue.curricula["e"] = made
+    swarm.role = TrainerRole(*swarm.role_parts)
+    return made
+
+
+async def test_a_run_whose_groups_are_all_replaced_stops_and_says_so(tmp_path: Path) -> None:
+    """Ten batches of them in a row, as where they are not replaced."""
+    made = World(tmp_path, 0.5, 600.0, 8)
+    curriculum = gate(made)
+    running = asyncio.create_task(made.role.run(0))
+    flat = played(A)
+    flat.rollouts[0] = flat.rollouts[1]
+    for count in range(1, 10 * WANTED + 1):
+        assert not running.done()
+        assert not curriculum.observe(flat)
+        if count % WANTED == 0:
+            await made.judged()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(running, 5.0)
+    assert caught.group_contains(RunFailed, match="80 groups in a row had no signal")
+    made.close()
+
+
+async def test_a_run_ends_when_no_task_is_left_that_may_be_chosen(tmp_path: Path) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    pools = {"learnt": {"threshold": 0.5, "weight": 0.0}, "more": {"threshold": 1.0, "weight": 1.0}}
+    sampler = {"type": "difficulty_pool", "num_tasks": 1, "pools": pools}
+    training = TrainingConfig.model_validate({"curriculum": {"sampler": sampler}})
+    made.queue.curricula["e"] = Curriculum(training, environment="e", seed=0)
+    made.role = TrainerRole(*made.role_parts)
+    assert made.lease(A) == 4
+    made.queue.curricula["e"].observe(replace(played(A), task_index=0))
+    running = asyncio.create_task(made.role.run(0))
+    await made.judged()
+    assert not running.done()  # what is on lease may change a reward
+    made.book.settle(0, A, time.time())
+    await made.judged()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(running, 5.0)
+    assert caught.group_contains(RunFailed, match="pool of weight 0")
+    made.close()
+
+
 async def test_a_version_that_cannot_be_published_ends_the_run_at_once(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
 
@@ -279,5 +334,4 @@ async def test_a_version_that_cannot_be_published_ends_the_run_at_once(tmp_path:
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(made.role.run(0), 5.0)
     assert caught.group_contains(StorageError)
-    made.ledger.close()
-    made.metrics.close()
+    made.close()

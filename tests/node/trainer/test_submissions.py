@@ -1,6 +1,7 @@
 """Submissions are verified several at a time, and judged as if it had been one after the other."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +15,14 @@ from support.protocol_cases import LEASE, PROOFS, RUN
 from support.swarm import until
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
+from primerl.node.training.curriculum import Curriculum
 from primerl.node.verification.self_calibration import AuditConditions
 from primerl.node.verification.verifier import (
     AuditResults,
@@ -120,6 +123,7 @@ class World:
             RolloutBuffer(max_off_policy_steps=2, capacity=100),
             self.progress,
             keeper(Path()),
+            defaultdict(lambda: Curriculum(TrainingConfig(), environment="e", seed=0)),
         )
 
     def arrived_after(self, arrival: int) -> list[QueuedSubmission]:

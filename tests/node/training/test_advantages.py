@@ -20,6 +20,7 @@ from primerl.node.training.advantages import (
     grpo_std,
     has_equal_rewards,
     max_rl,
+    observations,
     overlong_penalty,
     rloo,
 )
@@ -70,6 +71,17 @@ def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() ->
     found = [one.advantage for one in credit(groups, training("reinforce_plus_plus")).samples]
     std = math.sqrt((2 * 0.5**2 + 2 * 0.05**2) / 3) + 1e-4
     assert found == pytest.approx([0.5 / std, -0.5 / std, 0.05 / std, -0.05 / std])
+
+
+@pytest.mark.parametrize("pruned", [True, False])
+def test_groups_of_equal_rewards_count_in_the_standard_deviation_of_the_batch(pruned: bool) -> None:
+    groups = [mixed([1.0, 1.0, 1.0], [2, 2, 2]), mixed([1.0, 0.0], [2, 2])]
+    config = training("reinforce_plus_plus", filter_zero_advantages=pruned)
+    batch = credit(groups, config)
+    std = math.sqrt(2 * 0.5**2 / 4) + 1e-4  # of 0, 0, 0, 0.5, -0.5
+    found = [one.advantage for one in batch.samples]
+    assert found == pytest.approx([*([] if pruned else [0.0] * 3), 0.5 / std, -0.5 / std])
+    assert (batch.groups, batch.pruned) == ((1, 1) if pruned else (2, 0))
 
 
 def test_reinforce_plus_plus_leaves_groups_without_signal_at_nothing() -> None:
@@ -248,6 +260,45 @@ def test_all_branches_of_a_rollout_share_its_advantage() -> None:
     batch = credit([RolloutGroup(b"t", "e", rollouts, 0, b"n", b"l")], training())
     assert [sample.advantage for sample in batch.samples] == [0.5, 0.5, -0.5]
     assert batch.samples[1].token_ids == [2, 5]
+
+
+ECHO = LossConfig(echo_alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ([0, 0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1, 0, 1]),
+        ([0, 0, 1, 1], [0, 0, 0, 0]),  # one turn: nothing but the prompt and the reply
+        ([0, 0, 0], [0, 0, 0]),
+        ([1, 0, 1], [0, 1, 0]),
+        ([], []),
+    ],
+)
+def test_the_environments_tokens_are_those_after_the_first_reply(
+    mask: list[int], said: list[int]
+) -> None:
+    assert observations([bool(one) for one in mask]) == [bool(one) for one in said]
+
+
+def conversations(rewards: list[float]) -> RolloutGroup:
+    rollouts = [ScoredRollout([branch([0, 1, 0, 1])], reward) for reward in rewards]
+    return RolloutGroup(b"t", "e", rollouts, 0, b"n", b"l")
+
+
+def test_echo_learns_the_environments_tokens_of_every_group() -> None:
+    groups = [conversations([1.0, 0.0]), conversations([1.0, 1.0]), mixed([0.0, 0.0], [2, 2])]
+    batch = credit(groups, training(loss=ECHO))
+    assert [one.advantage for one in batch.samples] == [0.5, -0.5, 0.0, 0.0]
+    assert [one.mask for one in batch.samples[1:3]] == [[False, True, False, True], [False] * 4]
+    assert all(one.echo == [False, False, True, False] for one in batch.samples)
+    # a group without signal whose environment said nothing is left out as ever
+    assert (batch.groups, batch.pruned, batch.flat) == (2, 1, 2)
+
+
+def test_without_echo_nothing_of_the_environment_is_trained() -> None:
+    batch = credit([conversations([1.0, 0.0])], training())
+    assert [one.echo for one in batch.samples] == [None, None]
 
 
 @pytest.mark.parametrize(

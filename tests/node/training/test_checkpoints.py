@@ -85,6 +85,14 @@ async def test_multiples_of_the_interval_are_kept_beside_the_newest(tmp_path: Pa
     assert checkpoints.steps() == [3, 6, 7]
 
 
+async def test_the_first_is_kept_beside_the_newest_if_that_is_wanted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_first=True)
+    backend = await counting(tmp_path, 0)
+    for step in range(5):
+        await checkpoints.write(step, {}, backend)
+    assert checkpoints.steps() == [0, 3, 4]
+
+
 async def test_a_checkpoint_without_its_record_does_not_exist(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)
     backend = await counting(tmp_path, 0)

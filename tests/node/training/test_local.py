@@ -88,6 +88,48 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
     assert after[1] < before[1]
 
 
+def test_echo_makes_the_environments_tokens_likelier_and_the_prompt_not(model_dir: Path) -> None:
+    loss = LossConfig(echo_alpha=0.1, rejection="second_moment")
+    subject = learner(model_dir, FAST.model_copy(update={"lr": 1e-3, "loss": loss}))
+    said = [False, False, False, True]
+    row = Sample([5, 60, 100, 200], [False] * 4, [0.0] * 4, 0.0, said)
+    prompt = replace(row, mask=[False, True, False, False], echo=None)
+
+    def nats() -> tuple[float, float]:
+        (heard,) = subject.packed_logprobs([row])
+        return heard, logprobs(subject, [prompt])[0][1]
+
+    before = nats()
+    for step in range(1, 6):
+        values = subject.step(TrainBatch(step, [row])).values
+        if step == 1:
+            assert values["nll/mean"] == pytest.approx(-before[0], abs=1e-5)
+            assert (values["tokens"], values["nll/tokens"]) == (0, 1)
+    after = nats()
+    assert after[0] - before[0] > 5 * abs(after[1] - before[1])
+
+
+def test_echo_and_the_loss_of_the_drawn_tokens_do_not_dilute_each_other(model_dir: Path) -> None:
+    """The step's gradient is the sum of those of either alone, whatever their numbers of tokens."""
+    drawn = Sample(
+        [5, 6, 100, 7, 8, 9], [False, True, True] + [False] * 3, [0.0, -5.5, -5.5, 0, 0, 0], 1.0
+    )
+    both = replace(drawn, echo=[False] * 3 + [True] * 3)
+    heard = replace(both, mask=[False] * 6)
+
+    def moved(one: Sample) -> dict[str, torch.Tensor]:
+        changes = {"loss": LossConfig(echo_alpha=0.5), "max_norm": 1e9}
+        subject = learner(model_dir, FAST.model_copy(update=changes))
+        subject.step(TrainBatch(1, [one]))
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    parts, whole = [moved(one) for one in (drawn, heard)], moved(both)
+    assert len(whole) > 5
+    for name, moment in whole.items():
+        assert torch.allclose(moment, parts[0][name] + parts[1][name], atol=1e-7)
+
+
 def teacher_of(directory: Path, **shape: int) -> Path:
     huggingface.create(directory, TINY.model_copy(update=shape), seed=9)
     return directory

@@ -684,3 +684,69 @@ def test_fields_that_do_not_go_together_are_refused_at_load(
 ) -> None:
     with pytest.raises(ValidationError, match=says):
         LossConfig.model_validate(fields)
+
+
+# -- ECHO -------------------------------------------------------------------------------------------
+
+HEARD = np.isin(np.arange(15), [2, 6, 7, 13])
+"""The environment's tokens among those of loss_cases: one of them in a sequence of two."""
+
+
+def with_echo(logprobs: Tensor | None = None) -> TokenInputs:
+    return replace(loss_cases.tokens().inputs(logprobs), echo=torch.from_numpy(HEARD.copy()))
+
+
+@pytest.mark.parametrize("case", NOT_CE, ids=lambda case: case.name)
+def test_echo_adds_the_mean_cross_entropy_of_the_environments_tokens(case: Case) -> None:
+    """loss = sum of the drawn tokens' losses / their count + alpha x mean of -log pi of the others."""
+    whole = loss_cases.tokens()
+    drawn = loss_cases.Tokens(
+        whole.pi[~HEARD],
+        whole.mu[~HEARD],
+        whole.advantage[~HEARD],
+        whole.reference[~HEARD],
+        whole.sequence[~HEARD],
+    )
+    values, slopes = case.expected(drawn)
+    given = with_echo()
+    loss, sums = policy_loss(
+        case.config.model_copy(update={"echo_alpha": 0.3}), given, 20, echo_tokens=8
+    )
+    (found,) = torch.autograd.grad(loss, given.logprobs)
+    heard = np.log(whole.pi[HEARD])
+    assert loss.item() == pytest.approx(values.sum() / 20 - 0.3 * heard.sum() / 8, rel=1e-12)
+    assert found.numpy()[~HEARD] == pytest.approx(slopes / 20, rel=1e-9, abs=1e-15)
+    assert found.numpy()[HEARD] == pytest.approx(-0.3 / 8, rel=1e-12)
+    metrics = sums.metrics()
+    assert metrics["nll/mean"] == pytest.approx(-heard.mean(), rel=1e-12)
+    assert (metrics["tokens"], metrics["nll/tokens"]) == (11, 4)
+    assert metrics["loss/mean"] == pytest.approx(values.mean(), rel=1e-12)
+
+
+def test_echo_tokens_of_ranks_add_up_to_one_also_where_a_rank_has_no_other() -> None:
+    config = LossConfig(echo_alpha=0.1)
+    loss, sums = policy_loss(config, with_echo(), 11, 4)
+    parts = [
+        policy_loss(config, one, 11, 4)
+        for one in (replace(with_echo().drawn(), echo=None), only_heard(), only_heard(0))
+    ]
+    assert sum(part[0].item() for part in parts) == pytest.approx(loss.item(), rel=1e-12)
+    for part in parts:
+        part[0].backward()
+    for reduced in exchange([part[1] for part in parts]):
+        assert reduced.metrics() == pytest.approx(sums.metrics(), rel=1e-12)
+
+
+def only_heard(count: int = 4) -> TokenInputs:
+    heard = with_echo().observed()
+    cut = {
+        name: getattr(heard, name)[:count]
+        for name in ("logprobs", "behaviour", "advantages", "entropy", "sequences", "reference")
+    }
+    return replace(heard, **cut, echo=torch.ones(count, dtype=torch.bool))
+
+
+def test_a_step_of_the_environments_tokens_alone_is_reported() -> None:
+    loss, sums = policy_loss(LossConfig(echo_alpha=0.1), only_heard(), 0, 4)
+    assert set(sums.metrics()) == {"nll/mean", "nll/tokens", "tokens"}
+    assert loss.item() == pytest.approx(0.1 * sums.metrics()["nll/mean"])

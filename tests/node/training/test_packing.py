@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -125,6 +126,26 @@ def test_advantage_and_logprobs_stay_with_their_tokens() -> None:
     (row,) = rows_of(pack([one], 8))
     assert (row.targets.tolist(), row.logprobs.tolist()) == ([8, 9], [-1.5, -2.5])
     assert row.advantages.tolist() == [0.25, 0.25]
+
+
+def test_the_environments_tokens_are_trained_as_such_and_counted_apart() -> None:
+    drawn, said = [False, True, False, False, True], [False, False, True, True, False]
+    one = Sample([7, 8, 9, 10, 11], drawn, [0.0, -1.5, 0.0, 0.0, -2.5], 0.25, said)
+    plain = replace(one, echo=None)
+    packed = pack([one, plain], 16, multiple=4)
+    (row,) = rows_of(packed)
+    assert row.targets.tolist() == [8, 9, 10, 11, 8, 11]
+    assert row.echo.tolist() == [False, True, True, False, False, False]
+    assert (packed.tokens, packed.echo_tokens) == (4, 2)
+    assert [flag for index in range(4) for flag in row.part(index, 4).echo] == row.echo.tolist()
+
+
+def test_a_sample_of_which_only_the_environments_tokens_are_trained_has_a_row() -> None:
+    only = Sample([1, 2, 3], [False] * 3, [0.0] * 3, 0.0, [False, False, True])
+    packed = pack([only], 8)
+    (row,) = rows_of(packed)
+    assert (row.targets.tolist(), row.echo.tolist()) == ([3], [True])
+    assert (packed.tokens, packed.echo_tokens) == (0, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -325,6 +325,7 @@ def test_the_engine_that_audits_keeps_the_kernels_and_takes_little_memory() -> N
         "gpu_memory_utilization": 0.9,
         "attention_backend": "FLASH_ATTN",
         "max_num_batched_tokens": 512,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
     }
     config = EngineConfig(type="vllm", device="cpu", tp="auto", dp=2, sleep_after_s=3, vllm=said)
     run = make_run("bfloat16")

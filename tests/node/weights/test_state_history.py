@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl.node.weights.state import Changed, State, Tensor, digests
-from primerl.node.weights.state_history import StateHistory, known_changes
+from primerl.node.weights.state_history import StateHistory, known_changes, layout, take
 
 
 def first_state(size: int = 1000) -> dict[str, Tensor]:
@@ -53,26 +53,27 @@ def test_an_old_version_takes_little_memory_and_shares_what_never_changed() -> N
     assert tensor.data.tolist() == state["a"].data.tolist()
 
 
-def test_an_old_version_is_one_object_while_somebody_holds_it() -> None:
-    history, state = StateHistory(8, whole=1), first_state()
-    for version in range(4):
-        history.add(version, state)
+def test_a_version_is_one_object_from_whole_to_gone_and_after() -> None:
+    history, state = StateHistory(3, whole=1), first_state()
+    expected = digests(state)
+    history.add(0, state)
+    held = history[0]
+    for version in range(1, 6):
         state, _ = next_state(state, version)
-    old = history[1]
-    assert history[1] is old
-    history.add(4, state)
-    assert history[1] is old
-    assert digests(history[1]) == digests(dict(old))
+        history.add(version, state)
+        assert history.get(0) is (held if version < 3 else None)
+        assert digests(held) == expected
 
 
-@pytest.mark.parametrize("pair", [(0, 3), (3, 0), (1, 2), (2, 2), (0, 2)])
-def test_what_differs_between_versions_is_known_from_how_they_are_held(
-    pair: tuple[int, int],
+@pytest.mark.parametrize("pair", [(0, 3), (3, 0), (1, 2), (2, 2), (0, 2), (2, 3), (0, 4)])
+@pytest.mark.parametrize("whole", [1, 3])
+def test_where_versions_differ_is_known_without_comparing_them(
+    whole: int, pair: tuple[int, int]
 ) -> None:
-    history, state = StateHistory(8, whole=1), first_state()
-    for version in range(4):
-        history.add(version, state)
-        state, _ = next_state(state, version)
+    history, state, changed = StateHistory(8, whole=whole), first_state(), None
+    for version in range(5):
+        history.add(version, state, changed)
+        state, changed = next_state(state, version)
     old, new = (history[version] for version in pair)
     changed = known_changes(old, new)
     assert changed is not None
@@ -82,8 +83,38 @@ def test_what_differs_between_versions_is_known_from_how_they_are_held(
         assert positions is not None
         assert positions.dtype == np.int64
         data[positions] = new["a"].data[positions]
+        assert take(new, name, positions).tolist() == new["a"].data[positions].tolist()
     assert data.tolist() == new["a"].data.tolist()
     assert known_changes(old, first_state()) is None
+
+
+def test_where_a_version_differs_from_one_that_was_replaced_is_not_known() -> None:
+    history, state = StateHistory(8), first_state()
+    history.add(0, state, None)
+    first, changed = next_state(state, 1)
+    history.add(1, first, changed)
+    replaced = history[1]
+    other, changed = next_state(state, 2)
+    history.add(1, other, changed)
+    assert known_changes(replaced, history[1]) is None
+    assert known_changes(history[0], history[1]) is None  # `changed` may be of what was replaced
+
+
+@given(st.integers(0, 6), st.lists(st.integers(0, 999), max_size=50), st.floats(0.01, 0.9))
+def test_elements_of_a_version_are_read_without_making_its_tensors(
+    version: int, positions: list[int], share: float
+) -> None:
+    history, state = StateHistory(8, whole=1), first_state()
+    expected: list[State] = []
+    for number in range(7):
+        history.add(number, state)
+        expected.append(state)
+        state, _ = next_state(state, number, share)
+    for name in "ab":
+        wanted = np.array(sorted(set(positions)), np.int64)
+        found = take(history[version], name, wanted)
+        assert found.tolist() == expected[version][name].data[wanted].tolist()
+    assert layout(history[version]) == layout(expected[version])
 
 
 @pytest.mark.parametrize(("again", "held"), [(4, [1, 2, 3, 4]), (3, [3]), (2, [2])])
@@ -100,7 +131,7 @@ def test_a_version_that_comes_again_takes_the_place_of_those_from_it_on(
     history.add(again, other, changed)
     assert list(history) == held
     assert [digests(history[one]) for one in held[:-1]] == [digests(states[v]) for v in held[:-1]]
-    assert history[again] is other
+    assert digests(history[again]) == digests(other)
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.integers(1, 5), st.integers(1, 3))

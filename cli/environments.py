@@ -1,0 +1,768 @@
+"""`primerl-node env`: write, install, list, test and trust environments. None is imported into this process."""
+
+import json
+import keyword
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .command import AsJson, default_data_dir, run_to_end
+
+if TYPE_CHECKING:
+    from ..node.environments.allowed import Package
+    from ..node.environments.trial import EnvironmentTrial
+
+INSTALL_S = 3600.0
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        "-d",
+        envvar="PRIMERL_DATA_DIR",
+        help="The worker's data directory (~/.primerl).",
+    ),
+]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Its id, such as my-env.")]
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    help="""Write, install, list, test and trust environments.
+
+\b
+Examples:
+  primerl-node env init my-env
+  primerl-node env install ./my-env
+  primerl-node env test my-env
+  primerl-node env trust my-env
+  primerl-node rl @ my-env/rl.toml
+""",
+)
+
+
+# -- init ------------------------------------------------------------------------------------------
+
+
+@app.command("init", short_help="Write a package to begin with.")
+def init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as my-env.")],
+    path: Annotated[
+        Path, typer.Option("--path", "-p", help="Where its directory is made.")
+    ] = Path(),
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", help="One that answers the model, several times.")
+    ] = False,
+) -> None:
+    """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
+    from ..node.environments.allowed import NAME, module_of, name_taken, root_of
+    from ..node.ops.errors import UsageError, file_error
+
+    module = module_of(name)
+    if not NAME.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
+        raise UsageError(f"{name[:80]!r} is no name of a package: use letters, digits and -")
+    if taken := name_taken(name):
+        raise UsageError(f"{name!r} cannot be used: {taken}; choose another name")
+    if root_of(module) is not None:
+        raise UsageError(f"a module {module!r} is installed here already: choose another name")
+    directory = path.expanduser() / name
+    if directory.exists():
+        raise UsageError(f"{directory} exists already: choose another name or another --path")
+    title = "".join(word.capitalize() for word in module.split("_"))
+    files = {
+        "pyproject.toml": PYPROJECT,
+        "README.md": README,
+        f"{module}/__init__.py": MULTI_TURN if multi_turn else SINGLE_TURN,
+        f"tests/test_{module}.py": MULTI_TURN_TEST if multi_turn else SINGLE_TURN_TEST,
+    }
+    if not multi_turn:
+        files["rl.toml"] = RUN
+    for file, text in files.items():
+        text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)
+        try:
+            (directory / file).parent.mkdir(parents=True, exist_ok=True)
+            (directory / file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise file_error(error, directory / file) from error
+        typer.echo(directory / file)
+    typer.echo(f"next: primerl-node env install {directory}; primerl-node env test {name}")
+
+
+PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "NAME"
+version = "0.1.0"
+description = "An environment to train language models in"
+readme = "README.md"
+requires-python = ">=3.11"
+dependencies = ["verifiers>=0.4,<0.5"]
+
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
+[tool.setuptools]
+packages = ["MODULE"]
+
+[tool.setuptools.package-data]
+MODULE = ["*.json", "*.jsonl", "*.txt"]
+"""
+
+README = """\
+# NAME
+
+An environment for `verifiers` v1. `MODULE/__init__.py` has the tasks, what the environment says between
+turns, and the rewards.
+
+    primerl-node env install .
+    pytest
+    primerl-node env test NAME
+
+Name it in the config of a run as `environment.id`, with its options as `environment.args`.
+
+Two rules make it fit for a run on many machines: tasks are a function of the options, and rewards are a
+function of task and replies. Nothing may depend on the time, the machine, the network or unseeded randomness.
+"""
+
+RUN = """\
+# primerl-node rl @ rl.toml
+# A tiny model learns the task on two CPU cores: it is shown answers until a fifth of its own are right,
+# then it learns from rewards. For a model that can read, set model.name, without [model.create] and [warmup].
+
+name = "NAME"
+max_steps = 60
+
+[network]
+host = "127.0.0.1"
+
+[model]
+name = "tiny-qwen3"
+
+[model.create]
+hidden_size = 96
+num_hidden_layers = 2
+
+[environment]
+id = "NAME"
+args = { digits = 4 }
+
+[sampling]
+max_tokens = 8
+
+[rollouts]
+group_size = 8
+groups_per_batch = 16
+max_off_policy_steps = 2
+
+[warmup]
+lr = 3e-3
+target = 0.2
+eval_interval = 5
+
+[training]
+lr = 8e-4
+betas = [0.9, 0.99]
+weight_decay = 0.0
+threads = 1
+
+[launch]
+workers = 1
+"""
+
+SINGLE_TURN = '''\
+"""Sort the digits of a number: one prompt, one reply."""
+
+import random
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+
+class TitleConfig(vf.TasksetConfig):
+    """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
+
+    seed: int = 0
+    digits: int = 4
+
+
+class TitleData(vf.TaskData):
+    """One task: `prompt` is asked. `answer` is a right reply, which a warm-up learns from."""
+
+    answer: str
+
+
+def score(reply: str, answer: str) -> float:
+    """Reward of a reply, from 0.0 to 1.0."""
+    return float(reply.strip() == answer)
+
+
+class TitleTask(vf.Task[TitleData]):
+    """Ends after one reply, and scores it."""
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return score(trace.last_reply, self.data.answer)
+
+    @vf.metric
+    async def reply_length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+    """Task 7 is the eighth that load() gives, on every machine and each time."""
+
+    INFINITE = True
+
+    def load(self) -> Iterator[TitleTask]:
+        rng = random.Random(self.config.seed)
+        while True:
+            digits = "".join(rng.choices("0123456789", k=self.config.digits))
+            answer = "".join(sorted(digits))
+            data = TitleData.model_validate({"prompt": f"Sort: {digits}", "answer": answer})
+            yield TitleTask(data, self.config.task)
+
+
+__all__ = ["TitleTaskset"]
+'''
+
+SINGLE_TURN_TEST = """\
+from itertools import islice
+
+from MODULE import TitleConfig, TitleTaskset, score
+
+
+def first(count: int, **options: int) -> list[tuple[str, str]]:
+    config = TitleConfig.model_validate({"id": "NAME", **options})
+    tasks = islice(TitleTaskset(config).load(), count)
+    return [(task.data.prompt, task.data.answer) for task in tasks]
+
+
+def test_tasks_depend_on_the_options_alone():
+    assert first(20) == first(20)
+    assert first(20) != first(20, seed=1)
+
+
+def test_the_answer_alone_earns_the_reward():
+    for _, answer in first(20):
+        assert score(answer, answer) == 1.0
+        assert score("no", answer) == score("", answer) == 0.0
+"""
+
+MULTI_TURN = '''\
+"""Guess a number: after each guess the environment says whether the number is higher or lower."""
+
+import random
+import re
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+
+class TitleConfig(vf.TasksetConfig):
+    """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
+
+    seed: int = 0
+    highest: int = 16
+    guesses: int = 5
+
+
+class TitleData(vf.TaskData):
+    """One task: `prompt` is asked first."""
+
+    number: int
+    guesses: int
+
+
+class TitleState(vf.State):
+    """What a rollout remembers between its turns; each field needs a default."""
+
+    guesses: tuple[int, ...] = ()
+
+
+def read_guess(reply: str) -> int:
+    """The first whole number of a reply; -1 if there is none."""
+    found = re.search(r"[0-9]{1,9}", reply)
+    return int(found[0]) if found else -1
+
+
+def answer(guess: int, number: int) -> str:
+    """What the environment says to a wrong guess: a function of the task and of the replies."""
+    if guess < 0:
+        return "That is no number. Guess again."
+    return f"The number is {'higher' if guess < number else 'lower'}. Guess again."
+
+
+class TitleTask(vf.Task[TitleData, TitleState]):
+    """Scores a finished rollout."""
+
+    @vf.reward(weight=1.0)
+    async def found(self, trace: vf.Trace) -> float:
+        return float(self.data.number in trace.state.guesses)
+
+    @vf.metric
+    async def guesses(self, trace: vf.Trace) -> float:
+        return float(len(trace.state.guesses))
+
+
+class TitleEnv(vf.SingleAgentEnv):
+    """Plays a rollout turn by turn."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as interaction:
+            segment = await interaction.turn()
+            for left in reversed(range(task.data.guesses)):
+                guess = read_guess(segment.last_reply)
+                interaction.trace.state.guesses += (guess,)
+                if segment.terminated or guess == task.data.number or not left:
+                    return
+                segment = await interaction.turn(answer(guess, task.data.number))
+
+
+class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+    """Task 7 is the eighth that load() gives, on every machine and each time."""
+
+    INFINITE = True
+
+    def load(self) -> Iterator[TitleTask]:
+        config = self.config
+        rng = random.Random(config.seed)
+        for index, _ in enumerate(iter(int, 1)):
+            values = {
+                "idx": index,
+                "prompt": f"Guess my number from 1 to {config.highest}, in {config.guesses} guesses.",
+                "number": rng.randint(1, config.highest),
+                "guesses": config.guesses,
+            }
+            yield TitleTask(TitleData.model_validate(values), config.task)
+
+
+__all__ = ["TitleEnv", "TitleTaskset"]
+'''
+
+MULTI_TURN_TEST = """\
+from itertools import islice
+
+from MODULE import TitleConfig, TitleTaskset, answer, read_guess
+
+
+def numbers(count: int, **options: int) -> list[int]:
+    config = TitleConfig.model_validate({"id": "NAME", **options})
+    return [task.data.number for task in islice(TitleTaskset(config).load(), count)]
+
+
+def test_tasks_depend_on_the_options_alone():
+    assert numbers(50) == numbers(50)
+    assert numbers(50) != numbers(50, seed=1)
+    assert set(numbers(200, highest=3)) == {1, 2, 3}
+
+
+def test_what_it_says_depends_on_guess_and_number_alone():
+    assert read_guess("I say 12, or 13") == 12
+    assert read_guess("no idea") == -1
+    assert "higher" in answer(3, 5)
+    assert "lower" in answer(9, 5)
+    assert "no number" in answer(-1, 5)
+"""
+
+
+# -- list, trust -----------------------------------------------------------------------------------
+
+
+Trust = Literal["not needed", "trusted", "not trusted", "other release trusted", "missing"]
+
+
+@dataclass(frozen=True)
+class InstalledEnvironment:
+    """An environment that this node could play."""
+
+    id: str
+    source: str
+    """Of this program, or distribution and version."""
+    digest: str
+    """Hexadecimal; empty where a run compares none."""
+    trust: Trust
+    note: str = ""
+
+
+@app.command("list", short_help="The environments that this node could play.")
+def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List bundled and installed environments, without importing any.
+
+    Installed ones are found by their distribution, which requires verifiers and has a module with a Taskset.
+    """
+    from rich.markup import escape
+
+    from ..node.environments.allowed import BUNDLED, installed
+    from .tables import NONE, plain_table, write
+
+    directory = _data_dir(data_dir)
+    rows = [_bundled(name, directory) for name in BUNDLED]
+    rows += [_row(package, directory) for package in installed()]
+    if as_json:
+        typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
+        return
+    table = plain_table("ID", "SOURCE", "DIGEST", "TRUST", "NOTE")
+    for row in rows:
+        table.add_row(row.id, row.source, row.digest[:12] or NONE, row.trust, escape(row.note))
+    write(table)
+
+
+@app.command("trust", short_help="Let workers of this machine play an environment.")
+def trust(
+    environment: Id,
+    remove: Annotated[bool, typer.Option("--remove", help="Trust it no more.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Let `join` with this data directory play the installed release of an environment, without asking.
+
+    Its digest is kept: another release needs trust of its own. Trust what you have read: it may read and write
+    your files.
+    """
+    from ..node.environments.allowed import REMEMBERED, find_package, forget, remember
+    from ..node.ops.errors import UsageError
+
+    directory = _data_dir(data_dir)
+    if remove:
+        if not forget(environment, directory):
+            raise UsageError(f"{environment[:80]!r} is not trusted in {directory}: nothing changed")
+        typer.echo(f"no longer trusted: {environment}")
+        return
+    package = find_package(environment)
+    if package is None or package.bundled:
+        typer.echo(f"{environment} is bundled: it needs no trust")
+        return
+    remember(package, directory)
+    typer.echo(f"trusted: {environment} ({package}), in {directory / REMEMBERED}")
+
+
+def _data_dir(given: Path | None) -> Path:
+    return given.expanduser() if given is not None else default_data_dir()
+
+
+def _bundled(name: str, data_dir: Path) -> InstalledEnvironment:
+    """Describe a bundled environment, which may need another package or read a data set."""
+    from .. import __version__
+    from ..node.environments.allowed import find_package
+    from ..node.ops.errors import UsageError
+
+    source = f"bundled {__version__}"
+    try:
+        package = find_package(name)
+    except UsageError as error:
+        return InstalledEnvironment(name, source, "", "missing", str(error).partition(": ")[2])
+    if package is None:
+        return InstalledEnvironment(name, source, "", "not needed")
+    row = _row(package, data_dir)
+    note = "" if package.bundled else "reads a data set that the run names"
+    return InstalledEnvironment(name, f"{source}, {row.source}", row.digest, row.trust, note)
+
+
+def _row(package: "Package", data_dir: Path) -> InstalledEnvironment:
+    from ..node.environments.allowed import is_remembered, remembered
+
+    trust: Trust = "not trusted"
+    if package.bundled:
+        trust = "not needed"
+    elif is_remembered(package, data_dir):
+        trust = "trusted"
+    elif package.environment in remembered(data_dir):
+        trust = "other release trusted"
+    return InstalledEnvironment(package.environment, package.label, package.digest.hex(), trust)
+
+
+# -- install ---------------------------------------------------------------------------------------
+
+
+@app.command("install", short_help="Install an environment's package beside this program.")
+def install(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="WHEEL|PATH|NAME", help="A wheel, a source directory, or a name."),
+    ],
+    trusted: Annotated[
+        bool, typer.Option("--trust", help="Trust what was installed, as `env trust` does.")
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Install an environment with pip, or with uv where there is no pip, into the Python of this program.
+
+    It is unpacked elsewhere first and refused if a run could never play it. No package that is installed here
+    changes its version for it. To build a source directory runs code of it.
+    """
+    import importlib
+    import tempfile
+    from importlib import metadata
+
+    from ..node.environments.allowed import find_package, remember
+    from ..node.ops.errors import UsageError
+
+    what = _installable(target)
+    with tempfile.TemporaryDirectory(prefix="primerl-env-") as directory:
+        stage = Path(directory) / "stage"
+        _pip(["--no-deps", "--target", str(stage), what], target)
+        name, environments = _staged(stage)
+        pins = Path(directory) / "constraints.txt"
+        held = {_plain(it.name): it.version for it in reversed(list(metadata.distributions()))}
+        held.pop(_plain(name), None)
+        pins.write_text("".join(f"{one}=={version}\n" for one, version in held.items()))
+        _pip(["--constraint", str(pins), "--upgrade", what], target)
+    importlib.invalidate_caches()
+    found = [find_package(one) for one in environments]
+    packages = [package for package in found if package is not None]
+    if not packages:
+        raise UsageError(f"{name} was installed where this Python does not look for packages")
+    for package in packages:
+        if trusted:
+            remember(package, _data_dir(data_dir))
+    rows = [_row(package, _data_dir(data_dir)) for package in packages]
+    if as_json:
+        typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
+        return
+    for row in rows:
+        typer.echo(f"installed: {row.id} ({row.source}), digest {row.digest}")
+        if row.trust != "trusted":
+            typer.echo(
+                f"{row.trust}: workers of this machine ask before they play it; "
+                f"primerl-node env trust {row.id}"
+            )
+
+
+def _installable(target: str) -> str:
+    """Check what to install. Raises UsageError."""
+    from ..node.ops.errors import UsageError
+
+    path = Path(target).expanduser()
+    if path.exists():
+        if path.is_dir() and not any(
+            (path / it).is_file() for it in ("pyproject.toml", "setup.py")
+        ):
+            raise UsageError(f"{path} has no pyproject.toml: name the directory of a package")
+        return str(path.absolute())
+    if "/" in target or target.endswith((".whl", ".tar.gz", ".zip")):
+        raise UsageError(f"{target[:200]} does not exist: name a wheel, a directory, or a package")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([=<>!~]=?[\w.,*=<>!~]+)?", target):
+        raise UsageError(f"{target[:80]!r} is no wheel, no directory and no name of a package")
+    return target
+
+
+def _plain(name: str) -> str:
+    """Spell a distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _pip(arguments: list[str], target: str) -> None:
+    """Run pip or uv, whose output is shown if it fails. Raises UsageError, NodeError."""
+    import importlib.util
+    import shutil
+    import subprocess
+
+    from ..node.ops.errors import NodeError, UsageError
+
+    if importlib.util.find_spec("pip") is not None:
+        program = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+        program.append("--no-input")
+    elif (uv := shutil.which("uv")) is not None:
+        program = [uv, "pip", "install", "--python", sys.executable]
+    else:
+        raise UsageError(f"neither pip nor uv is here: {sys.executable} -m ensurepip brings pip")
+    try:
+        ended = subprocess.run(
+            [*program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=INSTALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NodeError(f"{target} was not installed within {INSTALL_S:g} s: try again") from error
+    if ended.returncode:
+        typer.echo(ended.stdout.decode(errors="replace"), err=True)
+        raise NodeError(
+            f"{target} cannot be installed, and nothing was changed: the installer's output is above"
+        )
+
+
+def _staged(stage: Path) -> tuple[str, list[str]]:
+    """Find the distribution's name and the ids of its environments. Raises UsageError where it has none, or one
+    that would never be played or would overwrite another package."""
+    from importlib import metadata
+
+    from ..node.environments.allowed import TASKSET, installed, name_taken, source_has
+    from ..node.ops.errors import UsageError
+
+    (one,) = metadata.distributions(path=[str(stage)])
+    here = {_plain(it.name) for it in metadata.distributions()}
+    environments = {_plain(it.label.rpartition(" ")[0]) for it in installed()}
+    if _plain(one.name) in here - environments:
+        raise UsageError(
+            f"{one.name} is not installed: it would replace the installed package of that name, which is no "
+            "environment; rename it"
+        )
+    theirs = metadata.packages_distributions()
+    found: list[str] = []
+    older = False
+    for root in sorted(stage.iterdir()):
+        module = root.stem
+        if not (root.is_dir() or root.suffix == ".py") or not module.isidentifier():
+            continue
+        if module != module.lower() or not source_has(root, TASKSET):
+            older |= source_has(root, b"def load_environment")
+            continue
+        taken = name_taken(module)
+        if others := set(theirs.get(module, ())) - {one.name}:
+            taken = f"the installed package {sorted(others)[0]} has a module of this name"
+        if taken:
+            raise UsageError(
+                f"{one.name} is not installed: its module {module!r} would not be played, as {taken}; "
+                "rename the module"
+            )
+        found.append(module.replace("_", "-"))
+    if not found:
+        why = "has a load_environment() of verifiers before 0.4" if older else "exports no Taskset"
+        raise UsageError(
+            f"{one.name} is not installed: it {why}; an environment exports a verifiers.v1 Taskset by __all__ "
+            "of a top-level module in lower case"
+        )
+    return one.name, found
+
+
+# -- test ------------------------------------------------------------------------------------------
+
+
+@app.command("test", short_help="Play an environment as a worker would, and check it.")
+def run_test(
+    environment: Id,
+    args: Annotated[
+        str, typer.Option("--args", metavar="JSON", help="Its options: environment.args of a run.")
+    ] = "{}",
+    tasks: Annotated[int, typer.Option("--tasks", min=1, help="Tasks that are played.")] = 8,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Directory of a model, whose tokens are counted."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the run.")] = 0,
+    max_turns: Annotated[
+        int, typer.Option("--max-turns", min=1, help="environment.max_turns of a run.")
+    ] = 8,
+    reply: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reply", help="Say this instead of the usual replies; again for the next turn."
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print one rollout in full.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0.1, help="environment.timeout_s of a run.")
+    ] = 10.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", min=1.0, help="Longest that all of it may take.")
+    ] = 300.0,
+    network: Annotated[
+        bool, typer.Option("--network", help="Allow sockets (sandbox.network of a worker).")
+    ] = False,
+    processes: Annotated[
+        int, typer.Option("--processes", min=0, help="Allow processes (sandbox.processes).")
+    ] = 0,
+    memory_gib: Annotated[
+        float, typer.Option("--memory-gib", min=0.1, help="Its memory (sandbox.memory_gib).")
+    ] = 4.0,
+    sampled_rewards: Annotated[
+        bool,
+        typer.Option(
+            "--sampled-rewards", help="For a run with environment.deterministic_rewards = false."
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Play an environment with scripted replies, in the process and the sandbox of a worker, twice.
+
+    Each task gets its right answer where one is known, an empty reply, noise, and noise that a limit cut off.
+    Tasks and rewards have to be the same in both processes. No model is needed. Its code runs, and may read
+    and write your files.
+
+    \b
+    Examples:
+      primerl-node env test my-env --args '{"digits": 6}' --tasks 50
+      primerl-node env test my-env --model outputs/demo/weights/step_160
+      primerl-node env test word-game --reply '[crane]' --reply '[about]' --show
+    """
+    from ..node.environments.trial import EnvironmentTrial, TrialOptions
+
+    options = TrialOptions(
+        environment=environment,
+        args=_options(args),
+        tasks=tasks,
+        model=model.expanduser() if model is not None else None,
+        seed=seed,
+        max_turns=max_turns,
+        timeout_s=timeout_s,
+        limit_s=limit_s,
+        network=network,
+        processes=processes,
+        memory_gib=memory_gib,
+        sampled_rewards=sampled_rewards,
+        replies=tuple(reply or ()),
+    )
+    if verbose:
+        import logging
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    tried = EnvironmentTrial(options)
+    run_to_end(tried.run())
+    _report(tried, show=show, as_json=as_json)
+
+
+def _options(text: str) -> dict[str, Any]:
+    from ..node.ops.errors import UsageError
+
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--args is no JSON ({error}): for example '{{\"digits\": 6}}'") from error
+    if not isinstance(found, dict):
+        raise UsageError("--args is a JSON object, for example '{\"digits\": 6}'")
+    return found
+
+
+def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
+    """Print what was found. Raises NodeError if a check failed."""
+    from ..node.ops.errors import NodeError
+    from .rollouts import visible
+    from .tables import plain_table, write
+
+    failed = [check for check in tried.checks if check.problem]
+    if as_json:
+        rollouts = [asdict(one) for one in tried.rollouts] if show else []
+        found = {"passed": not failed, "checks": [asdict(one) for one in tried.checks]}
+        typer.echo(json.dumps(found | {"rollouts": rollouts} if show else found, indent=2))
+    else:
+        from rich.markup import escape
+
+        table = plain_table("CHECK", "RESULT", "FOUND")
+        for check in tried.checks:
+            table.add_row(check.name, "FAILED" if check.problem else "ok", escape(check.found))
+        write(table)
+        for check in failed:
+            typer.echo(f"\n{check.name}: {check.problem}")
+        if show:
+            typer.echo(visible(tried.shown()))
+    if failed:
+        names = ", ".join(check.name for check in failed)
+        raise NodeError(f"{tried.options.environment} failed: {names}")

@@ -1,0 +1,62 @@
+"""`primerl-node import`: configs of prime-rl as configs of ours."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="rl.toml; or those of trainer, orchestrator and inference; or sft.toml.",
+        show_default=False,
+    ),
+]
+
+
+def run(
+    files: Files = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write it here; without it, to standard output."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing if a key has no counterpart.")
+    ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Print all keys of prime-rl and ours, and nothing else.")
+    ] = False,
+) -> None:
+    """Convert configs of prime-rl, and say which keys have no counterpart, and why.
+
+    Reads the TOML files of any release since 2025, and the JSON files of its dry runs; later
+    files are laid over earlier ones.
+
+    \b
+    Examples:
+      primerl-node import rl.toml --output mine.toml
+      primerl-node import train.toml orch.toml infer.toml --output mine.toml
+      primerl-node import sft.toml --strict
+      primerl-node rl @ mine.toml
+    """
+    from ..node.config.prime_rl import key_table, read_configs
+    from ..node.ops.errors import BETWEEN_PROBLEMS, UsageError
+
+    if keys:
+        typer.echo(key_table(), nl=False)
+        return
+    if not files:
+        raise UsageError("name a config of prime-rl: primerl-node import rl.toml")
+    if output is not None and output.exists():
+        raise UsageError(f"{output} is there already: remove it, or give another --output")
+    made = read_configs(files)
+    if strict and made.missing:
+        lines = [f"{len(made.missing)} keys have no counterpart:", *map(str, made.missing)]
+        raise UsageError(BETWEEN_PROBLEMS.join(lines))
+    text = made.toml([path.name for path in files], str(output or "mine.toml"))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    output.write_text(text, encoding="utf-8")
+    for line in [f"wrote {output}: primerl-node {made.command} @ {output}", *made.report()]:
+        typer.echo(line)

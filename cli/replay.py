@@ -1,0 +1,114 @@
+"""`primerl-node replay`: compute a finished run again, from what it kept."""
+
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .command import AsJson, run_to_end
+
+if TYPE_CHECKING:
+    from ..node.app.replay import KeptRun, ReplayedStep
+
+SHORT = 12
+"""Digits of a digest that are shown."""
+HEADINGS = ("STEP", "SAMPLES", "STATE", "WEIGHTS", "RESULT")
+ROW = "{:>11}  {:>7}  {:<12}  {:<7}  {}"
+
+
+def run(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of the run, outputs/NAME.")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0.0,
+            help="Share of what training moved by which weights may differ. Default: none on CPUs, "
+            "0.1 where the run or this is on a GPU.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a finished run again and compare each step with the version that was published.
+
+    Every step is trained once more: the state before it, the kept rollouts of its batch, advantages from
+    their rewards, the optimizer. The digest of the state that comes out has to be the one in the signed
+    head, and published weights that are still held have to be those that were signed. For all steps a run
+    needs rollouts.keep.steps = 0 and checkpoint.keep_first = true, from its start on. Exit code 0: some
+    steps could be checked, and all of them follow. Nothing in the directory is changed.
+
+    \b
+    Examples:
+      primerl-node rl @ demo --checkpoint.keep-first --rollouts.keep.steps 0
+      primerl-node replay outputs/demo
+    """
+    from ..node.app.replay import KeptRun, ReplaySummary
+
+    kept = KeptRun.open(run_dir.expanduser())
+    table = None if as_json else StepTable()
+    steps = run_to_end(_replay(kept, tolerance, table))
+    summary = ReplaySummary.of(steps)
+    if as_json:
+        import msgspec
+
+        told = {"steps": steps, "follows": summary.follows}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
+    else:
+        typer.echo(
+            f"{summary.equal} equal, {summary.close} close, {summary.departs} depart, "
+            f"{summary.unchecked} not checked"
+        )
+    if not summary.follows:
+        raise typer.Exit(1)
+
+
+async def _replay(
+    kept: "KeptRun", tolerance: float | None, table: "StepTable | None"
+) -> "list[ReplayedStep]":
+    from ..node.app.replay import RunReplay
+
+    found: list[ReplayedStep] = []
+    async with RunReplay(kept, tolerance=tolerance) as replay, aclosing(replay.steps()) as steps:
+        async for step in steps:
+            found.append(step)
+            if table is not None:
+                table.add(step)
+    if table is not None:
+        table.flush()
+    return found
+
+
+class StepTable:
+    """Prints steps as they come; those in a row that could not be checked for one reason share a line."""
+
+    def __init__(self) -> None:
+        self._waiting: list[ReplayedStep] = []
+        typer.echo(ROW.format(*HEADINGS))
+
+    def add(self, step: "ReplayedStep") -> None:
+        """Print a step, unless it may be one of several."""
+        if self._waiting and (step.outcome, step.note) != ("unchecked", self._waiting[0].note):
+            self.flush()
+        self._waiting.append(step)
+        if step.outcome != "unchecked":
+            self.flush()
+
+    def flush(self) -> None:
+        """Print what waits."""
+        if not self._waiting:
+            return
+        first, last = self._waiting[0], self._waiting[-1]
+        self._waiting = []
+        place = f"{first.step}-{last.step}" if last is not first else str(first.step)
+        samples = str(first.samples) if first.computed and last is first else ""
+        weights = "held" if first.weights else "-"
+        state = first.published[:SHORT] or "-"
+        typer.echo(ROW.format(place, samples, state, weights, _result(first)))
+
+
+def _result(step: "ReplayedStep") -> str:
+    words = {"unchecked": "not checked"}.get(step.outcome, step.outcome)
+    if step.largest is not None and step.drift is not None:
+        words += f" (largest difference {step.largest:.3g}, {step.drift:.2%} of the way)"
+    return f"{words}: {step.note}" if step.note else words

@@ -1,0 +1,195 @@
+"""Tokens/s of vLLM with and without speculative decoding, on replies that repeat themselves; in turns.
+
+    bash scripts/bench/gpu.sh speculation [--shape tiny|0.6b|4b] [--sequences N ...] [--chance P] [--drafts N]
+        [--rounds N] [--invariant] [--quick] [--json FILE]
+
+Two engines with this package's sampler and proofs are up all the time; each round asks both for the same
+requests. The model's layers compute as ever and add nothing; its head goes round circles of 16 tokens, with the
+given chance at each token, and the first circle is in the prompt. n-grams of 2 to 4 tokens are looked up. Of a
+model whose replies never repeat, it tells nothing. The last column counts replies that are the same, token by
+token: all on a CPU and with --invariant; else kernels for several rows of a sequence round otherwise than those
+for one, and a near tie may fall to the other side. Each number of sequences is asked for as so many single
+requests, which the goal is for, and as one group of a lease, whose samples wait for those before them.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from goals import judge_goals, show_goals
+from shapes import SHAPES
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.engine_cases import repeating
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+
+FASTER = 1.3
+CIRCLES = 64
+PERIOD = 16
+MEMORY = 0.4
+"""Of the GPU, for each of the two engines."""
+
+
+def requests(sequences: int, tokens: int, seed: int, group: bytes) -> list[GenerateRequest]:
+    """Of one prompt, which has all of the circles."""
+    prompt = tuple(range(CIRCLES))
+    return [GenerateRequest(prompt, tokens, 1.0, seed + one, (), group) for one in range(sequences)]
+
+
+class Drafting:
+    """The two engines."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        ngram = {"method": "ngram", "num_speculative_tokens": options.drafts}
+        ngram |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
+        if options.cuda:
+            memory = {"gpu_memory_utilization": MEMORY}
+        config = EngineConfig(
+            type="vllm",
+            dtype="bfloat16" if options.cuda else "float32",
+            max_batch=max(options.sequences),
+            max_model_len=CIRCLES + options.tokens,
+            batch_invariant=options.invariant,
+            vllm=memory,
+        )
+        speculative = config.model_copy(update={"vllm": memory | {"speculative_config": ngram}})
+        self.plain, self.drafting = HostedEngine(config), HostedEngine(speculative)
+        self._options = options
+
+    async def start(self, directory: Path) -> None:
+        """One after the other: vLLM measures what memory is free while it starts."""
+        shape = dict(SHAPES[self._options.shape])
+        if self._options.shape == "tiny":
+            shape["head_dim"] = 32
+        made = ModelCreateConfig.model_validate(shape | {"tie_word_embeddings": False})
+        huggingface.create(directory, made, 0)
+        state = huggingface.policy_state(huggingface.load_model(directory))
+        state = repeating(state, CIRCLES, self._options.chance, PERIOD)
+        for engine in (self.plain, self.drafting):
+            began = time.perf_counter()
+            await engine.start(directory, fingerprint="projection")
+            await engine.load(0, state)
+            print(f"an engine was ready after {time.perf_counter() - began:.0f} s", flush=True)
+
+    async def close(self) -> None:
+        """End both."""
+        await asyncio.gather(self.plain.close(), self.drafting.close())
+
+    async def measure(self, sequences: int, *, grouped: bool) -> dict[str, Any]:
+        """Medians of the rounds, behind one that is not counted."""
+        speeds: dict[HostedEngine, list[float]] = {self.plain: [], self.drafting: []}
+        same = replies = 0
+        before = self.drafting.stats()
+        for number in range(1 + self._options.rounds):
+            group = b"%d" % number if grouped else b""
+            wanted = requests(sequences, self._options.tokens, 1000 * number, group)
+            found: list[list[Completion]] = []
+            for engine, spoken in speeds.items():
+                began = time.perf_counter()
+                found.append(await asyncio.gather(*map(engine.generate, wanted)))
+                seconds = time.perf_counter() - began
+                spoken.append(sum(len(one.token_ids) for one in found[-1]) / seconds)
+            pairs = list(zip(*found, strict=True))
+            same += sum(one.token_ids == other.token_ids for one, other in pairs)
+            replies += len(pairs)
+        await asyncio.sleep(0.5)  # statistics come a little later
+        after = self.drafting.stats()
+        drafted = after.drafted_tokens - before.drafted_tokens
+        ratios = [
+            one / other
+            for one, other in zip(speeds[self.drafting], speeds[self.plain], strict=True)
+        ]
+        return {
+            "sequences": sequences,
+            "asked": "one group" if grouped else "single",
+            "plain": median(speeds[self.plain][1:]),
+            "drafts": median(speeds[self.drafting][1:]),
+            "ratio": median(ratios[1:]),
+            "accepted": (after.accepted_tokens - before.accepted_tokens) / max(1, drafted),
+            "same": same / replies,
+        }
+
+
+async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of sequences."""
+    rows: list[dict[str, Any]] = []
+    drafting = Drafting(options)
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            await drafting.start(Path(name))
+            print("sequences             tokens/s  with drafts   ratio  accepted  same replies")
+            asked = [(one, grouped) for one in options.sequences for grouped in (False, one > 1)]
+            for sequences, grouped in dict.fromkeys(asked):
+                row = await drafting.measure(sequences, grouped=grouped)
+                print(
+                    f"{sequences:9} {row['asked']:9} {row['plain']:10,.0f} {row['drafts']:12,.0f} "
+                    f"{row['ratio']:7.2f} {row['accepted']:9.1%} {row['same']:13.1%}",
+                    flush=True,
+                )
+                rows.append(row)
+        finally:
+            await drafting.close()
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    """What to measure; defaults by what this machine has."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="0.6b" if cuda else "50m", choices=list(SHAPES))
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--chance", type=float, default=0.9, help="of the next in the circle")
+    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512 if cuda else 128, help="of a reply")
+    parser.add_argument("--invariant", action="store_true", help="engine.batch_invariant")
+    parser.add_argument("--quick", action="store_true", help="two short rounds of a tiny model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args()
+    options.cuda = cuda
+    if options.quick:
+        options.rounds, options.tokens = 2, min(options.tokens, 96)
+        options.shape = options.shape if cuda else "tiny"
+    return options
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every goal was met."""
+    options = parse()
+    logging.basicConfig(level=logging.WARNING)
+    where = torch.cuda.get_device_name() if options.cuda else "the CPU"
+    print(
+        f"shape {options.shape} on {where}, {options.drafts} drafts, chance {options.chance}, replies of "
+        f"{options.tokens} tokens"
+    )
+    rows = asyncio.run(run(options))
+    ratios = {
+        f"with drafts / without, {one['sequences']} sequences": one["ratio"]
+        for one in rows
+        if one["asked"] == "single"
+    }
+    goals = judge_goals(ratios, [(name, FASTER, True) for name in ratios])
+    exact = {"same replies": min(one["same"] for one in rows)}
+    if options.invariant or not options.cuda:
+        goals += judge_goals(exact, [("same replies", 1.0, True)])
+    show_goals(goals)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

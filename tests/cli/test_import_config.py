@@ -1,0 +1,579 @@
+"""`primerl-node import`: small configs in each layout that prime-rl has had, and what is no config at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.repository import ROOT
+
+from primerl.node.config import prime_rl
+from primerl.node.config.loader import load, merge
+from primerl.node.config.prime_rl import COMMANDS, ImportedConfig, key_table, read_configs
+from primerl.node.environments.allowed import BUNDLED
+from primerl.node.ops.errors import UsageError
+
+from .conftest import Cli
+
+NEWEST = """
+max_steps = 30
+seq_len = 1024
+[model]
+name = "org/model"
+[trainer.optim]
+lr = 2e-6
+[trainer.model.lora]
+rank = 4
+[orchestrator]
+batch_size = 64
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 96
+[[orchestrator.train.source]]
+name = "letters"
+[orchestrator.train.source.env.taskset]
+id = "alphabet-sort"
+min_turns = 2
+[orchestrator.train.source.env.taskset.task]
+power_per_turn = false
+[orchestrator.train.source.env.agent.harness]
+id = "null"
+[orchestrator.train.source.env.agent.runtime]
+type = "subprocess"
+[orchestrator.eval]
+interval = 10
+[[orchestrator.eval.source]]
+env = { taskset = { id = "reverse-text" } }
+num_examples = 20
+group_size = 2
+[inference.vllm]
+gpu_memory_utilization = 0.5
+tensor_parallel_size = 2
+"""
+MIDDLE = """
+max_steps = 30
+seq_len = 1024
+model = { name = "org/model" }
+trainer = { optim = { lr = 2e-6 }, model = { lora = { rank = 4 } } }
+[orchestrator]
+batch_size = 64
+rollouts_per_example = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 96
+[[orchestrator.train.env]]
+name = "letters"
+taskset = { id = "alphabet-sort-v1", min_turns = 2, task = { power_per_turn = false } }
+harness = { id = "null", runtime = { type = "subprocess" } }
+[orchestrator.eval]
+interval = 10
+[[orchestrator.eval.env]]
+taskset = { id = "reverse-text-v1" }
+num_examples = 20
+group_size = 2
+[inference]
+gpu_memory_utilization = 0.5
+parallel = { tp = 2 }
+"""
+OLDEST = """
+max_steps = 30
+seq_len = 1024
+model = { name = "org/model" }
+trainer = { optim = { lr = 2e-6 }, model = { lora = { rank = 4 } } }
+[orchestrator]
+batch_size = 64
+rollouts_per_example = 16
+sampling = { max_tokens = 96 }
+[[orchestrator.env]]
+id = "owner/alphabet-sort"
+args = { min_turns = 2, power_per_turn = false }
+[orchestrator.eval]
+interval = 10
+[[orchestrator.eval.env]]
+id = "owner/reverse-text"
+num_examples = 20
+rollouts_per_example = 2
+[inference]
+gpu_memory_utilization = 0.5
+parallel = { tp = 2 }
+"""
+TRAINER = """
+max_steps = 30
+model = { name = "org/model", seq_len = 1024, lora = { rank = 4 } }
+optim = { lr = 2e-6 }
+"""
+ORCHESTRATOR = """
+max_steps = 30
+batch_size = 64
+group_size = 16
+seq_len = 1024
+model = { name = "org/model" }
+[train.sampling]
+max_completion_tokens = 96
+[[train.source]]
+env = { taskset = { id = "alphabet-sort", min_turns = 2, task = { power_per_turn = false } } }
+[eval]
+interval = 10
+[[eval.source]]
+env = { taskset = { id = "reverse-text" } }
+num_examples = 20
+group_size = 2
+"""
+INFERENCE = """
+[vllm]
+model = "org/model"
+gpu_memory_utilization = 0.5
+tensor_parallel_size = 2
+"""
+EXPECTED: dict[str, Any] = {
+    "name": "mine",
+    "max_steps": 30,
+    "engine": {
+        "type": "vllm",
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "tp": 2,
+        "vllm": {"gpu_memory_utilization": 0.5},
+    },
+    "model": {"name": "org/model"},
+    "environment": {
+        "id": "alphabet-sort",
+        "args": {"min_turns": 2, "task": {"power_per_turn": False}},
+    },
+    "sampling": {"max_tokens": 96},
+    "rollouts": {"group_size": 16, "groups_per_batch": 4},
+    "training": {"lr": 2e-6, "seq_len": 1024, "lora": {"rank": 4}},
+    "evaluation": {
+        "prompts": 0,
+        "interval": 10,
+        "environments": [{"id": "reverse-text", "samples": 2, "prompts": 20}],
+    },
+}
+ONE_SOURCE = '\n[[orchestrator.train.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
+
+
+def convert(directory: Path, *texts: str) -> ImportedConfig:
+    paths = [directory / f"mine{number or ''}.toml" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return read_configs(paths)
+
+
+def notes(config: ImportedConfig) -> str:
+    return "\n".join(config.report())
+
+
+@pytest.mark.parametrize("text", [NEWEST, MIDDLE, OLDEST])
+def test_a_run_is_the_same_in_each_layout_of_prime_rl(tmp_path: Path, text: str) -> None:
+    config = convert(tmp_path, text)
+    assert config.values == EXPECTED
+    assert (config.command, config.missing, config.differs) == ("rl", [], [])
+
+
+def test_a_run_is_the_same_in_three_files_and_in_json(tmp_path: Path) -> None:
+    three = convert(tmp_path, TRAINER, ORCHESTRATOR, INFERENCE)
+    assert three.values == EXPECTED
+    assert not three.missing
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(EXPECTED | {"orchestrator": {"batch_size": 5}}))
+    assert read_configs([path]).values["rollouts"]["groups_per_batch"] == 1
+
+
+def test_what_is_written_reads_back_without_an_unknown_key(cli: Cli, home: Path) -> None:
+    Path("rl.toml").write_text(NEWEST)
+    ran = cli("import", "rl.toml", "--output", "mine.toml")
+    assert (ran.code, ran.err) == (0, "")
+    assert "primerl-node rl @ mine.toml" in ran.out
+    back = load(COMMANDS["rl"], ["@", "mine.toml"], {}).model_dump()
+    assert back["rollouts"]["groups_per_batch"] == 4
+    assert back["environment"]["args"] == EXPECTED["environment"]["args"]
+    printed = cli("import", "rl.toml")
+    assert printed.out == Path("mine.toml").read_text()
+
+
+def test_an_existing_file_is_never_overwritten(cli: Cli, home: Path) -> None:
+    Path("rl.toml").write_text(NEWEST)
+    cli("import", "rl.toml", "-o", "rl.toml").refused(2, "is there already")
+    assert Path("rl.toml").read_text() == NEWEST
+
+
+def test_every_key_without_a_counterpart_is_named_with_its_reason(tmp_path: Path) -> None:
+    text = NEWEST + "[monitors.wandb]\nproject = 'p'\n[slurm]\njob_name = 'j'\n[mystery]\nkey = 3\n"
+    config = convert(tmp_path, text)
+    assert {note.key for note in config.missing} == {
+        "monitors.wandb.project",
+        "slurm.job_name",
+        "mystery.key",
+    }
+    written = config.toml(["mine.toml"], "out.toml")
+    assert "#   slurm.job_name = 'j': job scripts to edit are in scripts/slurm" in written
+    assert "mystery.key = 3: not known to be a key of prime-rl's" in written
+    assert config.values == EXPECTED
+
+
+def test_strict_writes_nothing_if_a_key_is_lost(cli: Cli, home: Path) -> None:
+    Path("rl.toml").write_text(NEWEST)
+    assert cli("import", "rl.toml", "--strict", "-o", "good.toml").code == 0
+    Path("rl.toml").write_text(NEWEST + "[slurm]\njob_name = 'j'\npartition = 'p'\n")
+    ran = cli("import", "rl.toml", "--strict", "-o", "mine.toml")
+    assert ran.code == 2
+    assert "2 keys have no counterpart" in ran.err
+    assert "slurm.partition = 'p'" in ran.err
+    assert not Path("mine.toml").exists()
+
+
+def test_one_environment_is_trained_and_the_others_are_reported(tmp_path: Path) -> None:
+    second = (
+        '[[orchestrator.train.source]]\nname = "b"\nratio = 0.3\nenv = { taskset = { id = "x" } }'
+    )
+    config = convert(tmp_path, ONE_SOURCE + second)
+    assert config.values["environment"] == {"id": "reverse-text"}
+    assert "orchestrator.train.source[1] = 'b': one environment a run" in notes(config)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ('env = { taskset = { id = "a" }, agent = { harness = { id = "bash" } } }', "null alone"),
+        ('env = { taskset = { id = "a" }, agent = { runtime = { type = "modal" } } }', "subprocess alone"),
+        ('env = { taskset = { id = "a" }, one = { harness = {} }, two = {} }', "one agent plays a rollout"),
+        ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
+        ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
+        ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "no samplers"),
+        ('algo = { type = "opd" }\nid = "a"', "one algorithm a run"),
+    ],
+)  # fmt: skip
+def test_what_an_environment_asks_for_in_vain_is_reported(
+    tmp_path: Path, source: str, reason: str
+) -> None:
+    config = convert(tmp_path, f"[[orchestrator.train.source]]\n{source}\n")
+    assert reason in notes(config)
+
+
+def test_the_gate_that_drops_groups_without_a_signal_is_an_option_here(tmp_path: Path) -> None:
+    gate = "curriculum = { gates = { zero = { type = 'advantage_range' } } }\n"
+    config = convert(tmp_path, ONE_SOURCE + gate)
+    assert config.values["training"]["filter_zero_advantages"] is True
+    assert not config.missing
+    other = gate.replace("'advantage_range'", "'advantage_range', reject_min = -1.0")
+    assert convert(tmp_path, ONE_SOURCE + other).missing
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("algo = { type = 'max_rl' }", {"advantage": "max_rl"}),
+        (
+            "algo = { type = 'grpo', length_penalty = { type = 'linear', num_turns_weight = 0.5 } }",
+            {"advantage": "grpo_length", "length_penalty": {"num_turns_weight": 0.5}},
+        ),
+        (
+            "algo = { type = 'opd', teacher = { name = 'org/teacher', base_url = 'http://h/v1' } }",
+            {"loss": {"type": "reverse_kl", "reference": "org/teacher"}},
+        ),
+    ],
+)
+def test_algorithms_are_advantages_and_losses(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
+    config = convert(tmp_path, f"[orchestrator]\n{text}\n{ONE_SOURCE}")
+    training = {key: value for key, value in config.values["training"].items() if key != "seq_len"}
+    assert training == expected
+    assert not config.missing
+
+
+def test_an_algorithm_that_is_not_here_is_reported_and_trained_as_grpo(tmp_path: Path) -> None:
+    config = convert(tmp_path, f"[orchestrator.algo]\ntype = 'rae'\n{ONE_SOURCE}")
+    assert "orchestrator.algo.type = 'rae': trained as grpo" in notes(config)
+    assert "advantage" not in config.values["training"]
+
+
+def test_defaults_of_prime_rl_that_would_not_work_are_reported(tmp_path: Path) -> None:
+    config = convert(tmp_path, ONE_SOURCE)
+    assert config.values["rollouts"] == {"group_size": 8, "groups_per_batch": 16}
+    assert config.values["sampling"] == {"max_tokens": 2047}
+    assert config.values["max_steps"] == prime_rl.MANY_STEPS
+    assert {note.key for note in config.differs} == {"group_size", "max_steps"}
+
+
+def test_lengths_fit_into_each_other(tmp_path: Path) -> None:
+    text = """
+    trainer = { model = { seq_len = 4096 } }
+    inference = { vllm = { max_model_len = 1024 } }
+    orchestrator = { seq_len = 2048, train = { sampling = { max_completion_tokens = 1024 } } }
+    """
+    config = convert(tmp_path, text)
+    assert config.values["training"]["seq_len"] == 4096
+    assert config.values["engine"]["max_model_len"] == 1024
+    assert config.values["sampling"]["max_tokens"] == 1023
+    assert "max_completion_tokens = 1024: sampling.max_tokens = 1023" in notes(config)
+
+
+def test_a_value_out_of_our_bounds_is_left_out_with_the_bound(tmp_path: Path) -> None:
+    config = convert(tmp_path, f"[trainer.optim]\nlr = 0.0\n{ONE_SOURCE}")
+    assert "lr" not in config.values["training"]
+    assert "trainer.optim.lr = 0.0: training.lr: should be greater than 0" in notes(config)
+
+
+def test_two_keys_that_disagree_are_not_both_taken(tmp_path: Path) -> None:
+    text = (
+        "trainer = { model = { name = 'org/a' } }\ninference = { vllm = { model = 'org/a-fp8' } }"
+    )
+    config = convert(tmp_path, text)
+    assert config.values["model"]["name"] == "org/a"
+    assert "inference.vllm.model = 'org/a-fp8': trainer.model.name says otherwise" in notes(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "values"),
+    [
+        ("num_train_gpus = 2\nnum_infer_gpus = 6", "rl",
+         {"launch": {"trainer_gpus": "2", "inference_gpus": "6"}}),
+        ("num_train_gpus = 1\nnum_infer_gpus = 1", "rl", {}),
+        ("type = 'multi_node'\nnum_train_nodes = 2\nnum_infer_nodes = 4", "train",
+         {"training": {"seq_len": 2048, "backend": "fsdp", "fsdp": {"ranks": 8, "nodes": 2}}}),
+    ],
+)  # fmt: skip
+def test_gpus_and_nodes(tmp_path: Path, text: str, command: str, values: dict[str, Any]) -> None:
+    config = convert(tmp_path, f"{ONE_SOURCE}[deployment]\n{text}\n")
+    assert config.command == command
+    assert merge(config.values, values) == config.values
+    assert ("launch" in config.values) == ("launch" in values)
+
+
+def test_muon_on_several_ranks_is_adamw(tmp_path: Path) -> None:
+    text = "trainer = { optim = { type = 'muon' } }\ndeployment = { num_train_gpus = 2 }"
+    config = convert(tmp_path, text)
+    assert "optimizer" not in config.values["training"]
+    assert "trainer.optim.type = 'muon'" in notes(config)
+
+
+def test_sft_keeps_the_defaults_of_prime_rl(cli: Cli, home: Path) -> None:
+    text = """
+    max_steps = 5
+    model = { name = "org/model", lora = { rank = 4 } }
+    [data]
+    name = "org/chats"
+    splits = ["first"]
+    batch_size = 4
+    micro_batch_size = 1
+    [eval]
+    interval = 25
+    """
+    config = convert(home, text)
+    assert config.values == {
+        "name": "mine",
+        "max_steps": 5,
+        "batch_size": 4,
+        "model": {"name": "org/model"},
+        "data": {"hub": "org/chats", "split": "first"},
+        "training": {"lr": 1e-6, "scheduler": "constant", "seq_len": 128, "lora": {"rank": 4}},
+    }
+    assert [str(note) for note in config.missing] == [
+        "eval.interval = 25: measure its weights afterwards: `primerl-node eval`"
+    ]
+    Path("out.toml").write_text(config.toml(["sft.toml"], "out.toml"))
+    assert load(COMMANDS["sft"], ["@", "out.toml"], {})
+
+
+def test_a_server_and_an_evaluation(tmp_path: Path) -> None:
+    server = convert(tmp_path, INFERENCE + "tool_call_parser = 'hermes'\n[server]\nport = 8001\n")
+    assert server.command == "inference"
+    assert server.values["api"] == {"port": 8001, "tool_call_parser": "hermes"}
+    assert not server.missing
+    text = """
+    model = "org/model"
+    [eval.client]
+    base_url = "http://127.0.0.1:8000/v1"
+    api_key_var = "SOME_KEY"
+    [[eval.source]]
+    env = { taskset = { id = "reverse-text" } }
+    num_examples = 7
+    """
+    evaluation = convert(tmp_path, text)
+    assert evaluation.values["environments"] == [{"id": "reverse-text", "samples": 1, "prompts": 7}]
+    assert evaluation.values["endpoints"] == [
+        {"url": "http://127.0.0.1:8000/v1", "model": "org/model", "key_variable": "SOME_KEY"}
+    ]
+
+
+def test_a_run_of_2025_keeps_its_loss_its_data_and_its_lengths(tmp_path: Path) -> None:
+    trainer = """
+    model_name = "org/model"
+    [train]
+    micro_bs = 1
+    ac_ckpt = true
+    [optim]
+    batch_size = 64
+    step_per_rollout = 2
+    grad_norm_clip = 0.1
+    optim = { lr = 3e-7 }
+    [data]
+    seq_length = 4096
+    """
+    worker = """
+    model_name = "org/model"
+    dataset = "PrimeIntellect/INTELLECT-2-only-math"
+    max_model_len = 2048
+    sampling = { n = 16 }
+    len_reward = { reward_type = "exact", target_lengths = [100, 200] }
+    [difficulty_filtering]
+    solve_rate_field = "rate"
+    min_solve_rate = 0.1
+    max_solve_rate = 0.8
+    """
+    config = convert(tmp_path, trainer, worker)
+    assert config.values["environment"] == {
+        "id": "intellect-math",
+        "args": {
+            "len_reward": {"reward_type": "exact", "target_lengths": [100, 200]},
+            "difficulty_key": "rate",
+            "min_avg_reward": 0.1,
+            "max_avg_reward": 0.8,
+        },
+    }
+    training = config.values["training"]
+    assert (training["advantage"], training["loss"]) == ("grpo_std", {"type": "grpo_two_sided"})
+    assert (training["lr"], training["max_norm"], training["seq_len"]) == (3e-7, 0.1, 4096)
+    assert config.values["engine"]["max_model_len"] == 2048
+    assert config.values["rollouts"] == {"group_size": 16, "groups_per_batch": 4}
+    assert [note.key for note in config.missing] == ["optim.step_per_rollout"]
+
+
+# -- no configs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a = ", "not valid TOML"),
+        ("", "no config of prime-rl's"),
+        ("colour = 'red'", "no config of prime-rl's"),
+        ("[orchestrator]\nbatch_size = 'many'", "batch_size must be a whole number"),
+        ("[trainer.optim]\nlr = 'high'", "trainer.optim.lr: should be a valid number"),
+        ("[orchestrator]\nenv = 'reverse-text'", "must be a list of tables"),
+        ("[[orchestrator.train.source]]\nenv = { taskset = {} }", "names no environment"),
+        ("[[orchestrator.env]]\nid = 'a'\ncurriculum = 3", "is no value that prime-rl has"),
+        ("model = 'org/m'\n[eval.client]\nbase_url = 'http://h/v1'", "no environment is named"),
+    ],
+)
+def test_a_mistake_is_one_line(cli: Cli, home: Path, text: str, reason: str) -> None:
+    Path("mine.toml").write_text(text)
+    cli("import", "mine.toml", "-o", "out.toml").refused(2, reason)
+    assert not Path("out.toml").exists()
+
+
+def test_files_that_are_not_there_not_text_or_not_of_one_run_are_refused(
+    cli: Cli, home: Path
+) -> None:
+    cli("import").refused(2, "name a config of prime-rl")
+    cli("import", "nowhere.toml").refused(2, "no such file")
+    cli("import", ".").refused(2, "no such file")
+    Path("bytes.toml").write_bytes(b"\xff\xfe\x00")
+    cli("import", "bytes.toml").refused(2, "not valid TOML")
+    Path("rl.toml").write_text(NEWEST)
+    Path("sft.toml").write_text("[data]\nname = 'org/chats'\n")
+    cli("import", "rl.toml", "sft.toml").refused(2, "are not one run")
+
+
+def test_names_in_a_config_cannot_write_lines_of_ours(tmp_path: Path) -> None:
+    text = NEWEST + '[slurm]\n"x\\nmax_steps = 7\\n" = 1\n["b\\n[engine]"]\nc = "d\\ne = 3"\n'
+    config = convert(tmp_path, text)
+    Path(tmp_path / "out.toml").write_text(config.toml(["a\nname = 'b'"], "out.toml\nseed = 3"))
+    back = load(COMMANDS["rl"], ["@", str(tmp_path / "out.toml")], {}).model_dump()
+    assert (back["max_steps"], back["name"], back["seed"]) == (30, "mine", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep.toml", "[orchestrator]\n" + "a." * 2000 + "b = 1"),
+        ("lists.toml", "[orchestrator]\nfilters = " + "[" * 9000 + "]" * 9000),
+        ("deep.json", '{"trainer": ' * 100_000),
+    ],
+)
+def test_tables_in_tables_without_end_are_one_line(
+    cli: Cli, home: Path, name: str, text: str
+) -> None:
+    Path(name).write_text(text)
+    cli("import", name).refused(2, name)
+
+
+ODD: tuple[Any, ...] = ("x", -1, 2.5, [], {}, [{}], {"a": {"b": 1}})
+
+
+def tree_with(key: str, value: Any) -> dict[str, Any]:
+    """A config in which one key, of whichever program, has this value."""
+    owner, _, rest = key.replace("*", "any").replace("AGENT", "agent").partition(".")
+    nested = value
+    for part in reversed(rest.split(".") if rest else []):
+        nested = {part: nested}
+    if owner == "source":
+        return {"orchestrator": {"train": {"source": [merge({"id": "a"}, nested)]}}}
+    if owner == "train_2025":
+        return merge({"train": {"micro_bs": 1}}, nested)
+    if owner == "infer_2025":
+        return merge({"max_batch_size": 3, "data": {"name": "o/math"}}, nested)
+    base = (
+        {"data": {"name": "o/chats"}} if owner in ("data", "renderer", "val") else {"trainer": {}}
+    )
+    return merge(base, {owner: nested})
+
+
+def tried(path: Path) -> tuple[ImportedConfig | None, str]:
+    """What comes of a file: a config, or an error of ours."""
+    try:
+        return read_configs([path]), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+def test_no_value_of_any_key_is_more_than_a_one_line_error(tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    converted = 0
+    for key in [*prime_rl.RULES, *(old for old, _ in prime_rl.RENAMED)]:
+        for odd in ODD:
+            path.write_text(json.dumps(tree_with(key, odd)))
+            config, said = tried(path)
+            assert "\n" not in said, (key, odd)
+            converted += config is not None
+    assert converted > 1000
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_every_key_of_ours_in_the_table_is_one() -> None:
+    names = {rule.ours for rules in prime_rl.SECTIONS.values() for rule in rules if rule.ours}
+    for name in {one for key in names for one in key.split(", ")}:
+        plain = name.replace("[]", "").removesuffix(".*")
+        section, _, last = plain.rpartition(".")
+        listed = name.endswith(("[].prompts", "[].samples", "[].name", "[].url", "[].model",
+                                "[].key_variable", "[].options", "[].concurrency"))  # fmt: skip
+        asked = section if listed else plain
+        assert any(prime_rl.has_key(cls, asked) for cls in COMMANDS.values()), (name, last)
+
+
+def test_the_options_of_bundled_environments_are_theirs() -> None:
+    from primerl.node.environments.tasksets.alphabet_sort import AlphabetSortConfig
+    from primerl.node.environments.tasksets.math_env import MathEnvConfig
+    from primerl.node.environments.tasksets.reverse_text import ReverseTextConfig
+
+    inherited = {"id", "system_prompt", "task", "split"}
+    for name, config in (
+        ("alphabet-sort", AlphabetSortConfig),
+        ("math-env", MathEnvConfig),
+        ("reverse-text", ReverseTextConfig),
+    ):
+        assert name in BUNDLED
+        options = prime_rl.ENVIRONMENTS[name]
+        of_the_task = {one.removeprefix("task.") for one in options if one.startswith("task.")}
+        own = {one for one in options if not one.startswith("task.")}
+        assert own == set(config.model_fields) - inherited
+        assert of_the_task <= set(config.model_validate({}).task.__class__.model_fields)
+    assert set(prime_rl.GENESYS.values()) <= set(BUNDLED)
+
+
+def test_the_page_has_the_table(cli: Cli, home: Path) -> None:
+    page = (ROOT / "docs" / "prime-rl.md").read_text()
+    assert key_table() in page, "write the output of `primerl-node import --keys` into it"
+    assert cli("import", "--keys").out == key_table()
