@@ -255,7 +255,8 @@ class KeptRun:
                 )
             settings = record.settings or step_settings(self.config)
             training = TrainingConfig.model_validate(settings.training)
-            samples = credit(kept_batch(kept, record.groups), training).samples
+            own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
+            samples = credit(kept_batch(kept, record.groups), training, own).samples
         except StorageError as error:
             there = self.files.path(step).exists()
             raise _Lost(

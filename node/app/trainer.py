@@ -129,6 +129,11 @@ def step_settings(config: RunConfig) -> StepSettings:
         config.sampling.temperature,
         version("torch"),
         is_on_gpu(config.training.device, usable_here),
+        {
+            name: own.model_dump(mode="json")
+            for name, own in config.training_on().items()
+            if own != config.training
+        },
     )
 
 

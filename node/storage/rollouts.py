@@ -138,6 +138,8 @@ class StepSettings(msgspec.Struct, frozen=True):
     torch: str
     """Release of torch: sums of another one may differ in their last bits."""
     gpu: bool = False
+    own: dict[str, dict[str, Any]] = {}
+    """The same section of each environment whose advantage differs, by name."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):

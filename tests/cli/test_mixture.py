@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from primerl.node.app.rundir import MAX_RUN
-from primerl.node.app.trainer import lease_policy
+from primerl.node.app.trainer import lease_policy, step_settings
 from primerl.node.config import run
 from primerl.node.config.loader import load
 from primerl.node.config.run import EnvironmentConfig, RunConfig
@@ -56,6 +56,9 @@ def test_what_an_environment_leaves_out_is_the_runs(mixture: RunConfig) -> None:
         "reverse-text": "grpo",
         "sums": "rloo",
     }
+    kept = step_settings(mixture)
+    assert kept.training["advantage"] == "grpo"
+    assert {name: one["advantage"] for name, one in kept.own.items()} == {"sums": "rloo"}
 
 
 def test_one_environment_is_a_mixture_of_one() -> None:

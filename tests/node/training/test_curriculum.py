@@ -152,7 +152,10 @@ def test_a_lease_is_smaller_where_fewer_tasks_are_left_and_none_is_empty() -> No
     assert len(granted(book, A).tasks) == 3
     assert len(granted(book, B).tasks) == 1
     assert (
-        book.grant(A, version=7, capacity=9, digest_of=lambda *_: b"", seed=b"s", now=NOW) is None
+        book.grant(
+            A, version=7, capacity=9, digest_of=lambda _, index: bytes([index]), seed=b"s", now=NOW
+        )
+        is None
     )
     assert book.tasks[0].next_task == 4
 
