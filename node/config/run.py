@@ -368,8 +368,8 @@ class VerificationConfig(BaseConfig):
     a pipeline between nodes: rollouts that come out of one are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
-    family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B, on an
-    H100, see docs/proofs.md."""
+    family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B and 4B,
+    on an H100, see docs/proofs.md."""
     calibration: Path | None = None
     """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
     bounds: Literal["auto", "built-in"] = "auto"
