@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_config import BaseConfig
@@ -48,9 +48,16 @@ ckpt.* | . | | adapters are always exported by themselves; checkpoint.weights_in
 resume | resume | section
 resume.step | resume.step | resume_step | -1 is the newest: `resume = true`
 resume.dir | resume.dir
-monitors.wandb.* | - | | metrics are in outputs/NAME/metrics.jsonl alone
-monitors.prime | - | | metrics are in outputs/NAME/metrics.jsonl alone
-monitors.prime.* | - | | metrics are in outputs/NAME/metrics.jsonl alone
+monitors.wandb | monitors.wandb | section
+monitors.wandb.project | monitors.wandb.project
+monitors.wandb.entity | monitors.wandb.entity
+monitors.wandb.name | monitors.wandb.name
+monitors.wandb.group | monitors.wandb.group
+monitors.wandb.tags | monitors.wandb.tags
+monitors.wandb.offline | monitors.wandb.offline
+monitors.wandb.* | - | | metrics go there; samples are read by `primerl-node rollouts`
+monitors.prime | - | | nearest: monitors.wandb, .tensorboard or .trackio
+monitors.prime.* | - | | nearest: monitors.wandb, .tensorboard or .trackio
 monitors.file.* | . | | metrics.jsonl is always written
 heartbeat.* | - | | ask `primerl-node status --json`
 metrics_server.* | - | | ask `primerl-node status --json`
@@ -208,15 +215,15 @@ orchestrator.pool_size | . | | an environment has one process
 source.env.taskset.id | environment.id | | without owner and `-v1`; bundled or installed on every node
     (docs/environments.md)
 source.env.taskset.* | environment.args
-source.name | evaluation.environments[].name | | of a source to train, only a label
-source.ratio | - | | one environment a run
-source.group_size | rollouts.group_size, evaluation.environments[].samples
+source.name | environments[].name, evaluation.environments[].name
+source.ratio | environments[].ratio | | of several
+source.group_size | rollouts.group_size, environments[].group_size, evaluation.environments[].samples
 source.num_examples | evaluation.environments[].prompts
-source.interval | - | | all are evaluated at evaluation.interval
-source.curriculum | training.filter_zero_advantages | gate | the gate advantage_range [0, 0]; there are no
-    samplers and no other gates
-source.algo | - | | one algorithm a run
-source.sampling | - | | one sampling contract a run
+source.interval | evaluation.environments[].interval
+source.curriculum | training.curriculum.gates | gate | one curriculum for all environments; the sampler
+    difficulty_pool needs num_tasks beside it (training.curriculum.sampler)
+source.algo | - | | one algorithm a run; nearest: environments[].advantage
+source.sampling | - | | one temperature a run; nearest: environments[].sampling.max_tokens
 source.env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 source.env.AGENT.runtime.type | | off "subprocess" | subprocess alone, in the node's sandbox: nodes start no
     containers
@@ -517,16 +524,10 @@ def _head_chunk(value: Any) -> Any:
 
 def _gate(value: Any) -> Any:
     gates = value.get("gates", {})
-    rest = [name for name, gate in gates.items() if not _rejects_zero(gate)]
+    rest = [name for name, gate in gates.items() if gate.get("type") != "advantage_range"]
     if rest or set(value) - {"gates"}:
         raise Unconvertible("")
-    return Several({"training.filter_zero_advantages": True})
-
-
-def _rejects_zero(gate: Any) -> bool:
-    """Whether a gate rejects groups whose advantages are all zero, and no other."""
-    bounds = {gate.get("reject_min", 0.0), gate.get("reject_max", 0.0)}
-    return gate.get("type") == "advantage_range" and bounds == {0.0}
+    return Several({"training.curriculum.gates": gates})
 
 
 def _filters(value: Any) -> Any:
@@ -562,9 +563,9 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "grpo": {"training.advantage": "grpo"},
     "max_rl": {"training.advantage": "max_rl"},
     "opd": {"training.loss.type": "reverse_kl"},
+    "echo": {"training.advantage": "grpo", "training.loss.echo_alpha": 0.1},
 }
 OTHER_ALGORITHMS = {
-    "echo": "trained as grpo: tokens of tools and users are read, never learned",
     "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
     "opsd": "trained as grpo: a teacher reads what the student read (training.loss.reference)",
     "rae": "trained as grpo: one agent plays a rollout",
@@ -1018,12 +1019,12 @@ class _Conversion:
         return found["train"], found["eval"]
 
     def _environments(self, sources: list["_Source"]) -> None:
-        """The environments of a run: one, so far."""
+        """The environments of a run: [environment], or [[environments]] where there are several."""
         if self._config.command not in ("rl", "train"):
             return
-        for other in sources[1:]:
-            name = other.values.get("name") or other.id
-            self._note("missing", other.path, name, "one environment a run: the first is taken")
+        if len(sources) > 1:
+            self._ours["environments"] = [self._trained(one) for one in sources]
+            return
         if not sources:
             if "dataset" in self._raw:
                 self._dataset()
@@ -1035,6 +1036,17 @@ class _Conversion:
         if args := self._environment_args(first):
             self._ours["environment.args"] = args
         self._source_keys(first, {"group_size": "rollouts.group_size"})
+
+    def _trained(self, source: "_Source") -> Tree:
+        """One of several environments."""
+        made: Tree = {"id": self._environment_id(source)}
+        if args := self._environment_args(source):
+            made["args"] = args
+        for key in ("name", "ratio", "group_size"):
+            if source.values.get(key) is not None:
+                made[key] = source.values[key]
+        self._source_keys(source, {})
+        return made
 
     def _evaluated(self, sources: list["_Source"]) -> None:
         """The environments that are evaluated beside training."""
@@ -1053,6 +1065,8 @@ class _Conversion:
         samples = source.values.get("group_size", old or self._raw.get("samples", 1))
         prompts = source.values.get("num_examples", self._raw.get("prompts", -1))
         made["samples"] = samples
+        if source.values.get("interval") and self._config.command in ("rl", "train"):
+            made["interval"] = source.values["interval"]
         if prompts is not None and prompts != -1:
             made["prompts"] = prompts
         self._source_keys(source, {})
@@ -1096,7 +1110,7 @@ class _Conversion:
 
     def _source_keys(self, source: "_Source", several: Mapping[str, str]) -> None:
         """What a source says beside its taskset."""
-        used = {"name", "num_examples", "rollouts_per_example", "group_size"}
+        used = {"name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval"}
         for key, value in source.values.items():
             shown = f"{source.path}.{key}"
             if key in several:
@@ -1432,8 +1446,9 @@ def _ordered(cls: type[BaseModel], values: Tree) -> Tree:
     """Sections and keys as our reference lists them."""
     found: Tree = {}
     for key in [name for name in cls.model_fields if name in values]:
-        inner, value = model_in(cls.model_fields[key].annotation), values[key]
-        found[key] = _ordered(inner, value) if inner and isinstance(value, dict) else value
+        annotation, value = cls.model_fields[key].annotation, values[key]
+        section = None if get_origin(annotation) is dict else model_in(annotation)
+        found[key] = _ordered(section, value) if section and isinstance(value, dict) else value
     return found
 
 

@@ -197,10 +197,10 @@ def test_an_existing_file_is_never_overwritten(cli: Cli, home: Path) -> None:
 
 
 def test_every_key_without_a_counterpart_is_named_with_its_reason(tmp_path: Path) -> None:
-    text = NEWEST + "[monitors.wandb]\nproject = 'p'\n[slurm]\njob_name = 'j'\n[mystery]\nkey = 3\n"
+    text = NEWEST + "[monitors.prime]\nteam = 'p'\n[slurm]\njob_name = 'j'\n[mystery]\nkey = 3\n"
     config = convert(tmp_path, text)
     assert {note.key for note in config.missing} == {
-        "monitors.wandb.project",
+        "monitors.prime.team",
         "slurm.job_name",
         "mystery.key",
     }
@@ -226,8 +226,11 @@ def test_one_environment_is_trained_and_the_others_are_reported(tmp_path: Path) 
         '[[orchestrator.train.source]]\nname = "b"\nratio = 0.3\nenv = { taskset = { id = "x" } }'
     )
     config = convert(tmp_path, ONE_SOURCE + second)
-    assert config.values["environment"] == {"id": "reverse-text"}
-    assert "orchestrator.train.source[1] = 'b': one environment a run" in notes(config)
+    assert "environment" not in config.values
+    assert config.values["environments"] == [
+        {"id": "reverse-text"},
+        {"id": "x", "name": "b", "ratio": 0.3},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_one_environment_is_trained_and_the_others_are_reported(tmp_path: Path) 
         ('env = { taskset = { id = "a" }, one = { harness = {} }, two = {} }', "one agent plays a rollout"),
         ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
         ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
-        ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "no samplers"),
+        ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "needs num_tasks"),
         ('algo = { type = "opd" }\nid = "a"', "one algorithm a run"),
     ],
 )  # fmt: skip
@@ -249,13 +252,13 @@ def test_what_an_environment_asks_for_in_vain_is_reported(
     assert reason in notes(config)
 
 
-def test_the_gate_that_drops_groups_without_a_signal_is_an_option_here(tmp_path: Path) -> None:
-    gate = "curriculum = { gates = { zero = { type = 'advantage_range' } } }\n"
+def test_gates_of_a_curriculum_are_kept_and_others_are_reported(tmp_path: Path) -> None:
+    gate = "curriculum = { gates = { zero = { type = 'advantage_range', reject_min = -1.0 } } }\n"
     config = convert(tmp_path, ONE_SOURCE + gate)
-    assert config.values["training"]["filter_zero_advantages"] is True
+    kept = {"zero": {"type": "advantage_range", "reject_min": -1.0}}
+    assert config.values["training"]["curriculum"]["gates"] == kept
     assert not config.missing
-    other = gate.replace("'advantage_range'", "'advantage_range', reject_min = -1.0")
-    assert convert(tmp_path, ONE_SOURCE + other).missing
+    assert convert(tmp_path, ONE_SOURCE + gate.replace("advantage_range", "staleness")).missing
 
 
 @pytest.mark.parametrize(
