@@ -8,7 +8,7 @@ import pytest
 from support.installed import install
 from support.swarm import Swarm
 
-from primerl.node.app import rundir
+from primerl.node.environments import allowed
 from primerl.node.environments.allowed import EnvironmentNotAllowed
 from primerl.node.ops.errors import UsageError
 from primerl.protocol.manifests import EnvironmentContract
@@ -52,7 +52,7 @@ async def test_a_manifest_whose_options_name_another_module_than_it_does_is_refu
         fields["config"] = options
         return EnvironmentContract(**fields)
 
-    monkeypatch.setattr(rundir, "EnvironmentContract", forged)
+    monkeypatch.setattr(allowed, "EnvironmentContract", forged)
     async with Swarm(tmp_path, model_dir) as swarm:
         await swarm.start_trainer()
         with pytest.raises(UsageError, match="this run's environment"):

@@ -106,7 +106,7 @@ class Court:
         verifier = Verifier(
             RUN,
             self.case.run,
-            OneTask(),  # type: ignore[arg-type]
+            [OneTask()],  # type: ignore[list-item]
             self._audits,
             {OWN: self.case.states[OWN]},
             CopyDetector(),
