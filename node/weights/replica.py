@@ -51,6 +51,9 @@ class PreparedPolicy:
 SMALL_SHARE = 16
 """A delta of less than one byte in this many of the state is decoded by one thread, while others hash: it
 is short calls, for which two threads only wait for each other's interpreter lock."""
+LARGE_TENSOR = 8 << 20
+"""Mean bytes of a tensor from which even such a delta is decoded by all threads: most of the time goes into
+copies of whole tensors, for which numpy leaves the lock (4B: 20 MB)."""
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 """What a node holds before its first snapshot."""
@@ -130,7 +133,8 @@ class WeightReplica:
         threads, done = self._threads, hashing.add
         if artifact.kind == "anchor":
             return decode_full(payload, infos, threads=threads, done=done), None
-        if size * SMALL_SHARE < state_bytes(self._policy.state):
+        held = state_bytes(self._policy.state)
+        if size * SMALL_SHARE < held < LARGE_TENSOR * len(infos):
             threads = 1
         return apply_delta(self._policy.state, payload, infos, threads=threads, done=done)
 
