@@ -338,7 +338,7 @@ def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, flo
             min(options.most, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / options.mean)))
             for _ in range(options.groups * options.group_size)
         ]
-        for _ in range(4)
+        for _ in range(WARM_STEPS + 3)
     ]
     request, answer = directory / "learn.json", directory / "learned.json"
     job = {"model": str(directory / "model"), "config": config, "replies": replies}
@@ -354,7 +354,7 @@ def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, flo
 
 
 async def learn(job: dict[str, Any]) -> float:
-    """The process of trainer_alone(): tokens/s of a step and a snapshot per batch, the first not counted."""
+    """The process of trainer_alone(): tokens/s of a step and a snapshot per batch, after the first ones."""
     from trainer_rows import fake_batch
 
     from primerl.node.app.factories import make_backend
@@ -373,7 +373,7 @@ async def learn(job: dict[str, Any]) -> float:
             found.append(sum(lengths) / (time.perf_counter() - began))
     finally:
         await backend.close()
-    return median(found[1:])
+    return median(found[WARM_STEPS:])
 
 
 def compare(
