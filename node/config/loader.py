@@ -80,8 +80,13 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Merge `over` into a copy of `base`, table by table."""
+    """Merge `over` into a copy of `base`, table by table.
+
+    Where `over` names another `id`, the `args` of `base` are dropped: they are options of another environment.
+    """
     result = dict(base)
+    if "id" in over and "id" in base and over["id"] != base["id"]:
+        result.pop("args", None)
     for key, value in over.items():
         below = result.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
@@ -226,17 +231,17 @@ def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
 
 
 def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]:
-    """Take out `--environment.args.min-len 5` and `--training.betas [0.9,0.99]`.
+    """Take out `--environment.args.min-len 5`, `--environment.id math` and `--training.betas [0.9,0.99]`.
 
-    pydantic_config guesses the type of a table's value only where no file set a neighbour, and takes
-    JSON for lists but not for tuples.
+    What an id names decides what may stay beside it (merge()). pydantic_config guesses the type of a table's
+    value only where no file set a neighbour, and takes JSON for lists but not for tuples.
     """
     flags: list[str] = []
     tree: Tree = {}
     rest = iter(args)
     for arg in rest:
         path = arg[2:].replace("-", "_").split(".") if arg.startswith("--") else []
-        inside = _inside_dict(cls, path)
+        inside = _inside_dict(cls, path) or (path[-1:] == ["id"] and _field(cls, path) == (str, []))
         if not inside and not _is_container(cls, path):
             flags.append(arg)
             continue

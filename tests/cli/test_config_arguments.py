@@ -39,6 +39,17 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert config.rollouts == RunConfig().rollouts
 
 
+def test_another_environment_does_not_inherit_the_options_of_the_one_before(tmp_path: Path) -> None:
+    a = written(tmp_path / "a.toml", '[environment]\nid = "reverse-text"\nargs = { min_len = 5 }')
+    assert load(RunConfig, ["@", a], {}).environment.args == {"min_len": 5}
+    same = load(RunConfig, ["@", a, "--environment.id", "reverse-text"], {})
+    assert same.environment.args == {"min_len": 5}
+    other = ["@", a, "--environment.id", "arithmetic"]
+    assert load(RunConfig, other, {}).environment.args == {}
+    told = load(RunConfig, [*other, "--environment.args.digits", "2"], {})
+    assert told.environment.args == {"digits": 2}
+
+
 def test_the_order_of_files_and_flags_on_the_line_does_not_matter(tmp_path: Path) -> None:
     a = written(tmp_path / "a.toml", "seed = 1")
     assert load(RunConfig, ["--seed", "2", "--resume", "@", a], {}).seed == 2
