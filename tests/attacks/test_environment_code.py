@@ -141,7 +141,9 @@ async def test_a_task_that_is_never_made_ends_by_its_own_deadline() -> None:
 
 async def test_an_environment_that_waits_as_it_starts_is_refused_after_its_deadline() -> None:
     """It once held a worker for ever: only code that keeps the processor had a deadline there."""
-    with pytest.raises(EnvironmentFailed, match=r"did not (start within 1 s|return within 0:00:01)"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"did not (start within 1 s|return within 0:00:01)"
+    ):
         async with hosted("waits-at-start", start_timeout_s=1.0):
             pass
 
