@@ -31,8 +31,13 @@ async def test_workers_of_a_trainer_that_was_stopped_wait_and_work_on_when_it_is
         await swarm.stop_trainer()
         await until(lambda: "the trainer was stopped and may be resumed" in caplog.text)
         await swarm.start_trainer(resume=True)
-        role = [row["role"] for row in await swarm.trainer.peers()]
-        assert role == ["inference"]  # known before it says anything
+        async with asyncio.timeout(30.0):
+            while True:
+                peers = await swarm.trainer.peers()
+                if peers:  # there are none until it has started
+                    break
+                await asyncio.sleep(0.01)
+        assert [row["role"] for row in peers] == ["inference"]
         version = (await swarm.trainer.status())["version"]
         await swarm.wait_step(version + 1)
         await until(lambda: "the trainer is back" in caplog.text)
