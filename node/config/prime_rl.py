@@ -527,7 +527,7 @@ def _gate(value: Any) -> Any:
     rest = [name for name, gate in gates.items() if gate.get("type") != "advantage_range"]
     if rest or set(value) - {"gates"}:
         raise Unconvertible("")
-    return Several({"training.curriculum.gates": gates})
+    return gates
 
 
 def _filters(value: Any) -> Any:

@@ -104,7 +104,7 @@ def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
     spans: dict[str, str] = {}
     for dtype, group in sparse.items():
         narrow = all(numel(layouts[name][1]) <= 2**31 for name in group)
-        tensors |= _gathered(state, dtype, group, "<u4" if narrow else "<u8")
+        tensors |= _gathered(state, dtype, group, narrow=narrow)
         spans[dtype] = json.dumps([[name, len(positions)] for name, positions in group.items()])
     return Delta(tensors, spans)
 
@@ -247,23 +247,23 @@ class HostedPolicy:
 
 
 def _gathered(
-    state: State, dtype: str, group: dict[str, NDArray[np.int64]], width: str
+    state: State, dtype: str, group: dict[str, NDArray[np.int64]], *, narrow: bool
 ) -> dict[str, Tensor]:
     count = sum(map(len, group.values()))
-    where = np.empty(count, width)
+    where = np.empty(count, "<u4" if narrow else "<u8")
     values = np.empty(count, BITS[dtype])
 
     def gather(name: str, positions: NDArray[np.int64], end: int) -> None:
         part = slice(end - len(positions), end)
         where[part] = positions
-        values[part] = take(state, name, positions)
+        take(state, name, positions, values[part])  # they were checked: none is clipped
 
     ends = accumulate(map(len, group.values()))
     threads = memory_threads() if count > FEW else 1  # numpy leaves the interpreter's lock
     for _ in ordered(gather, zip(group, group.values(), ends, strict=True), threads):
         pass
     return {
-        POSITIONS + dtype: Tensor("I32" if width == "<u4" else "I64", (count,), where),
+        POSITIONS + dtype: Tensor("I32" if narrow else "I64", (count,), where),
         VALUES + dtype: Tensor(dtype, (count,), values),
     }
 

@@ -75,17 +75,16 @@ class HeldState(Mapping[str, Tensor]):
         """Return the tensor that this one is made of: of the same layout, perhaps with other elements."""
         return self._layers(name)[0]
 
-    def take(self, name: str, positions: NDArray[np.int64]) -> Bits:
-        """Read elements of a tensor at flat `positions`, which exist; makes no tensor."""
+    def take(self, name: str, positions: NDArray[np.int64], out: Bits) -> None:
+        """Read elements of a tensor at flat `positions`, which exist, into `out`; makes no tensor."""
         tensor, patches = self._layers(name)
-        found = tensor.data.take(positions, mode="clip")
+        tensor.data.take(positions, out=out, mode="clip")
         for places, bits in patches:
             wanted = positions.astype(places.dtype)
             at = places.searchsorted(wanted)
             at[at == places.size] = 0
             hit = places[at] == wanted
-            found[hit] = bits[at[hit]]
-        return found
+            out[hit] = bits[at[hit]]
 
     def steps_to(self, newer: "HeldState") -> list[Changed | None] | None:
         """Say where each version up to `newer` may differ from its successor; None: `newer` does not follow."""
@@ -95,10 +94,8 @@ class HeldState(Mapping[str, Tensor]):
             following = at._newer
             if following is None:
                 return None
-            changed, stored = (
-                following._changed,
-                at._stored,
-            )  # in this order: shrink() may run meanwhile
+            changed = following._changed  # read before the other: shrink() may run meanwhile
+            stored = at._stored
             found.append(_places(stored[1]) if isinstance(stored, tuple) else changed)
             at = following
         return found
@@ -185,11 +182,12 @@ def _layout(tensor: Tensor) -> TensorLayout:
     return TensorLayout(tensor.dtype, tensor.shape)
 
 
-def take(state: State, name: str, positions: NDArray[np.int64]) -> Bits:
-    """Read elements of a tensor at flat `positions`, which exist."""
+def take(state: State, name: str, positions: NDArray[np.int64], out: Bits) -> None:
+    """Read elements of a tensor at flat `positions`, which exist, into `out`."""
     if isinstance(state, HeldState):
-        return state.take(name, positions)
-    return state[name].data.take(positions, mode="clip")
+        state.take(name, positions, out)
+    else:
+        state[name].data.take(positions, out=out, mode="clip")
 
 
 def known_changes(old: State, new: State) -> Changed | None:
