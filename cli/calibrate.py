@@ -111,16 +111,7 @@ async def _measure(
         source = weights or model_dir
         found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
-        environments = [
-            factories.environment(
-                one.options(),
-                model_dir,
-                config.seed,
-                one.sampling.max_tokens,
-                config.sampling.temperature,
-            )
-            for one in config.mixture
-        ]
+        environments = factories.mixture(config, model_dir)
         try:
             await asyncio.gather(*(one.start() for one in environments))
             return await Calibrator(

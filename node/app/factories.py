@@ -170,6 +170,19 @@ class Factories:
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger
 
+    def mixture(self, config: RunConfig, model_dir: Path) -> list[Environment]:
+        """The environments that a run trains on, in its order, not started."""
+        return [
+            self.environment(
+                one.options(),
+                model_dir,
+                config.seed,
+                one.sampling.max_tokens,
+                config.sampling.temperature,
+            )
+            for one in config.mixture
+        ]
+
 
 def sandboxed(config: RunConfig | JoinConfig) -> Factories:
     """The real factories of a node, whose environments run in its own sandbox."""

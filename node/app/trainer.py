@@ -283,7 +283,7 @@ class TrainerNode(Node):
                 uses=self._config.ticket_uses,
             )
             self._announce(self._tickets.current().text)
-            environments = self._environments = self._make_environments(model_dir)
+            environments = self._environments = self._factories.mixture(self._config, model_dir)
             monitors = await asyncio.to_thread(Monitors, self._config)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
@@ -294,19 +294,6 @@ class TrainerNode(Node):
                     cleanup.push_async_callback(environment.close)
                 cleanup.push_async_callback(asyncio.to_thread, metrics.close)
                 await self._train(services, documents, environments, metrics, model_dir)
-
-    def _make_environments(self, model_dir: Path) -> list[Environment]:
-        config = self._config
-        return [
-            self._factories.environment(
-                one.options(),
-                model_dir,
-                config.seed,
-                one.sampling.max_tokens,
-                config.sampling.temperature,
-            )
-            for one in config.mixture
-        ]
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:
         """Start all of them. Raises UsageError with the name of one that does not start."""
