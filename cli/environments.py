@@ -565,13 +565,14 @@ def _plain(name: str) -> str:
 
 def _pip(arguments: list[str], target: str) -> None:
     """Run pip or uv, whose output is shown if it fails. Raises UsageError, NodeError."""
-    import importlib.util
     import shutil
     import subprocess
+    from importlib.metadata import distributions
 
     from ..node.ops.errors import NodeError, UsageError
 
-    if importlib.util.find_spec("pip") is not None:
+    # The metadata, not find_spec("pip"): that makes setuptools leave distutils to Python, and vLLM then fails.
+    if any(distributions(name="pip")):
         program = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
         program.append("--no-input")
     elif (uv := shutil.which("uv")) is not None:
