@@ -206,6 +206,7 @@ def unruly(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     return run
 
 
+@pytest.mark.slow
 @confined
 def test_what_reaches_out_of_its_process_is_named(unruly: Cli, home: Path) -> None:
     ran = unruly("socket process good", "--reply", "yes", file=str(home / "left"))
@@ -221,6 +222,7 @@ def test_what_reaches_out_of_its_process_is_named(unruly: Cli, home: Path) -> No
     assert found["rewards"] == ("as given 0 to 1", "")
 
 
+@pytest.mark.slow
 def test_rollouts_without_a_score_are_named_and_waiting_ends(unruly: Cli) -> None:
     ran = unruly("nan waits raises good", "--reply", "yes", "--timeout-s", "1")
     found = checks(ran)

@@ -34,6 +34,7 @@ async def says(environment: Environment, text: str, index: int = 0) -> float | s
     return episode.score.reward
 
 
+@pytest.mark.slow
 async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
