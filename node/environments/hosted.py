@@ -421,11 +421,9 @@ class HostedEnvironment:
             return replacement
 
     async def _start(self) -> EnvironmentChild:
+        command = await asyncio.to_thread(self._command)
         if self._closed:
             raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
-        source = source_of(self.name)
-        needed = [*self._model_files, *([source] if source else [])]
-        command = self._sandbox.command(self._program, needed)
         child = self._starting = EnvironmentChild(
             self._config, self._sandbox, command, os.environ, self.pass_fds
         )
@@ -438,6 +436,12 @@ class HostedEnvironment:
         finally:
             self._starting = None
         return child
+
+    def _command(self) -> list[str]:
+        """The program of its process, in its sandbox."""
+        source = source_of(self.name)
+        needed = [*self._model_files, *([source] if source else [])]
+        return self._sandbox.command(self._program, needed)
 
 
 def _shared_file() -> BinaryIO:

@@ -5,6 +5,7 @@ Python's audit events. Nothing of the environment is imported into the process t
 """
 
 import asyncio
+import inspect
 import json
 import os
 import random
@@ -496,7 +497,7 @@ class Notes:
         """Find the innermost line of the environment's own, else the innermost outside of Python's library, and
         say which it is; nothing for what `verifiers` does by itself, such as to ask git for its release."""
         fallback = ""
-        for frame, line in traceback.walk_stack(None):
+        for frame, line in traceback.walk_stack(inspect.currentframe()):
             file = frame.f_code.co_filename
             if file == __file__ or file.startswith("<"):
                 continue

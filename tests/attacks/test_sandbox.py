@@ -126,6 +126,7 @@ async def test_what_a_worker_refuses_costs_its_rollout_and_nothing_else(
     assert restarts == 0
 
 
+@pytest.mark.slow
 async def test_what_takes_its_process_along_costs_its_rollout_and_the_process_comes_back(
     kind: SandboxType,
 ) -> None:
@@ -137,6 +138,7 @@ async def test_what_takes_its_process_along_costs_its_rollout_and_the_process_co
     assert restarts == 3
 
 
+@pytest.mark.slow
 async def test_too_many_processes_and_too_much_memory_cost_their_rollouts(
     kind: SandboxType,
 ) -> None:
@@ -255,6 +257,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_code_that_never_returns_ends_with_a_node_that_is_killed(kind: SandboxType) -> None:
     tests = str(Path(__file__).parent.parent)
     source = PARENT.format(path=[tests, *sys.path], kind=kind)
