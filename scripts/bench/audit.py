@@ -39,7 +39,7 @@ from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.model import build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, SampledSpan
@@ -205,7 +205,7 @@ async def busy_seconds(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
 
 async def parts(bench: Bench, items: list[AuditItem], rows: int = 256) -> dict[str, float]:
     """Microseconds a token of the parts of an audit, of `rows` logits at a time."""
-    network = build_network(
+    network = LanguageModel.build(
         bench.model_dir, bench.states[OWN], dtype=bench.config.dtype, device="auto"
     )
     limit = BATCH_TOKENS[network.device.type]
