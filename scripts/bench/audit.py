@@ -93,15 +93,16 @@ def make_bench(directory: Path, options: argparse.Namespace) -> Bench:
     )
     vocabulary = state["model.embed_tokens.weight"].shape[0]
     none = digest(b"")
+    sampling = SamplingContract(1.0, options.length)
+    environment = EnvironmentContract("bench", "bench", b"", 0, "", 8, 1, sampling)
     run = RunManifest(
         name="bench",
         created=0,
         software="",
         trainer=none,
         model=ModelContract("bench", (), none, vocabulary, ()),
-        environment=EnvironmentContract("bench", b"", 0, ""),
-        sampling=SamplingContract(1.0, options.length),
-        limits=RunLimits(2, 8, 1, config.max_model_len),
+        environments=(environment,),
+        limits=RunLimits(2, config.max_model_len),
         proofs=proof_contract(RunConfig(engine=config), none.hex()),
         max_steps=1,
         nonce=none,
