@@ -28,7 +28,7 @@ from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..ops.monitors import Monitors
+from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
@@ -284,7 +284,8 @@ class TrainerNode(Node):
             )
             self._announce(self._tickets.current().text)
             environments = self._environments = self._factories.mixture(self._config, model_dir)
-            monitors = await asyncio.to_thread(Monitors, self._config)
+            group = group_of(documents.manifest.name, documents.run_id)
+            monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:

@@ -125,7 +125,7 @@ token_batch_size | - | | a batch is counted in groups
 group_size, max_off_policy_steps | rollouts.=
 max_async_level | ~ rollouts.max_off_policy_steps | | it bounds the age of a rollout when it is trained
 seq_len | engine.max_model_len
-concurrency.initial_inflight, .min_inflight, .max_inflight | ~ engine.concurrency.= | | of each worker, not of all
+concurrency.initial_inflight, .min_inflight, .max_inflight | ~ engine.concurrency.= | | of each worker
 oversampling_factor | - | | workers run ahead as far as they are fast
 tasks_per_minute | - | | no task is held back
 algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl; opd is reverse_kl

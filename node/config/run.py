@@ -78,6 +78,7 @@ class OwnRunConfig(BaseConfig):
     resume: Resume = None
     clean: bool = False
     """Delete what an earlier run of this name left."""
+    monitors: MonitorsConfig = MonitorsConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -536,6 +537,7 @@ class JoinConfig(NodeConfig):
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     wait: bool = False
     """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
@@ -579,7 +581,6 @@ class RunConfig(NodeConfig, OwnRunConfig):
     verification: VerificationConfig = VerificationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    monitors: MonitorsConfig = MonitorsConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property

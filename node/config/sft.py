@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .monitors import MonitorsConfig
 from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig
 from .training import Fraction, Positive, TrainingConfig
 
@@ -111,7 +110,6 @@ class SftConfig(OwnRunConfig):
     validation: ValidationConfig = ValidationConfig()
     training: SftTrainingConfig = SftTrainingConfig()
     checkpoint: SftCheckpointConfig = SftCheckpointConfig()
-    monitors: MonitorsConfig = MonitorsConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -38,6 +38,8 @@ from .placement import GpuPlacement, Names, place, planned_shares
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
+OF_THE_TRAINER = {"wandb": {"name"}, "trackio": {"name"}, "tensorboard": {"directory"}}
+"""Keys of [monitors] that its workers do not share."""
 
 
 class NodeCommands:
@@ -73,6 +75,9 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     dumped["environments"] = {
         "allow": [one.id for one in config.mixture]
     }  # the author of the run's config allows them
+    dumped |= config.model_dump(
+        mode="json", include={"monitors"}, exclude={"monitors": OF_THE_TRAINER}
+    )
     seeds = dumped["network"]["seeds"]
     if config.launch.share_chunks:
         chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
