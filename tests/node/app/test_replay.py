@@ -17,7 +17,7 @@ from support.witness import Fakes, WitnessBackend
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories, make_backend
-from primerl.node.app.replay import KeptRun, ReplayedStep, ReplaySummary, RunReplay, difference
+from primerl.node.app.replay import KeptRun, ReplayedStep, RunReplay, difference, follows
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import StorageError, UsageError
 from primerl.node.storage.chunk_store import CHUNKS, chunk_path
@@ -87,7 +87,7 @@ async def test_every_step_of_a_run_follows_and_nothing_is_written(run_dir: Path)
     assert [one.step for one in steps] == [1, 2, 3, 4]
     assert outcomes(steps) == ["equal"] * STEPS, steps
     assert all(one.weights and one.samples and one.computed == one.published for one in steps)
-    assert ReplaySummary.of(steps).follows
+    assert follows(steps)
     changed = {path.name for path, at in written(run_dir).items() if before.get(path) != at}
     assert changed <= {"ledger.db-shm", "ledger.db-wal"}
 
@@ -136,9 +136,9 @@ async def test_a_changed_rollout_is_found_at_its_step(
     assert "another than the published" in steps[1].note
     assert steps[1].computed != steps[1].published
     assert "no checkpoint of the step before" in steps[2].note
-    assert not ReplaySummary.of(steps).follows
+    assert not follows(steps)
     if change is with_reward:
-        assert "do not give the advantage" in steps[1].note
+        assert "does not give the advantage" in steps[1].note
 
 
 class Dishonest(WitnessBackend):
@@ -224,12 +224,12 @@ async def test_what_is_not_kept_is_not_checked_and_the_rest_is(run_dir: Path) ->
     assert "not kept" in steps[0].note
     assert "damaged" in steps[1].note
     assert "no checkpoint of the step before" in steps[2].note
-    assert ReplaySummary.of(steps).follows
+    assert follows(steps)
     record = files.record(4)
     files.write(structs.replace(record, kept=record.groups - 1), files.read(4))
     steps = await replayed(run_dir)
     assert "rollouts.keep.share" in steps[3].note
-    assert not ReplaySummary.of(steps).follows, "nothing could be checked"
+    assert not follows(steps), "nothing could be checked"
 
 
 @pytest.mark.parametrize(
