@@ -8,14 +8,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
 from ..environments.chat import ChatFormat
+from ..environments.chat_api import read_key
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.judge_model import Judges
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -41,15 +44,17 @@ BATCHES = 2
 """Rollouts in flight, in batches of the engine: the next one waits while one is generated."""
 
 
-def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
+def make_text_environment(
+    config: EnvironmentConfig, seed: int, temperature: float, *, judges: Judges | None = None
+) -> Environment:
     """An environment for models that take and give text, not started."""
     return HostedEnvironment(
         config,
-        model_dir=Path(),
+        model_dir=None,
         seed=seed,
         max_tokens=MAX_CHARACTERS,
         temperature=temperature,
-        text=True,
+        judges=judges,
     )
 
 
@@ -76,18 +81,27 @@ async def evaluate(
     `environ` holds the keys of endpoints. Raises NodeError; finished cells are kept.
     """
     variables = os.environ if environ is None else environ
-    keys = [_key(one, variables) for one in config.endpoints]
+    keys = [read_key(one, variables) for one in config.endpoints]
     config = completed(config)
     local = await asyncio.to_thread(candidates, config)
     with held(config.directory):
         _begin(config)
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, suite, factories or EvalFactories())
+        evaluation = _Evaluation(config, suite, factories or _judged(config, variables))
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)
         return suite.found
+
+
+def _judged(config: EvalConfig, environ: Mapping[str, str]) -> EvalFactories:
+    """The real factories; judges keep their answers beside the results. Raises UsageError."""
+    judges = Judges(config.environments, config.directory, environ)
+    return EvalFactories(
+        environment=partial(make_environment, judges=judges),
+        text_environment=partial(make_text_environment, judges=judges),
+    )
 
 
 def completed(config: EvalConfig) -> EvalConfig:
@@ -116,17 +130,6 @@ def _begin(config: EvalConfig) -> None:
     make_directory(directory)
     write(directory / CONFIG, config.model_dump_json(indent=2))
     configure(config.log, directory / "logs" / "eval.jsonl")
-
-
-def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
-    name = endpoint.key_variable
-    key = environ.get(name, "").strip() if name else ""
-    if name and not (key and key.isascii() and key.isprintable()):
-        raise UsageError(
-            f"the key for {endpoint.url} is to be in the environment variable {name}, which holds none: "
-            f"export {name}=..."
-        )
-    return key
 
 
 class _Evaluation:

@@ -17,6 +17,7 @@ from ..config.sandbox import SandboxConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.judge_model import Judges
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.gpus import usable_here
@@ -76,8 +77,9 @@ def make_environment(
     temperature: float,
     *,
     sandbox: SandboxConfig | None = None,
+    judges: Judges | None = None,
 ) -> Environment:
-    """The environment of a run, not started."""
+    """The environment of a run, not started; without `judges` one that has a judge is played and not scored."""
     return HostedEnvironment(
         config,
         model_dir=model_dir,
@@ -85,6 +87,7 @@ def make_environment(
         max_tokens=max_tokens,
         temperature=temperature,
         sandbox=sandbox,
+        judges=judges,
     )
 
 
@@ -184,6 +187,12 @@ class Factories:
         ]
 
 
-def sandboxed(config: RunConfig | JoinConfig) -> Factories:
-    """The real factories of a node, whose environments run in its own sandbox."""
-    return Factories(environment=partial(make_environment, sandbox=config.sandbox))
+def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factories:
+    """The real factories of a node, whose environments run in its own sandbox.
+
+    `judged`: their judges are asked, which only the trainer does. Raises UsageError where a key is missing.
+    """
+    judges = None
+    if judged and isinstance(config, RunConfig):
+        judges = Judges([*config.mixture, *config.evaluation.environments], config.run_dir)
+    return Factories(environment=partial(make_environment, sandbox=config.sandbox, judges=judges))

@@ -194,11 +194,10 @@ class EnvironmentTrial:
                 timeout_s=options.timeout_s,
                 start_timeout_s=options.limit_s / 3,  # the limit of all names no line of code
             ),
-            model_dir=options.model or Path(),
+            model_dir=options.model,
             seed=options.seed,
             max_tokens=MAX_TOKENS,
             temperature=1.0,
-            text=options.model is None,
             sandbox=WorkerSandboxConfig(
                 network=options.network,
                 processes=options.processes,

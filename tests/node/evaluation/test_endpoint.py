@@ -15,9 +15,10 @@ from support.openai_server import Answer, Server, openai_server, refused, said
 from primerl.node.app.eval import evaluate
 from primerl.node.config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
 from primerl.node.environments.chat import CUT, END, Transcript
+from primerl.node.environments.chat_api import MAX_BODY_BYTES
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.environments.policies import PlayFailed
-from primerl.node.evaluation.endpoint import MAX_BODY_BYTES, EndpointPolicy, open_endpoint
+from primerl.node.evaluation.endpoint import EndpointPolicy, open_endpoint
 from primerl.node.evaluation.eval_suite import EvalProgress
 from primerl.node.evaluation.evaluator import TurnRequest
 from primerl.node.ops.errors import NetworkError, UsageError
