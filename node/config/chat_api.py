@@ -72,4 +72,6 @@ class JudgeConfig(ChatApiConfig):
 
     def published(self) -> "JudgeConfig":
         """Return what every node of a run may know: not how it is reached."""
-        return self.model_copy(update={"url": "", "key_variable": "", "proxy": False})
+        return JudgeConfig(
+            model=self.model, temperature=self.temperature, max_tokens=self.max_tokens
+        )

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -178,6 +179,7 @@ def read_key(config: ChatApiConfig, environ: Mapping[str, str]) -> str:
 @asynccontextmanager
 async def open_api(config: ChatApiConfig, key: str) -> AsyncGenerator[ChatApi]:
     """Open a client of the API with `key`, or without one if it is empty; close it after the block."""
+    await asyncio.to_thread(import_module, "openai")  # seconds
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     async def only_ours(request: "Request") -> None:

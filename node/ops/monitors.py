@@ -49,6 +49,9 @@ PUBLIC: dict[str, Any] = {
 }
 """Keys of a config that monitors get: what every node of the run knows anyway, and how it learns."""
 
+PUBLIC_JUDGE = ("model", "temperature", "max_tokens")
+"""The same of the judge of an environment."""
+
 
 def configured(config: MonitorsConfig) -> list[str]:
     """Name the monitors that are switched on."""
@@ -131,6 +134,9 @@ class Monitors:
             return
         public = config.model_dump(mode="json", include=PUBLIC)
         del public["training"]["fsdp"]["rendezvous"]  # an address
+        for one in [public.get("environment"), *public.get("environments", ())]:
+            if one and one["judge"]:
+                one["judge"] = {name: one["judge"][name] for name in PUBLIC_JUDGE}
         directory = config.run_dir.absolute()
         run = {
             "name": config.name,
