@@ -13,6 +13,7 @@ import typer
 from .command import AsJson, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
+    from ..node.config.chat_api import JudgeConfig
     from ..node.environments.allowed import Package
     from ..node.environments.trial import EnvironmentTrial
 
@@ -687,6 +688,9 @@ def run_test(
             "--sampled-rewards", help="For a run with environment.deterministic_rewards = false."
         ),
     ] = False,
+    judge: Annotated[
+        str, typer.Option("--judge", metavar="JSON", help="environment.judge of a run.")
+    ] = "",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
     ] = False,
@@ -703,12 +707,13 @@ def run_test(
       primerl-node env test my-env --args '{"digits": 6}' --tasks 50
       primerl-node env test my-env --model outputs/demo/weights/step_160
       primerl-node env test word-game --reply '[crane]' --reply '[about]' --show
+      primerl-node env test my-env --judge '{"url": "http://127.0.0.1:8000/v1", "model": "grader"}'
     """
     from ..node.environments.trial import EnvironmentTrial, TrialOptions
 
     options = TrialOptions(
         environment=environment,
-        args=_options(args),
+        args=_options("--args", args, {"digits": 6}),
         tasks=tasks,
         model=model.expanduser() if model is not None else None,
         seed=seed,
@@ -719,6 +724,7 @@ def run_test(
         processes=processes,
         memory_gib=memory_gib,
         sampled_rewards=sampled_rewards,
+        judge=_judge(judge) if judge else None,
         replies=tuple(reply or ()),
     )
     if verbose:
@@ -730,15 +736,36 @@ def run_test(
     _report(tried, show=show, as_json=as_json)
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
     from ..node.ops.errors import UsageError
 
+    shown = f"for example '{json.dumps(example)}'"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--args is no JSON ({error}): for example '{{\"digits\": 6}}'") from error
+        raise UsageError(f"{flag} is no JSON ({error}): {shown}") from error
     if not isinstance(found, dict):
-        raise UsageError("--args is a JSON object, for example '{\"digits\": 6}'")
+        raise UsageError(f"{flag} is a JSON object, {shown}")
+    return found
+
+
+def _judge(text: str) -> "JudgeConfig":
+    from pydantic import ValidationError
+
+    from ..node.config.chat_api import JudgeConfig
+    from ..node.ops.errors import UsageError
+
+    example = {"url": "http://127.0.0.1:8000/v1", "model": "grader"}
+    try:
+        found = JudgeConfig.model_validate(_options("--judge", text, example))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"--judge: {where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
+    if not found.url:
+        raise UsageError(f"--judge has no url: for example '{json.dumps(example)}'")
     return found
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
+from ..config.chat_api import JudgeConfig
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import WorkerSandboxConfig
 from ..inference.engine import Completion
@@ -29,6 +30,7 @@ from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
 from .environment import Environment, EnvironmentFailed, Episode, ScoreMismatch, Split, Task
 from .host import EnvironmentSetUp, main, make_environment
 from .hosted import HostedEnvironment
+from .judge_model import Judges
 from .sandbox import holds
 
 COUNTED = 1000
@@ -68,6 +70,8 @@ class TrialOptions:
     processes: int
     memory_gib: float
     sampled_rewards: bool
+    judge: JudgeConfig | None
+    """Of the run; without it a reward that asks a judge fails."""
     replies: tuple[str, ...]
     """What the model says, turn by turn, the last one from then on; empty: the usual scripts."""
 
@@ -136,6 +140,7 @@ class EnvironmentTrial:
         self._chat = self._load_chat()
         self._roots = self._find_roots()
         self._step = "start"
+        self._judge_fault = ""
 
     def _load_chat(self) -> Chat:
 
@@ -186,14 +191,16 @@ class EnvironmentTrial:
     async def _hosted(self, notes: Path) -> AsyncGenerator[Environment]:
 
         options = self.options
+        config = EnvironmentConfig(
+            id=options.environment,
+            args=options.args,
+            max_turns=options.max_turns,
+            timeout_s=options.timeout_s,
+            start_timeout_s=options.limit_s / 3,  # the limit of all names no line of code
+            judge=options.judge,
+        )
         environment = HostedEnvironment(
-            EnvironmentConfig(
-                id=options.environment,
-                args=options.args,
-                max_turns=options.max_turns,
-                timeout_s=options.timeout_s,
-                start_timeout_s=options.limit_s / 3,  # the limit of all names no line of code
-            ),
+            config,
             model_dir=options.model,
             seed=options.seed,
             max_tokens=MAX_TOKENS,
@@ -203,11 +210,13 @@ class EnvironmentTrial:
                 processes=options.processes,
                 memory_gib=options.memory_gib,
             ),
+            judges=Judges([config], notes.parent),
             program=(sys.executable, "-P", "-m", __name__, str(notes), *map(str, self._roots)),
         )
         try:
             yield environment
         finally:
+            self._judge_fault = self._judge_fault or environment.judge_fault
             await environment.close()
 
     async def _check_all(self, one: Environment, other: Environment) -> None:
@@ -232,7 +241,8 @@ class EnvironmentTrial:
             Check(
                 self._step,
                 f"not done after {limit}, {len(self.rollouts)} rollouts played",
-                f"it took longer than {limit}: mend code that waits for what never comes, or give --tasks a "
+                self._judge_fault
+                or f"it took longer than {limit}: mend code that waits for what never comes, or give --tasks a "
                 "lower or --limit-s a higher number",
             )
         )
@@ -373,7 +383,7 @@ class EnvironmentTrial:
             return ""
         return (
             f"a second process does not agree: {_some(disagreements)}. Rewards, and what the environment says, "
-            "have to be a function of task and replies; for judges and random rewards set "
+            "have to be a function of task and replies; for random rewards set "
             "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
         )
 
