@@ -222,8 +222,8 @@ class EnvironmentConfig(BaseConfig):
     max_turns: Positive = 8
     """Most replies of the model in one rollout."""
     timeout_s: EnvironmentSeconds = 60.0
-    """Longest time of a rollout's own code (hooks, rewards, judges) between two turns; a rollout that takes
-    longer is ended and lost."""
+    """Longest time of a rollout's own code (hooks, rewards) between two turns, without what it waits for a
+    judge; a rollout that takes longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
     """Longest that the taskset may take to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
