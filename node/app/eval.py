@@ -19,6 +19,7 @@ from ..environments.chat_api import read_key
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
+from ..environments.sandbox import Sandbox, choose
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -45,7 +46,12 @@ BATCHES = 2
 
 
 def make_text_environment(
-    config: EnvironmentConfig, seed: int, temperature: float, *, judges: Judges | None = None
+    config: EnvironmentConfig,
+    seed: int,
+    temperature: float,
+    *,
+    sandbox: Sandbox | None = None,
+    judges: Judges | None = None,
 ) -> Environment:
     """An environment for models that take and give text, not started."""
     return HostedEnvironment(
@@ -54,6 +60,7 @@ def make_text_environment(
         seed=seed,
         max_tokens=MAX_CHARACTERS,
         temperature=temperature,
+        sandbox=sandbox,
         judges=judges,
     )
 
@@ -67,6 +74,17 @@ class EvalFactories:
         make_environment
     )
     text_environment: Callable[[EnvironmentConfig, int, float], Environment] = make_text_environment
+
+    @classmethod
+    def sandboxed(cls, config: EvalConfig, environ: Mapping[str, str]) -> "EvalFactories":
+        """The real ones, whose environments run in the sandbox of `config`. Judges keep answers beside the
+        results; `environ` holds their keys. Raises UsageError."""
+        sandbox = choose(config.sandbox)
+        judges = Judges(config.environments, config.directory, environ)
+        return cls(
+            environment=partial(make_environment, sandbox=sandbox, judges=judges),
+            text_environment=partial(make_text_environment, sandbox=sandbox, judges=judges),
+        )
 
 
 async def evaluate(
@@ -88,20 +106,15 @@ async def evaluate(
         _begin(config)
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, suite, factories or _judged(config, variables))
+        evaluation = _Evaluation(
+            config,
+            suite,
+            factories or EvalFactories.sandboxed(config, variables),
+        )
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)
         return suite.found
-
-
-def _judged(config: EvalConfig, environ: Mapping[str, str]) -> EvalFactories:
-    """The real factories; judges keep their answers beside the results. Raises UsageError."""
-    judges = Judges(config.environments, config.directory, environ)
-    return EvalFactories(
-        environment=partial(make_environment, judges=judges),
-        text_environment=partial(make_text_environment, judges=judges),
-    )
 
 
 def completed(config: EvalConfig) -> EvalConfig:

@@ -13,11 +13,11 @@ from typing import Protocol
 from ...crypto.keys import SecretKey
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
-from ..config.sandbox import SandboxConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
+from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.gpus import usable_here
@@ -76,10 +76,11 @@ def make_environment(
     max_tokens: int,
     temperature: float,
     *,
-    sandbox: SandboxConfig | None = None,
+    sandbox: Sandbox | None = None,
     judges: Judges | None = None,
 ) -> Environment:
-    """The environment of a run, not started; without `judges` one that has a judge is played and not scored."""
+    """The environment of a run, not started; by default its process has the default limits, and one that has a
+    judge is played and not scored."""
     return HostedEnvironment(
         config,
         model_dir=model_dir,
@@ -190,9 +191,23 @@ class Factories:
 def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factories:
     """The real factories of a node, whose environments run in its own sandbox.
 
-    `judged`: their judges are asked, which only the trainer does. Raises UsageError where a key is missing.
+    `judged`: their judges are asked, which only the trainer does. Raises UsageError, also for want of a key.
     """
+    if isinstance(config, JoinConfig) and config.role == "validator":
+        return Factories()  # plays nothing
     judges = None
     if judged and isinstance(config, RunConfig):
         judges = Judges([*config.mixture, *config.evaluation.environments], config.run_dir)
-    return Factories(environment=partial(make_environment, sandbox=config.sandbox, judges=judges))
+    return Factories(
+        environment=partial(make_environment, sandbox=own_sandbox(config), judges=judges)
+    )
+
+
+def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:
+    """The sandbox of a node's environments, which never shows its own directories. Raises UsageError."""
+    hidden = [config.data_dir or Path.home() / ".primerl"]
+    if isinstance(config, RunConfig):
+        hidden.append(config.run_dir)
+    found = choose(config.sandbox, hidden)
+    logger.log(logging.WARNING if found.missing else logging.INFO, "environments run in %s", found)
+    return found

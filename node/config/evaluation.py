@@ -10,6 +10,7 @@ from pydantic_config import BaseConfig
 from .chat_api import ChatApiConfig
 from .engine import EngineConfig
 from .run import EvaluatedEnvironment, LogConfig, check_judges, check_names
+from .sandbox import SandboxConfig
 
 
 def _steps(value: object) -> object:
@@ -74,6 +75,7 @@ class EvalConfig(BaseConfig):
     """Directory or hub id of that model, where the run's own config.json does not say."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     log: LogConfig = LogConfig()
 
     @property

@@ -38,6 +38,7 @@ from primerl.node.environments.policies import (
     JudgeRefused,
     episode_judge,
 )
+from primerl.node.environments.sandbox import Sandbox
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import UsageError
@@ -342,7 +343,7 @@ async def test_a_worker_plays_without_the_judge_and_the_trainer_scores_what_it_p
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(TASKSETS)
-    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("MY_GRADER", KEY)
     down = True
 
     def answer(body: dict[str, Any]) -> web.StreamResponse:
@@ -353,7 +354,7 @@ async def test_a_worker_plays_without_the_judge_and_the_trainer_scores_what_it_p
 
     model_dir = make_chat_model(tmp_path / "model")
     async with openai_server(answer) as server:
-        told = {"url": server.url, "model": "m", "key_variable": "MY_KEY", "retries": 0}
+        told = {"url": server.url, "model": "m", "key_variable": "MY_GRADER", "retries": 0}
         config = EnvironmentConfig.model_validate({"id": "graded", "judge": told})
         limits: dict[str, Any] = {"seed": 0, "max_tokens": 16, "temperature": 1.0}
         worker = VerifiersEnvironment(config.published(), model_dir=model_dir, **limits)
@@ -361,7 +362,7 @@ async def test_a_worker_plays_without_the_judge_and_the_trainer_scores_what_it_p
         played = {text: await plays(worker, text) for text in ("hello", "go away", "hm")}
         assert [(one.error, one.score.reward) for one in played.values()] == [("", 0.0)] * 3
         assert server.bodies == []
-        sandbox = SandboxConfig(network=False, processes=0)
+        sandbox = Sandbox(SandboxConfig(network=False, processes=0))
         trainer = HostedEnvironment(
             config,
             model_dir=model_dir,
@@ -384,7 +385,7 @@ async def test_a_worker_plays_without_the_judge_and_the_trainer_scores_what_it_p
             with pytest.raises(EnvironmentFailed, match="I would rather not say"):
                 await trainer.score(task, played["hm"].branches)
             assert (await plays(trainer, "hello")).score.reward == 1.0, "evaluations are judged"
-            assert (await plays(trainer, "$MY_KEY")).score.reward == 0.0, "its code sees the key"
+            assert (await plays(trainer, "$MY_GRADER")).score.reward == 0.0, "its code sees the key"
             assert (await plays(trainer, "$PATH")).score.reward == 1.0
         finally:
             await trainer.close()
