@@ -305,8 +305,8 @@ class HostedEnvironment:
 
         `model_dir` holds tokenizer.json and the chat template; None: characters are tokens. `seed` is the
         taskset's unless its options name one; `max_tokens` bounds a turn. Without a `sandbox` the process has
-        the default limits. `judges` make the judge that the config names; without them it plays
-        and does not score.
+        the default limits. `judges` make the judge that the config names; without them it plays and does
+        not score.
         """
         self._config = config
         self._judge = judges.judge(config) if judges else None
