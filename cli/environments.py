@@ -13,6 +13,7 @@ import typer
 from .command import AsJson, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
+    from ..node.config.chat_api import JudgeConfig
     from ..node.config.sandbox import WorkerSandboxConfig
     from ..node.environments.allowed import Package
     from ..node.environments.trial import EnvironmentTrial
@@ -416,6 +417,9 @@ def run_test(
             "--sampled-rewards", help="For a run with environment.deterministic_rewards = false."
         ),
     ] = False,
+    judge: Annotated[
+        str, typer.Option("--judge", metavar="JSON", help="environment.judge of a run.")
+    ] = "",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
     ] = False,
@@ -432,6 +436,7 @@ def run_test(
       primerl-node env test my-env --args '{"digits": 6}' --tasks 50
       primerl-node env test my-env --model outputs/demo/weights/step_160
       primerl-node env test word-game --reply '[crane]' --reply '[about]' --show
+      primerl-node env test my-env --judge '{"url": "http://127.0.0.1:8000/v1", "model": "grader"}'
     """
     from ..node.config.run import EnvironmentConfig
     from ..node.environments.trial import EnvironmentTrial, TrialOptions
@@ -439,11 +444,12 @@ def run_test(
     options = TrialOptions(
         environment=EnvironmentConfig(
             id=environment,
-            args=_options(args),
+            args=_options("--args", args, {"digits": 6}),
             max_turns=max_turns,
             timeout_s=timeout_s,
             start_timeout_s=limit_s / 3,  # the limit of all names no line of code
             deterministic_rewards=not sampled_rewards,
+            judge=_judge(judge) if judge else None,
         ),
         sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         tasks=tasks,
@@ -479,15 +485,36 @@ def _sandbox(
         ) from error
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
     from ..node.ops.errors import UsageError
 
+    shown = f"for example '{json.dumps(example)}'"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--args is no JSON ({error}): for example '{{\"digits\": 6}}'") from error
+        raise UsageError(f"{flag} is no JSON ({error}): {shown}") from error
     if not isinstance(found, dict):
-        raise UsageError("--args is a JSON object, for example '{\"digits\": 6}'")
+        raise UsageError(f"{flag} is a JSON object, {shown}")
+    return found
+
+
+def _judge(text: str) -> "JudgeConfig":
+    from pydantic import ValidationError
+
+    from ..node.config.chat_api import JudgeConfig
+    from ..node.ops.errors import UsageError
+
+    example = {"url": "http://127.0.0.1:8000/v1", "model": "grader"}
+    try:
+        found = JudgeConfig.model_validate(_options("--judge", text, example))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"--judge: {where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
+    if not found.url:
+        raise UsageError(f"--judge has no url: for example '{json.dumps(example)}'")
     return found
 
 

@@ -228,7 +228,7 @@ class TrainerNode(Node):
         self.farewell = Farewell()
         self._config = config
         self._announce = announce
-        self._factories = factories or sandboxed(config)
+        self._factories = factories or sandboxed(config, judged=True)
         self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._services: NodeServices | None = None

@@ -127,6 +127,11 @@ class Environment(Protocol):
         """Its activity or fault, for the operator; empty while all is well."""
         ...
 
+    @property
+    def judge_fault(self) -> str:
+        """Why its judge does not answer; empty while it does, or has none."""
+        ...
+
     async def start(self) -> None:
         """Make it ready (heavy imports, tool servers). Raises EnvironmentFailed."""
         ...

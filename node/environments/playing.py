@@ -1,7 +1,7 @@
 """Play a taskset of `verifiers`; besides the bundled tasksets only this file imports the library.
 
-No model call leaves the process: no harness program, no interception server, no HTTP (which cost 5.4 ms of
-CPU a rollout). Two ways, and the same episode from both:
+A model is called through the node alone: no harness program, no interception server, no HTTP (which cost
+5.4 ms of CPU a rollout). Two ways, and the same episode from both:
 
 - a plain taskset (no Env of its own, no hooks on single requests) takes the short way, 0.35 ms: a Trace
   made of the library's public types, over which its own stops, hooks and Task.score() run;
@@ -20,9 +20,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1 import tasksets as library_tasksets
+from verifiers.v1.clients import base as library_clients
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.errors import boundary
 from verifiers.v1.interception import Interception
@@ -39,7 +41,7 @@ from ..inference.engine import Completion
 from .allowed import BUNDLED
 from .chat import Chat
 from .environment import Branch, EnvironmentFailed, Episode, Score, Split
-from .policies import Exchange, PlayFailed
+from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
 from .taskset import TaskIndex, load_tasksets
 
 
@@ -110,8 +112,11 @@ class TasksetPlayer:
         tasks: TaskIndex,
         env: vf.Env | None,
         agent: vf.AgentConfig,
+        scores: bool,
     ) -> None:
+        """Without `scores` rollouts are played, and their rewards left to others: each is 0."""
         self._config = config
+        self._scores = scores
         self._chat = chat
         self._tasks = tasks
         self._env = env
@@ -141,6 +146,8 @@ class TasksetPlayer:
         """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
         task: vf.Task = await self._tasks.get(index, split)
         data, content = task.data, task.hash
+        if not self._scores:
+            task = task.defer_scoring()
         if data.image or data.agent_user or data.skills or data.network_block:
             raise EnvironmentFailed(f"task {index} wants a container: use another taskset")
         if data.prompt is None and self._env is None:
@@ -253,6 +260,29 @@ class NoCommands(vf.Runtime):
         raise vf.SandboxError("a node runs no commands: use a taskset that scores in Python")
 
     write = _read = run  # type: ignore[assignment]
+
+
+class JudgeTransport(httpx.AsyncBaseTransport):
+    """Takes what an OpenAI client would send over the network to the judge of the episode."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a chat completion; 422 with the reason where the judge refuses it."""
+        ask = episode_judge.get()
+        if ask is None:
+            raise httpx.ConnectError("a judge is asked by rewards alone", request=request)
+        if not request.url.path.endswith("/chat/completions"):
+            raise httpx.ConnectError("a judge answers chat completions alone", request=request)
+        try:
+            answer = await ask(await request.aread())
+        except JudgeRefused as error:
+            return httpx.Response(422, json={"error": {"message": str(error)}}, request=request)
+        headers = {"content-type": "application/json"}
+        return httpx.Response(200, headers=headers, content=answer, request=request)
+
+
+def judge_client(_: object) -> httpx.AsyncClient:
+    """In place of the library's client of an endpoint: whatever that is, the run's judge answers."""
+    return httpx.AsyncClient(transport=JudgeTransport(), timeout=None)
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
@@ -371,9 +401,18 @@ class BorrowingAgent(vf.Agent):
 
 
 def open_player(
-    config: EnvironmentConfig, *, chat: Chat, seed: int, max_tokens: int, temperature: float
+    config: EnvironmentConfig,
+    *,
+    chat: Chat,
+    seed: int,
+    max_tokens: int,
+    temperature: float,
+    scores: bool,
 ) -> TasksetPlayer:
     """Find the taskset and how to play it. Raises EnvironmentFailed."""
+    if config.judge is not None:
+        # vf.Judge has no hook for a client of ours; all clients of the library are made by this function
+        library_clients.build_async_httpx = judge_client
     tasksets = load_tasksets(config, seed, _find)
     agent = vf.AgentConfig(
         model="policy",
@@ -385,7 +424,7 @@ def open_player(
     )
     tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
     env = _load_env(config.id, tasksets["train"])
-    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent)
+    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent, scores=scores)
 
 
 def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:

@@ -32,6 +32,7 @@ from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
 from .environment import Environment, EnvironmentFailed, ScoreMismatch, Split, Task
 from .host import EnvironmentSetUp, main, make_environment
 from .hosted import HostedEnvironment
+from .judge_model import Judges
 from .sandbox import Sandbox, choose
 
 COUNTED = 1000
@@ -146,6 +147,7 @@ class EnvironmentTrial:
             raise UsageError(f"the environment {name!r} is not installed here")
         self._roots = [] if root is None else [str(root)]
         self._step = "start"
+        self._judge_fault = ""
 
     def _found(self, name: str, found: str, problem: str = "") -> None:
         self.checks.append(Check(name, found, problem))
@@ -165,11 +167,11 @@ class EnvironmentTrial:
         """Make all checks, or as many as there is time for. Raises UsageError."""
         sandbox = await asyncio.to_thread(choose, self.options.sandbox)
         self._found("sandbox", str(sandbox))
-        with tempfile.TemporaryFile() as notes:
+        with tempfile.TemporaryFile() as notes, tempfile.TemporaryDirectory() as answers:
             try:
                 async with (
-                    self._hosted(notes, sandbox) as one,
-                    self._hosted(notes, sandbox) as other,
+                    self._hosted(notes, sandbox, Path(answers)) as one,
+                    self._hosted(notes, sandbox, Path(answers)) as other,
                     asyncio.timeout(self.options.limit_s),
                 ):
                     await self._check_all(one, other)
@@ -178,28 +180,33 @@ class EnvironmentTrial:
                 self._found(
                     self._step,
                     f"not done after {limit}, {len(self.rollouts)} rollouts played",
-                    f"it took longer than {limit}: mend code that waits for what never comes, or give --tasks "
-                    "a lower or --limit-s a higher number",
+                    self._judge_fault
+                    or f"it took longer than {limit}: mend code that waits for what never comes, or give "
+                    "--tasks a lower or --limit-s a higher number",
                 )
             self._check_outside(_read_notes(notes), sandbox)
 
     @asynccontextmanager
-    async def _hosted(self, notes: BinaryIO, sandbox: Sandbox) -> AsyncGenerator[Environment]:
+    async def _hosted(
+        self, notes: BinaryIO, sandbox: Sandbox, answers: Path
+    ) -> AsyncGenerator[Environment]:
+        """Start one process; a judge's answers are kept in the directory `answers`."""
         options = self.options
         environment = HostedEnvironment(
             options.environment,
-            model_dir=options.model or Path(),
+            model_dir=options.model,
             seed=options.seed,
             max_tokens=MAX_TOKENS,
             temperature=1.0,
-            text=options.model is None,
             sandbox=sandbox,
+            judges=Judges([options.environment], answers),
             program=(sys.executable, "-P", "-m", __name__, str(notes.fileno()), *self._roots),
         )
         environment.pass_fds = [notes.fileno()]
         try:
             yield environment
         finally:
+            self._judge_fault = self._judge_fault or environment.judge_fault
             await environment.close()
 
     async def _check_all(self, one: Environment, other: Environment) -> None:
@@ -341,7 +348,7 @@ class EnvironmentTrial:
         if unlike and self.options.environment.deterministic_rewards:
             problem = (
                 f"a second process does not agree: {_some(unlike)}. Rewards, and what the environment says, "
-                "have to be a function of task and replies; for judges and random rewards set "
+                "have to be a function of task and replies; for random rewards set "
                 "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
             )
         self._found("rewards", said or "none", problem)

@@ -48,9 +48,11 @@ class VerifiersEnvironment:
         max_tokens: int,
         temperature: float,
         chat: Chat | None = None,
+        judged: bool = False,
     ) -> None:
         """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn; `chat`
-        stands in for what `model_dir` holds."""
+        stands in for what `model_dir` holds. `judged`: policies.episode_judge asks the judge that the config
+        names; otherwise an environment that has one plays and does not score."""
         self._config = config
         self._model_dir = model_dir
         self._seed = seed
@@ -58,6 +60,7 @@ class VerifiersEnvironment:
         self._temperature = temperature
         self._prepared: OrderedDict[tuple[int, Split], PreparedTask] = OrderedDict()
         self._given = chat
+        self._judged = judged
         self._chat: Chat | None = None
         self._player: TasksetPlayer | None = None
 
@@ -70,6 +73,11 @@ class VerifiersEnvironment:
     def status(self) -> str:
         """See Environment."""
         return "" if self._player is None else self._player.progress
+
+    @property
+    def judge_fault(self) -> str:
+        """See Environment: whoever answers the judge's questions knows."""
+        return ""
 
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
@@ -85,6 +93,7 @@ class VerifiersEnvironment:
                 seed=self._seed,
                 max_tokens=self._max_tokens,
                 temperature=self._temperature,
+                scores=self._judged or self._config.judge is None,
             )
             await self._player.start()
         except NodeError:

@@ -104,12 +104,14 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
 
 
 def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Make the trainer's environment without our settings: a worker's are in its file."""
+    """Make the trainer's environment without our settings, as a worker's are in its file, and without keys of
+    judges."""
     ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
+    keys = {one.judge.key_variable for one in config.mixture if one.judge}
     return {
         name: value
         for name, value in trainer_environment(config, environ).items()
-        if not name.startswith("PRIMERL_") or name in ours
+        if (not name.startswith("PRIMERL_") or name in ours) and name not in keys
     }
 
 

@@ -51,6 +51,9 @@ PUBLIC: dict[str, Any] = {
 }
 """Keys of a config that monitors get: what every node of the run knows anyway, and how it learns."""
 
+PUBLIC_JUDGE = ("model", "temperature", "max_tokens")
+"""The same of the judge of an environment."""
+
 
 def configured(config: MonitorsConfig) -> list[str]:
     """Name the monitors that are switched on."""
@@ -139,6 +142,9 @@ class Monitors:
         directory = config.run_dir.absolute()
         public = config.model_dump(mode="json", include=PUBLIC)
         public["training"]["fsdp"].pop("rendezvous")  # an address
+        for one in [public.get("environment"), *public.get("environments", ())]:
+            if one and one["judge"]:
+                one["judge"] = {name: one["judge"][name] for name in PUBLIC_JUDGE}
         run = MonitoredRun(
             config.name,
             _run_id(directory) if configured(config.monitors) else "",

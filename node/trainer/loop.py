@@ -72,6 +72,8 @@ def next_batch(
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
         said += f", {unjudged} submissions in verification"
+    if fault := submissions.verifier.judge_fault:
+        said += f"; {fault}"
     if len(buffer) >= wanted:
         said += "; other workers' groups are waited for"
     elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
@@ -506,6 +508,8 @@ class TrainerRole:
             )
 
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
+        if groups is None and self.submissions.verifier.judge_fault:
+            return  # more batches would not come by more workers: a judge is waited for as long as it takes
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
             progress.late += 1

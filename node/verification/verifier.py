@@ -185,6 +185,13 @@ class Verifier:
         """What is wrong with the environments' rewards, with what to do; empty while nothing is."""
         return "; ".join(self._varies.values())
 
+    @property
+    def judge_fault(self) -> str:
+        """Why rewards are waited for: models that judge and do not answer; empty while all do."""
+        return "; ".join(
+            dict.fromkeys(one.judge_fault for one in self._environments if one.judge_fault)
+        )
+
     async def verify(
         self,
         submission: Submission,

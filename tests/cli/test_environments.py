@@ -281,6 +281,11 @@ def test_a_finite_taskset_is_counted_and_tokens_are_those_of_the_model(
 
 
 def test_options_that_are_none_are_refused_before_anything_starts(cli: Cli) -> None:
+    cli("env", "test", "word-game", "--judge", "{").refused(2, "--judge is no JSON")
+    cli("env", "test", "word-game", "--judge", '{"model": "m"}').refused(2, "--judge has no url")
+    cli("env", "test", "word-game", "--judge", '{"url": "ftp://h", "model": "m"}').refused(
+        2, "--judge: url: an endpoint is http"
+    )
     cli("env", "test", "word-game", "--args", "{").refused(2, "--args is no JSON")
     cli("env", "test", "word-game", "--args", "[1]").refused(2, "JSON object")
     cli("env", "test", "no-such-env").refused(2, "is not installed here")

@@ -46,6 +46,11 @@ class CountingEnvironment:
         """Nothing can go wrong."""
         return ""
 
+    @property
+    def judge_fault(self) -> str:
+        """No judge."""
+        return ""
+
     async def start(self) -> None:
         """Nothing to start."""
 

@@ -1,5 +1,6 @@
 """Tasksets of the verifiers library, played in process."""
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +9,16 @@ from random import Random
 import pytest
 from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
 
+from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import (
     Environment,
     EnvironmentFailed,
     Policy,
+    Score,
     ScoreMismatch,
 )
+from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 
@@ -358,6 +362,87 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
         await environment.run(await environment.task(5), policy)
 
 
+# -- judges ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.syspath_prepend(TASKSETS)
+
+    async def start(name: str, *, judged: bool, **args: object) -> Environment:
+        judge = JudgeConfig(model="m")
+        environment = VerifiersEnvironment(
+            EnvironmentConfig(id=name, args=args, judge=judge),
+            model_dir=make_chat_model(tmp_path),
+            seed=0,
+            max_tokens=16,
+            temperature=1.0,
+            judged=judged,
+        )
+        await environment.start()
+        return environment
+
+    return start
+
+
+REFERENCE = {"id": "reference", "name": "same", "weight": 2.0}
+
+
+async def test_any_taskset_with_answers_can_be_judged_by_the_librarys_own_judge(
+    judged: Start,
+) -> None:
+    asked: list[str] = []
+
+    async def answers_yes(request: bytes) -> bytes:
+        asked.append(json.loads(request)["messages"][0]["content"])
+        message = {"role": "assistant", "content": "yes"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return json.dumps({"id": "x", "created": 0, "choices": [choice]}).encode()
+
+    environment = await judged("reverse-text", judged=True, task={"judges": [REFERENCE]})
+    token = episode_judge.set(answers_yes)
+    try:
+        task = await environment.task(0)
+        played = await environment.run(task, says("nothing like it"))
+        assert (played.error, played.score.reward) == ("", 2.0)
+        assert played.score.metrics["same"] == 1.0
+        assert await environment.score(task, played.branches) == played.score
+    finally:
+        episode_judge.reset(token)
+    assert len(asked) == 2
+    assert "nothing like it" in asked[0]
+
+
+@pytest.mark.parametrize("name", ["rows", "guess_game"])
+async def test_without_its_judge_an_environment_plays_and_does_not_score(
+    judged: Start, start: Start, name: str
+) -> None:
+    unscored, scored = await judged(name, judged=False), await start(name)
+    policy = says("1", "3", "5", "5")
+    played = await unscored.run(await unscored.task(5), policy)
+    known = await scored.run(await scored.task(5), policy)
+    assert (played.error, played.score) == ("", Score(0.0))
+    assert known.score != played.score
+    assert played.branches == known.branches
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"id": "rubric", "path": "/etc/passwd"},
+        {"id": "os"},
+        {**REFERENCE, "prompt": "/etc/passwd"},
+        {**REFERENCE, "headers_from_env": {"X": "SECRET"}},
+        "reference",
+    ],
+)
+async def test_judges_that_name_things_on_the_machine_are_refused(
+    judged: Start, entry: object
+) -> None:
+    with pytest.raises(EnvironmentFailed, match="may not set judges"):
+        await judged("reverse-text", judged=True, task={"judges": [entry]})
+
+
 # -- refusals at the start ------------------------------------------------------------------------
 
 
@@ -372,6 +457,7 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
         ("rows", {"count": 0}, "has no task"),
         ("rows", {"system_prompt": "/etc/hostname"}, "may not set system_prompt"),
         ("rows", {"task": {"rewards": {"x": {"fn": "os:getcwd"}}}}, "may not set rewards"),
+        ("rows", {"task": {"judges": [{"id": "reference"}]}}, "may not set judges"),
         ("tooled", {}, "tool servers"),
     ],
 )

@@ -364,6 +364,10 @@ def test_the_environment_of_children() -> None:
         assert environment["PRIMERL_PASSPHRASE"] == "p"
         assert environment["OMP_NUM_THREADS"] == "1"
         assert environment["HF_HUB_OFFLINE"] == "1"
+    judge = {"url": "http://h/v1", "model": "m", "key_variable": "JUDGE_KEY"}
+    judged = RunConfig.model_validate({"environment": {"id": "reverse-text", "judge": judge}})
+    assert trainer_environment(judged, {"JUDGE_KEY": "k"})["JUDGE_KEY"] == "k"
+    assert "JUDGE_KEY" not in worker_environment(judged, {"JUDGE_KEY": "k"})
     hub = RunConfig(model=ModelConfig(name="Qwen/Qwen3-0.6B"))
     assert "HF_HUB_OFFLINE" not in trainer_environment(hub, {})
     assert trainer_environment(small, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"

@@ -293,11 +293,22 @@ def test_a_monitor_is_told_the_public_config_alone(
             network={"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]},
             verification={"references": [secret]},
             training={"lr": 0.03125, "fsdp": {"rendezvous": f"{secret}:9"}},
+            environments=[
+                {
+                    "id": "reverse-text",
+                    "judge": {
+                        "url": f"http://{secret}/v1",
+                        "model": "grader-7b",
+                        "options": {"user": secret},
+                    },
+                }
+            ],
             monitors={"tensorboard": {}},
         )
     )
     found = told.read_text()
     assert "0.03125" in found
+    assert "grader-7b" in found
     assert secret not in found
     assert [line for line in found.splitlines() if line.startswith("add_scalar")] == [
         "add_scalar ('loss/mean', 1.0, 1)",

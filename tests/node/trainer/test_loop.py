@@ -66,6 +66,7 @@ class FakeQueue:
         self.kept = keeper(directory)
         self.grown = asyncio.Condition()
         self.curricula = {"e": Curriculum(TrainingConfig(), environment="e", seed=0)}
+        self.verifier = SimpleNamespace(judge_fault="")
 
     def waiting(self) -> int:
         return 0
@@ -300,6 +301,23 @@ async def test_a_run_whose_groups_are_all_replaced_stops_and_says_so(tmp_path: P
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(running, 5.0)
     assert caught.group_contains(RunFailed, match="80 groups in a row had no signal")
+    made.close()
+
+
+async def test_a_judge_that_is_down_is_waited_for_however_many_batches_are_late(
+    tmp_path: Path,
+) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    made.config.rollouts.batch_timeout_s = 0.01
+    made.queue.verifier.judge_fault = "the judge does not answer"
+    running = asyncio.create_task(made.role.run(0))
+    await asyncio.sleep(0.5)  # a run without batches ends after ten of 0.01 s
+    assert not running.done()
+    assert made.progress.late == 0
+    made.queue.verifier.judge_fault = ""
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(running, 30.0)
+    assert caught.group_contains(RunFailed, match="no batch came in 10 x")
     made.close()
 
 
