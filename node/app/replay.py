@@ -256,6 +256,8 @@ class KeptRun:
             settings = record.settings or step_settings(self.config)
             training = TrainingConfig.model_validate(settings.training)
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
+            if training.sft is not None:
+                raise _Lost("its demonstrations are not kept (training.sft)")
             samples = credit(kept_batch(kept, record.groups), training, own).samples
         except StorageError as error:
             there = self.files.path(step).exists()

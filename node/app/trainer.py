@@ -30,6 +30,7 @@ from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors
 from ..p2p.services import NodeServices
+from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
@@ -235,6 +236,7 @@ class TrainerNode(Node):
         self._role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()
+        self._mixed: MixedReader | None = None
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -256,6 +258,8 @@ class TrainerNode(Node):
     async def _work(self, ledger: Ledger) -> None:
         if self._config.goes_on:
             check_ledger(open_checkpoints(self._config), ledger)
+        if self._config.training.sft is not None:
+            check_mixed(self._config.training.sft)
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.
@@ -316,8 +320,11 @@ class TrainerNode(Node):
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
-            await asyncio.gather(
-                self._start_environments(environments), self._backend.start(model_dir)
+            rows = asyncio.to_thread(
+                open_mixed, self._config, model_dir, self._config.run_dir / "data"
+            )
+            _, _, self._mixed = await asyncio.gather(
+                self._start_environments(environments), self._backend.start(model_dir), rows
             )
         engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
@@ -434,7 +441,14 @@ class TrainerNode(Node):
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(
-            services, config, scheduler, submissions, self._backend, publisher, metrics, evaluation
+            config,
+            scheduler,
+            submissions,
+            self._backend,
+            publisher,
+            metrics,
+            evaluation,
+            self._mixed,
         )
         startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:

@@ -225,6 +225,57 @@ class CurriculumConfig(BaseConfig):
     leased again."""
 
 
+Role = Literal["assistant", "user", "system", "tool"]
+DatasetId = Annotated[str, Field(pattern=r"^([\w.-]+/)?[\w.-]*$", max_length=200)]
+
+
+class RowsConfig(BaseConfig):
+    """Rows of demonstrations, and which parts of them are learned."""
+
+    files: list[str] = Field(default_factory=list[str])
+    """.jsonl, .json, either with .gz, and .parquet files, or directories of them."""
+    hub: DatasetId = ""
+    """A data set of the Hugging Face hub, as the `datasets` library reads it; its code is never run."""
+    subset: str = ""
+    """Of `hub`: the configuration, where the data set has several."""
+    revision: str = "main"
+    """Of `hub`: branch, tag or commit."""
+    split: str = "train"
+    """Of `hub`: a split that the data set names."""
+    strings: Literal["chat", "raw"] = "chat"
+    """What prompt and completion are when they are text: a user's message and the reply to it, or tokens as
+    they stand, without the chat template."""
+    renderer: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=40)] = "template"
+    """`template`: the model's own chat template, the tokens that `train` makes of a conversation; a name of the
+    `renderers` package (`qwen3`); `auto`: its renderer for model.name, else the template."""
+    loss_roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
+    """Roles whose messages are learned: of the assistant's everything that it would generate, the stop token
+    included; of others their text alone."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """Treatment of a row of more than training.seq_len tokens."""
+    shuffle: bool = True
+    """Another order every epoch, by `seed`."""
+    max_bad_rows: Fraction = 0.05
+    """Share of rows that may be unusable; more end the run."""
+    max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
+    """A longer row is a bad one."""
+
+
+class MixedSftConfig(RowsConfig):
+    """Demonstrations that every step learns from beside its rollouts (training/losses.py: sft)."""
+
+    weight: Annotated[float, Field(gt=0)] = 0.1
+    """Factor of the mean cross entropy of their tokens. Rollouts keep the weight 1."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Their share of the tokens that a step reads, prompts included; at least one row a step."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.files) == bool(self.hub):
+            raise ValueError("give one of training.sft.files and training.sft.hub")
+        return self
+
+
 class LoraConfig(BaseConfig):
     """Low-rank adapters (Hu et al. 2021): only these are trained, and only these travel."""
 
@@ -313,6 +364,8 @@ class TrainingConfig(BaseConfig):
     reference term act on them. A loss that reads no advantage has them all."""
     curriculum: CurriculumConfig = CurriculumConfig()
     loss: LossConfig = LossConfig()
+    sft: MixedSftConfig | None = None
+    """Learn from demonstrations beside the rollouts."""
     freeze_router: bool = False
     """Of a mixture of experts: who reads which token stays as it was."""
     lora: LoraConfig | None = None

@@ -18,12 +18,12 @@ from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..config.run import RunConfig
 from ..evaluation.online import OnlineEvaluation
-from ..ops.errors import RunFailed
+from ..ops.errors import RunFailed, UsageError
 from ..ops.metrics import MetricsLog
-from ..p2p.services import NodeServices
+from ..sft.data import DataCursor, MixedReader
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
-from ..training.backend import Snapshot, TrainBackend, TrainBatch
+from ..training.backend import Sample, Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
@@ -203,7 +203,6 @@ class TrainerRole:
 
     def __init__(
         self,
-        services: NodeServices,
         config: RunConfig,
         scheduler: LeaseScheduler,
         submissions: SubmissionQueue,
@@ -211,10 +210,12 @@ class TrainerRole:
         publisher: Publisher,
         metrics: MetricsLog,
         evaluation: OnlineEvaluation,
+        mixed: MixedReader | None = None,
     ) -> None:
-        """`evaluation` runs beside training, on versions that are due."""
-        self._services = services
-        self._ledger = services.ledger
+        """`evaluation` runs beside training, on versions that are due; `mixed` reads the demonstrations of
+        training.sft."""
+        self._services = scheduler.registry.services
+        self._ledger = self._services.ledger
         self._config = config
         self._environments = [one.name for one in config.mixture]
         self._training_on = config.training_on()
@@ -230,6 +231,8 @@ class TrainerRole:
         self.checkpoints = open_checkpoints(config)
         self._metrics = metrics
         self._evaluation = evaluation
+        self._mixed = mixed
+        self._mixed_cursor = DataCursor()
         self._full_since = math.inf
         """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
@@ -261,6 +264,7 @@ class TrainerRole:
             curriculum.restore(state.curriculum.get(name, {}))
         answered = (self.submissions.open(one)[1] for one in arrived)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
+        self._restore_mixed(state)
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
         progress.history = list(state.history)
@@ -273,6 +277,20 @@ class TrainerRole:
             state.delta_bytes,
             state.full_bytes,
         )
+
+    def _restore_mixed(self, state: TrainerState) -> None:
+        """Go on in the demonstrations of training.sft; from the start if the run had none before.
+
+        Raises UsageError for other data.
+        """
+        if self._mixed is None or not state.sft_identity:
+            return
+        if state.sft_identity != self._mixed.identity:
+            raise UsageError(
+                "the data of training.sft are not those that the run began with: give the same, or "
+                "another --name"
+            )
+        self._mixed_cursor = state.sft
 
     async def run(self, step: int) -> None:
         """Train from after `step` to the last step; publishes every version.
@@ -331,8 +349,9 @@ class TrainerRole:
         """Train a batch and begin its checkpoint; returns the new policy."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
+        given = await self._demonstrations(batch.samples)
         with self._clock.phase("train"):
-            figures = await self._backend.step(TrainBatch(step, batch.samples))
+            figures = await self._backend.step(TrainBatch(step, [*batch.samples, *given]))
             snapshot = await self._backend.snapshot()
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
@@ -345,6 +364,15 @@ class TrainerRole:
                 await self.begin_checkpoint(step)
         await self._keep_weights(step)
         return snapshot
+
+    async def _demonstrations(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Read the demonstrations that are learned beside `samples`. Raises RunFailed, UsageError."""
+        if self._mixed is None:
+            return []
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        found = await asyncio.to_thread(self._mixed.batch, self._mixed_cursor, tokens)
+        self._mixed_cursor = found.cursor
+        return found.samples
 
     async def _published(self) -> None:
         """Wait until the version that is being published is out."""
@@ -429,6 +457,17 @@ class TrainerRole:
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
             **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
+            **self._mixed_figures(),
+        }
+
+    def _mixed_figures(self) -> dict[str, float]:
+        if self._mixed is None:
+            return {}
+        cursor = self._mixed_cursor
+        return {
+            "sft/epoch": cursor.epoch,
+            "sft/total_samples": cursor.samples,
+            "sft/total_tokens": cursor.tokens,
         }
 
     def _write_metrics(
@@ -563,6 +602,8 @@ class TrainerRole:
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
+            sft=self._mixed_cursor,
+            sft_identity=self._mixed.identity if self._mixed else "",
         )
         parts = {
             "cursor": msgspec.json.encode(state),

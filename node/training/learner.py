@@ -40,6 +40,7 @@ from .losses import (
     cross_entropy,
     formula,
     policy_loss,
+    sft,
 )
 from .meter import Cost, StepMeter, cost_of
 from .model import MULTIPLE, TrainedModel, compute_dtype
@@ -146,7 +147,7 @@ class Learner:
             "samples/too_long": float(len(packed.too_long)),
             "tokens": 0.0,
         }
-        if packed.tokens or packed.echo_tokens:
+        if packed.tokens or packed.echo_tokens or packed.given_tokens:
             sums = self._accumulate(packed, batch)
             values |= sums.metrics() | self._apply(lr, sums)
             values |= self._model.expert_load.figures()
@@ -287,6 +288,8 @@ class Learner:
             return False
         if sample.echo is not None and len(sample.echo) != length:
             return False
+        if sample.given and self._config.sft is None:
+            return False
         return (
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
@@ -308,6 +311,10 @@ class Learner:
             else:
                 inputs = self._with_reference(self._model.read(row, self._temperature), row)
                 loss, part = policy_loss(config, inputs, packed.tokens, packed.echo_tokens)
+                if inputs.given is not None and (mixed := self._config.sft) is not None:
+                    taught, figures = sft(mixed.weight, inputs, packed.given_tokens)
+                    loss = loss + taught
+                    part.add(figures)
             # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
             (loss * self._world.size).backward()
             sums.add(part)

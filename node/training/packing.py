@@ -43,6 +43,8 @@ class MicroBatch:
     """[N]: which sequence of the row."""
     echo: NDArray[np.bool_]
     """[N]: whether the environment said it (Sample.echo)."""
+    given: NDArray[np.bool_]
+    """[N]: whether it is of a demonstration (Sample.given)."""
 
     @property
     def tokens(self) -> int:
@@ -64,6 +66,7 @@ class MicroBatch:
             advantages=self.advantages[own],
             sequences=self.sequences[own],
             echo=self.echo[own],
+            given=self.given[own],
         )
 
 
@@ -85,14 +88,21 @@ class Packed:
     @cached_property
     def tokens(self) -> int:
         """Trained tokens of the model in the step, of all ranks: what losses are divided by."""
-        return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)
+        return sum(_drawn(one) for one in self._samples if not one.given)
 
     @cached_property
     def echo_tokens(self) -> int:
         """Trained tokens of the environment in the step, of all ranks."""
-        return (
-            sum(_trained(one) for rows in self.dealt for row in rows for one in row) - self.tokens
-        )
+        return sum(_trained(one) - _drawn(one) for one in self._samples)
+
+    @cached_property
+    def given_tokens(self) -> int:
+        """Trained tokens of demonstrations in the step, of all ranks."""
+        return sum(_drawn(one) for one in self._samples if one.given)
+
+    @property
+    def _samples(self) -> list[Sample]:
+        return [one for rows in self.dealt for row in rows for one in row]
 
     @property
     def lengths(self) -> list[int]:
@@ -184,6 +194,9 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
         echo=~_joined(
             [np.array(one.mask)[at + 1] for one, at in zip(samples, drawn, strict=True)], np.bool_
+        ),
+        given=_joined(
+            [np.full(len(at), one.given) for one, at in zip(samples, drawn, strict=True)], np.bool_
         ),
     )
 

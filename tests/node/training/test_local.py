@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
-from primerl.node.config.training import LossConfig, TrainingConfig
+from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, TrainBatch
@@ -128,6 +128,34 @@ def test_echo_and_the_loss_of_the_drawn_tokens_do_not_dilute_each_other(model_di
     assert len(whole) > 5
     for name, moment in whole.items():
         assert torch.allclose(moment, parts[0][name] + parts[1][name], atol=1e-7)
+
+
+def test_a_mixed_step_has_the_weighted_sum_of_both_gradients(model_dir: Path) -> None:
+    """weight x cross entropy at temperature 1 + the loss of the rollouts at theirs, in one packed row."""
+    rollout = Sample([5, 6, 100], [False, False, True], [0.0, 0.0, -5.5], 1.0)
+    shown = Sample([7, 8, 9, 10], [False, False, True, True], [0.0] * 4, 1.0, given=True)
+
+    def moved(batch: TrainBatch) -> dict[str, torch.Tensor]:
+        changes = {"sft": MixedSftConfig(files=["x.jsonl"], weight=0.3), "max_norm": 1e9}
+        subject = learner(model_dir, FAST.model_copy(update=changes), temperature=0.7)
+        figures.append(subject.step(batch).values)
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    figures: list[dict[str, float]] = []
+    alone = moved(TrainBatch(1, [rollout]))
+    taught = moved(TrainBatch(1, [replace(shown, given=False)], "ce"))
+    for name, moment in moved(TrainBatch(1, [rollout, shown])).items():
+        assert torch.allclose(moment, alone[name] + 0.3 * taught[name], atol=1e-7)
+        assert not torch.allclose(moment, alone[name], atol=1e-7)
+    assert figures[2]["sft_loss/mean"] == pytest.approx(figures[1]["loss/mean"], rel=1e-6)
+    assert (figures[2]["tokens"], figures[2]["sft_loss/tokens"]) == (1, 2)
+
+
+def test_a_demonstration_without_training_sft_is_not_taken_for_a_rollout(model_dir: Path) -> None:
+    shown = Sample([7, 8, 9], [False, True, True], [0.0] * 3, 1.0, given=True)
+    values = learner(model_dir).step(TrainBatch(1, [shown])).values
+    assert (values["samples/malformed"], values["tokens"]) == (1, 0)
 
 
 def teacher_of(directory: Path, **shape: int) -> Path:

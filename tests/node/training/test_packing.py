@@ -140,6 +140,16 @@ def test_the_environments_tokens_are_trained_as_such_and_counted_apart() -> None
     assert [flag for index in range(4) for flag in row.part(index, 4).echo] == row.echo.tolist()
 
 
+def test_demonstrations_share_rows_with_rollouts_and_are_counted_apart() -> None:
+    rollout = Sample([7, 8, 9, 10], [False, True, False, True], [0.0, -1.5, 0.0, -2.5], 0.25)
+    packed = pack([rollout, replace(rollout, token_ids=[4, 5, 6, 7], given=True)], 16, multiple=4)
+    (row,) = rows_of(packed)
+    assert row.given.tolist() == [False, False, True, True]
+    assert not row.echo.any()
+    assert (packed.tokens, packed.echo_tokens, packed.given_tokens) == (2, 0, 2)
+    assert [flag for index in range(4) for flag in row.part(index, 4).given] == row.given.tolist()
+
+
 def test_a_sample_of_which_only_the_environments_tokens_are_trained_has_a_row() -> None:
     only = Sample([1, 2, 3], [False] * 3, [0.0] * 3, 0.0, [False, False, True])
     packed = pack([only], 8)
