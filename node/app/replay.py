@@ -258,7 +258,9 @@ class KeptRun:
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
             if training.sft is not None:
                 raise _Lost("its demonstrations are not kept (training.sft)")
-            samples = credit(kept_batch(kept, record.groups), training, own).samples
+            samples = credit(
+                kept_batch(kept, record.groups), training, own, record.baselines
+            ).samples
         except StorageError as error:
             there = self.files.path(step).exists()
             raise _Lost(

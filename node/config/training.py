@@ -321,7 +321,16 @@ class FsdpConfig(BaseConfig):
     """How often dead ranks are replaced from the same checkpoint before the run ends."""
 
 
-Advantage = Literal["grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"]
+Advantage = Literal[
+    "grpo",
+    "grpo_std",
+    "grpo_length",
+    "max_rl",
+    "rloo",
+    "reinforce_plus_plus",
+    "rae",
+    "hierarchical_grpo",
+]
 
 
 class TrainingConfig(BaseConfig):
@@ -355,7 +364,13 @@ class TrainingConfig(BaseConfig):
     advantage: Advantage = "grpo"
     """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
     `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward
-    minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation."""
+    minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation;
+    `rae`: reward minus a moving average of the agent's rewards; `hierarchical_grpo`: grpo, for the agents that
+    `episode_agents` names within each episode. Of several agents each is compared with itself alone."""
+    rae_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """rae: share of an agent's baseline that is left when another reward of it comes in."""
+    episode_agents: tuple[str, ...] = ()
+    """hierarchical_grpo: agents that play an episode several times, as the solvers of one proposed problem."""
     overlong: OverlongConfig | None = None
     """Take from the rewards of rollouts that come close to the longest reply."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
@@ -398,6 +413,18 @@ class TrainingConfig(BaseConfig):
         if self.optimizer == "muon" and self.fsdp.ranks * self.fsdp.nodes > 1:
             raise ValueError(
                 'optimizer "muon" needs whole matrices: set fsdp.ranks to 1, or optimizer to "adamw"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_compare(self) -> Self:
+        if self.advantage == "hierarchical_grpo" and not self.episode_agents:
+            raise ValueError(
+                'advantage "hierarchical_grpo" needs episode_agents, as ["solver"]: name them, or take "grpo"'
+            )
+        if self.advantage == "rae" and self.curriculum.gates:
+            raise ValueError(
+                'advantage "rae" compares no groups: leave curriculum.gates out, or take another'
             )
         return self
 

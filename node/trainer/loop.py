@@ -233,6 +233,8 @@ class TrainerRole:
         self._evaluation = evaluation
         self._mixed = mixed
         self._mixed_cursor = DataCursor()
+        self._baselines: dict[str, dict[str, float]] = {}
+        """Of rae, by environment and agent."""
         self._full_since = math.inf
         """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
@@ -265,6 +267,7 @@ class TrainerRole:
         answered = (self.submissions.open(one)[1] for one in arrived)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
         self._restore_mixed(state)
+        self._baselines = state.baselines
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
         progress.history = list(state.history)
@@ -325,8 +328,9 @@ class TrainerRole:
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
-        batch = credit(groups, self._config.training, self._training_on) if groups else None
-        if groups is None or batch is None or not batch.samples:
+        batch, before = self._credit(groups or []), self._baselines
+        self._baselines = batch.baselines
+        if groups is None or not batch.samples:
             self._count_empty(groups)
             return
         self.progress.late = self.progress.zero_advantage = 0
@@ -334,7 +338,7 @@ class TrainerRole:
         await self.scheduler.work_changed()  # a batch less waits
         try:
             snapshot = await self._learn(groups, batch, waited)
-            trained = self._kept.trained(self.progress.step, groups, batch.samples)
+            trained = self._kept.trained(self.progress.step, groups, batch.samples, before)
             self._publishing = tasks.create_task(self._publish(trained, snapshot, self._line))
             if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
                 await self._published()
@@ -342,6 +346,9 @@ class TrainerRole:
             self.progress.training = False
         self.scheduler.book.lead.trained(time.monotonic() - start - waited)
         await self.scheduler.work_changed()
+
+    def _credit(self, groups: Sequence[RolloutGroup]) -> CreditedBatch:
+        return credit(groups, self._config.training, self._training_on, self._baselines)
 
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
@@ -602,6 +609,7 @@ class TrainerRole:
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
+            baselines=self._baselines,
             sft=self._mixed_cursor,
             sft_identity=self._mixed.identity if self._mixed else "",
         )

@@ -148,6 +148,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
     curriculum: dict[str, dict[int, float]] = {}
     """Curriculum.rewards by environment."""
+    baselines: dict[str, dict[str, float]] = {}
+    """CreditedBatch.baselines after the step."""
     sft: DataCursor = DataCursor()
     """Where the demonstrations of training.sft go on."""
     sft_identity: str = ""
