@@ -169,8 +169,10 @@ orchestrator.concurrency.max_inflight | ~ engine.concurrency.max_inflight | | of
     together
 orchestrator.oversampling_factor | - | | workers run ahead as far as they are fast
 orchestrator.tasks_per_minute | - | | no task is held back
-orchestrator.algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl; opd is
-    training.loss.type reverse_kl
+orchestrator.algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae,
+    hierarchical_grpo; opd is training.loss.type reverse_kl
+orchestrator.algo.decay | training.rae_decay
+orchestrator.algo.episode_agents | training.episode_agents
 orchestrator.algo.length_penalty.type | training.advantage | raw length_penalty | linear is grpo_length
 orchestrator.algo.length_penalty.num_output_tokens_weight | training.length_penalty.num_output_tokens_weight
 orchestrator.algo.length_penalty.num_input_tokens_weight | training.length_penalty.num_input_tokens_weight
@@ -564,12 +566,12 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "max_rl": {"training.advantage": "max_rl"},
     "opd": {"training.loss.type": "reverse_kl"},
     "echo": {"training.advantage": "grpo", "training.loss.echo_alpha": 0.1},
+    "rae": {"training.advantage": "rae"},
+    "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
 }
 OTHER_ALGORITHMS = {
     "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
     "opsd": "trained as grpo: a teacher reads what the student read (training.loss.reference)",
-    "rae": "trained as grpo: one agent plays a rollout",
-    "hierarchical_grpo": "trained as grpo: one agent plays a rollout",
 }
 
 

@@ -87,8 +87,8 @@ def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[f
         A = r - b,   then   b <- decay * b + (1 - decay) * r
 
     one reward after the other, so that none is in its own baseline. `rewards` are of one agent of one
-    environment: of two that play against each other the group's mean is 0 whatever they do, and the edge of the
-    one that begins is no merit of its play. Returns the advantages and the new baseline; the first one is 0.
+    environment: of two that play against each other the mean over both is 0 whatever they do, and the edge of
+    the one that begins is no merit of its play. Returns the advantages and the new baseline; the first is 0.
     """
     found: list[float] = []
     for reward in rewards:
