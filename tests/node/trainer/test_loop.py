@@ -51,9 +51,11 @@ class Recorder:
         self.batches: list[Counter[int]] = []
         self.given: list[list[int]] = []
         """Tokens of demonstrations, by batch."""
+        self.advantages: list[list[float]] = []
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         rollouts = [sample for sample in batch.samples if not sample.given]
+        self.advantages.append([sample.advantage for sample in rollouts])
         self.given.append([sample.token_ids[1] for sample in batch.samples if sample.given])
         samples = Counter(sample.token_ids[1] for sample in rollouts)
         self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
@@ -375,6 +377,34 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
     mixed.identity = "others"
     with pytest.raises(UsageError, match="not those that the run began with"):
         await TrainerRole(*made.role_parts).restore(2, parts)
+    made.close()
+
+
+async def test_a_resumed_run_goes_on_with_the_baselines_of_its_agents(tmp_path: Path) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    rae = TrainingConfig(advantage="rae", rae_decay=0.5)
+    made.role_parts[0] = made.config.model_copy(update={"training": rae})
+    role = TrainerRole(*made.role_parts)
+    running = asyncio.create_task(role.run(0))
+    made.deliver(A, WANTED)
+    await until(lambda: len(made.recorder.advantages) == 1)
+    await role.checkpoint(1)
+    running.cancel()
+    await asyncio.wait([running])
+    parts = await role.checkpoints.read(1)
+    again = TrainerRole(*made.role_parts)
+    await again.restore(1, parts)
+    running = asyncio.create_task(again.run(1))
+    made.deliver(A, WANTED)
+    await until(lambda: len(made.recorder.advantages) == 2)
+    running.cancel()
+    await asyncio.wait([running])
+    found, baseline = [one for batch in made.recorder.advantages for one in batch], 0.0
+    for number, advantage in enumerate(found):
+        reward = float(number % 2)
+        assert advantage == reward - baseline
+        baseline = 0.5 * baseline + 0.5 * reward
+    assert len(found) == 4 * WANTED
     made.close()
 
 
