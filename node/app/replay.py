@@ -258,6 +258,8 @@ class KeptRun:
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
             if training.sft is not None:
                 raise _Lost("its demonstrations are not kept (training.sft)")
+            if training.loss.hint:
+                raise _Lost("its hints are not kept (training.loss.hint)")
             samples = credit(
                 kept_batch(kept, record.groups), training, own, record.baselines
             ).samples

@@ -18,6 +18,7 @@ from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
+from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
@@ -35,6 +36,7 @@ from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
+from ..trainer.demonstrations import Demonstrations, Hints
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
@@ -237,6 +239,7 @@ class TrainerNode(Node):
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()
         self._mixed: MixedReader | None = None
+        self._hints: Hints | None = None
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -311,6 +314,22 @@ class TrainerNode(Node):
         names = [one.name for one in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
 
+    async def _open_hints(
+        self, environments: Sequence[Environment], model_dir: Path
+    ) -> Hints | None:
+        """Make what training.loss.hint needs, if it is set. Raises UsageError."""
+        template = self._config.training.loss.hint
+        if not template:
+            return None
+        try:
+            chat = await asyncio.to_thread(ChatFormat.load, model_dir)
+        except EnvironmentFailed as error:
+            raise UsageError(str(error)) from error
+        names = [one.name for one in self._config.mixture]
+        hints = Hints(template, chat, dict(zip(names, environments, strict=True)))
+        await hints.check()
+        return hints
+
     async def _train(
         self,
         services: NodeServices,
@@ -326,6 +345,7 @@ class TrainerNode(Node):
             _, _, self._mixed = await asyncio.gather(
                 self._start_environments(environments), self._backend.start(model_dir), rows
             )
+        self._hints = await self._open_hints(environments, model_dir)
         engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
@@ -448,7 +468,7 @@ class TrainerNode(Node):
             publisher,
             metrics,
             evaluation,
-            self._mixed,
+            Demonstrations(self._mixed, self._hints),
         )
         startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:

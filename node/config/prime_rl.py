@@ -571,7 +571,7 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
 }
 OTHER_ALGORITHMS = {
     "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
-    "opsd": "trained as grpo: a teacher reads what the student read (training.loss.reference)",
+    "opsd": "trained as grpo: set training.loss.teacher and .hint (docs/algorithms.md)",
 }
 
 

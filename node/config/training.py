@@ -69,6 +69,12 @@ class LossConfig(BaseConfig):
     reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
+    teacher: Literal["reference", "policy"] = "reference"
+    """reverse_kl and its term: whom they compare with, `reference` or the policy itself as it is now, which
+    reads `hint` before the conversation."""
+    hint: Annotated[str, Field(max_length=4096)] = ""
+    """reverse_kl and its term: a system message that the teacher alone reads before each conversation, with
+    "{demonstration}" where the task's right reply belongs (OPSD)."""
     echo_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss: factor of the cross entropy of the environment's tokens after the first reply (ECHO), as
     tool output and further turns of the user. 0: these are only read; prime-rl's `alpha` is 0.1."""
@@ -85,11 +91,16 @@ class LossConfig(BaseConfig):
         return self.type == "reverse_kl" or self.ref_kl_tau > 0
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether a frozen model is held for that."""
+        return self.needs_reference and self.teacher == "reference"
+
+    @property
     def needs_sequences(self) -> bool:
         """Whether it may add up over all tokens of a sequence."""
         weighs = self.type == "reinforce" and self.importance == "sequence"
         rejects = self.rejection in ("sequence", "geometric")
-        return self.type in ("gspo", "custom") or weighs or rejects
+        return self.type in ("gspo", "custom") or weighs or rejects or bool(self.hint)
 
     @property
     def reads_advantages(self) -> bool:
@@ -109,6 +120,18 @@ class LossConfig(BaseConfig):
         if self.reference is not None and not self.needs_reference:
             raise ValueError(
                 'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+            )
+        if (self.teacher == "policy" or self.hint) and not self.needs_reference:
+            raise ValueError(
+                'teacher and hint are of type "reverse_kl" and of ref_kl_tau: set one, or leave them out'
+            )
+        if self.teacher == "policy" and (self.reference is not None or not self.hint):
+            raise ValueError(
+                'teacher "policy" needs a hint, which it alone reads, and has no reference: set hint alone'
+            )
+        if self.hint and "{demonstration}" not in self.hint:
+            raise ValueError(
+                'hint has no "{demonstration}" in it: say where the right reply belongs'
             )
         if self.type == "ce" and self.rejection != "none":
             raise ValueError('type "ce" reads no ratio: leave rejection out')

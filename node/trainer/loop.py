@@ -18,14 +18,14 @@ from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..config.run import RunConfig
 from ..evaluation.online import OnlineEvaluation
-from ..ops.errors import RunFailed, UsageError
+from ..ops.errors import RunFailed
 from ..ops.metrics import MetricsLog
-from ..sft.data import DataCursor, MixedReader
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
-from ..training.backend import Sample, Snapshot, TrainBackend, TrainBatch
+from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
+from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
 from .scheduler import LeaseScheduler
@@ -210,10 +210,10 @@ class TrainerRole:
         publisher: Publisher,
         metrics: MetricsLog,
         evaluation: OnlineEvaluation,
-        mixed: MixedReader | None = None,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
-        """`evaluation` runs beside training, on versions that are due; `mixed` reads the demonstrations of
-        training.sft."""
+        """`evaluation` runs beside training, on versions that are due; `demonstrations` are learned from beside
+        rollouts."""
         self._services = scheduler.registry.services
         self._ledger = self._services.ledger
         self._config = config
@@ -231,8 +231,7 @@ class TrainerRole:
         self.checkpoints = open_checkpoints(config)
         self._metrics = metrics
         self._evaluation = evaluation
-        self._mixed = mixed
-        self._mixed_cursor = DataCursor()
+        self._demonstrations = demonstrations or Demonstrations()
         self._baselines: dict[str, dict[str, float]] = {}
         """Of rae, by environment and agent."""
         self._full_since = math.inf
@@ -266,7 +265,7 @@ class TrainerRole:
             curriculum.restore(state.curriculum.get(name, {}))
         answered = (self.submissions.open(one)[1] for one in arrived)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
-        self._restore_mixed(state)
+        self._demonstrations.restore(state)
         self._baselines = state.baselines
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
@@ -280,20 +279,6 @@ class TrainerRole:
             state.delta_bytes,
             state.full_bytes,
         )
-
-    def _restore_mixed(self, state: TrainerState) -> None:
-        """Go on in the demonstrations of training.sft; from the start if the run had none before.
-
-        Raises UsageError for other data.
-        """
-        if self._mixed is None or not state.sft_identity:
-            return
-        if state.sft_identity != self._mixed.identity:
-            raise UsageError(
-                "the data of training.sft are not those that the run began with: give the same, or "
-                "another --name"
-            )
-        self._mixed_cursor = state.sft
 
     async def run(self, step: int) -> None:
         """Train from after `step` to the last step; publishes every version.
@@ -356,9 +341,9 @@ class TrainerRole:
         """Train a batch and begin its checkpoint; returns the new policy."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
-        given = await self._demonstrations(batch.samples)
+        samples = await self._demonstrations.added_to(batch.samples, groups)
         with self._clock.phase("train"):
-            figures = await self._backend.step(TrainBatch(step, [*batch.samples, *given]))
+            figures = await self._backend.step(TrainBatch(step, samples))
             snapshot = await self._backend.snapshot()
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
@@ -371,15 +356,6 @@ class TrainerRole:
                 await self.begin_checkpoint(step)
         await self._keep_weights(step)
         return snapshot
-
-    async def _demonstrations(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Read the demonstrations that are learned beside `samples`. Raises RunFailed, UsageError."""
-        if self._mixed is None:
-            return []
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        found = await asyncio.to_thread(self._mixed.batch, self._mixed_cursor, tokens)
-        self._mixed_cursor = found.cursor
-        return found.samples
 
     async def _published(self) -> None:
         """Wait until the version that is being published is out."""
@@ -464,17 +440,7 @@ class TrainerRole:
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
             **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
-            **self._mixed_figures(),
-        }
-
-    def _mixed_figures(self) -> dict[str, float]:
-        if self._mixed is None:
-            return {}
-        cursor = self._mixed_cursor
-        return {
-            "sft/epoch": cursor.epoch,
-            "sft/total_samples": cursor.samples,
-            "sft/total_tokens": cursor.tokens,
+            **self._demonstrations.figures(),
         }
 
     def _write_metrics(
@@ -610,8 +576,8 @@ class TrainerRole:
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
             baselines=self._baselines,
-            sft=self._mixed_cursor,
-            sft_identity=self._mixed.identity if self._mixed else "",
+            sft=self._demonstrations.cursor,
+            sft_identity=self._demonstrations.identity,
         )
         parts = {
             "cursor": msgspec.json.encode(state),

@@ -135,7 +135,7 @@ class TokenInputs:
     sequences: Tensor
     """int64: which sequence a token is of, counted from 0 within these tokens' micro-batch."""
     reference: Tensor | None = None
-    """log of a frozen reference policy; only where the loss asks for it (LossConfig.needs_reference)."""
+    """log of a reference policy, without gradient; only where LossConfig.needs_reference."""
     echo: Tensor | None = None
     """bool: tokens that the environment said, which only echo() reads; None where there is none."""
     given: Tensor | None = None
@@ -338,7 +338,8 @@ def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
     The gap to the reference has no gradient: it stands where A stands in the others, and A is not read. The
-    reference is the model that the run began with, or the teacher that `reference` names.
+    reference is the model that the run began with, the teacher that `reference` names, or the policy itself;
+    with a `hint` it reads a demonstration first (OPSD, arXiv 2601.18734, 2601.19897; prime-rl's `opsd.py`).
     """
     low = inputs.moved < -config.ref_kl_mask_low
     values = _pull(config, inputs) + reference_term(config, inputs)

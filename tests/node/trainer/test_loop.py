@@ -23,6 +23,7 @@ from primerl.node.ops.errors import RunFailed, StorageError, UsageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.sft.data import MixedReader
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.demonstrations import Demonstrations
 from primerl.node.trainer.loop import TrainerRole
 from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
@@ -354,7 +355,7 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
 ) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
     mixed = MixedReader(Shown(), SftConfig(), 1 / 5)  # 32 tokens of rollouts, 8 of demonstrations
-    made.role_parts.append(mixed)
+    made.role_parts.append(Demonstrations(mixed))
     role = TrainerRole(*made.role_parts)
     running = asyncio.create_task(role.run(0))
     made.deliver(A, 2 * WANTED)
@@ -365,6 +366,7 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
     assert made.recorder.given == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     parts = await role.checkpoints.read(2)
+    made.role_parts[-1] = Demonstrations(mixed)
     again = TrainerRole(*made.role_parts)
     await again.restore(2, parts)
     running = asyncio.create_task(again.run(2))

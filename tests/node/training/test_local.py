@@ -210,6 +210,88 @@ def test_a_policy_becomes_like_its_teacher(model_dir: Path, tmp_path: Path) -> N
     assert distance() < 0.7 * before
 
 
+HINT = [40, 41, 42]
+
+
+def hinted(teacher: Path | None = None, **fields: object) -> TrainingConfig:
+    whom = {"reference": teacher} if teacher else {"teacher": "policy"}
+    loss = {"type": "reverse_kl", "hint": "{demonstration}", "ref_kl_mask_low": 1.0, "kl_tau": 0.0}
+    return FAST.model_copy(update={"loss": LossConfig.model_validate(loss | whom | fields)})
+
+
+def with_hint(one: Sample) -> Sample:
+    """What a teacher reads, written out."""
+    blank = [0.0] * len(HINT)
+    return replace(
+        one,
+        token_ids=[*HINT, *one.token_ids],
+        mask=[False] * len(HINT) + one.mask,
+        logprobs=blank + one.logprobs,
+    )
+
+
+@pytest.mark.parametrize("teaches", ["policy", "reference"])
+def test_a_teacher_that_reads_a_hint_says_what_it_would_say_of_the_whole_text(
+    model_dir: Path, tmp_path: Path, teaches: str
+) -> None:
+    """OPSD: log pi(token | hint, before it) - log pi(token | before it), on the tokens of the policy alone."""
+    teacher = teacher_of(tmp_path / "teacher") if teaches == "reference" else None
+    rng = random.Random(5)
+    rows = [sample(rng, drawn=drawn) for drawn in (6, 3, 5)]
+    pi = [learner(model_dir).packed_logprobs([one]) for one in rows]
+    reader = learner(teacher or model_dir)
+    gaps = [
+        other - own
+        for one, mine in zip(rows, pi, strict=True)
+        for own, other in zip(mine, reader.packed_logprobs([with_hint(one)]), strict=True)
+    ]
+    drawn = [
+        replace(one, logprobs=[0.0] * 4 + mine, hint=HINT)
+        for one, mine in zip(rows, pi, strict=True)
+    ]
+    values = learner(model_dir, hinted(teacher)).step(TrainBatch(1, drawn)).values
+    assert values["loss/mean"] == pytest.approx(-sum(gaps) / len(gaps), abs=1e-5)
+    assert values["ref_kl/all/mean"] == pytest.approx(
+        sum(math.exp(gap) - gap - 1 for gap in gaps) / len(gaps), abs=1e-5
+    )
+    assert max(map(abs, gaps)) > 0.01
+    beside = hinted(teacher, type="reinforce", ref_kl_tau=0.5, adv_tau=0.0)
+    values = learner(model_dir, beside).step(TrainBatch(1, drawn)).values
+    assert values["loss/mean"] == pytest.approx(-0.5 * sum(gaps) / len(gaps), abs=1e-5)
+
+
+def test_a_policy_without_a_hint_has_nothing_to_learn_from_itself(model_dir: Path) -> None:
+    row = sample(random.Random(5), drawn=6)
+    drawn = replace(row, logprobs=[0.0] * 4 + learner(model_dir).packed_logprobs([row]))
+    values = learner(model_dir, hinted()).step(TrainBatch(1, [drawn])).values
+    assert values["loss/mean"] == pytest.approx(0.0, abs=1e-5)
+    assert values["optim/grad_norm"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_policy_that_teaches_itself_has_no_gradient_through_what_it_teaches(
+    model_dir: Path,
+) -> None:
+    """The step is that of a frozen copy of it as the teacher."""
+    rows = [replace(sample(random.Random(n)), hint=HINT) for n in range(3)]
+
+    def moved(teacher: Path | None) -> dict[str, torch.Tensor]:
+        subject = learner(model_dir, hinted(teacher))
+        subject.step(TrainBatch(1, rows))
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    itself, copied = moved(None), moved(model_dir)
+    assert any(float(one.abs().max()) > 1e-6 for one in itself.values())
+    for name, moment in itself.items():
+        assert torch.allclose(moment, copied[name], atol=1e-8)
+
+
+def test_a_hint_of_tokens_that_there_are_not_is_left_out_with_its_sample(model_dir: Path) -> None:
+    row = replace(sample(random.Random(5)), hint=[1, 10**6])
+    values = learner(model_dir, hinted()).step(TrainBatch(1, [row])).values
+    assert (values["samples/malformed"], values["tokens"]) == (1, 0)
+
+
 def test_a_teacher_of_other_tokens_is_refused(model_dir: Path, tmp_path: Path) -> None:
     teacher = teacher_of(tmp_path / "teacher")
     path = teacher / "tokenizer.json"
