@@ -232,7 +232,13 @@ class KeptRun:
             settings = record.settings or step_settings(self.config)
             training = TrainingConfig.model_validate(settings.training)
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
-            samples = credit(kept_batch(kept, record.groups), training, own).samples
+            if training.sft is not None:
+                raise _Lost("its demonstrations are not kept (training.sft)")
+            if training.loss.hint:
+                raise _Lost("its hints are not kept (training.loss.hint)")
+            samples = credit(
+                kept_batch(kept, record.groups), training, own, record.baselines
+            ).samples
         except StorageError as error:
             there = self.files.path(step).exists()
             raise _Lost(

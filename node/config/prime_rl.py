@@ -128,7 +128,10 @@ seq_len | engine.max_model_len
 concurrency.initial_inflight, .min_inflight, .max_inflight | ~ engine.concurrency.= | | of each worker
 oversampling_factor | - | | workers run ahead as far as they are fast
 tasks_per_minute | - | | no task is held back
-algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl; opd is reverse_kl
+algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae, hierarchical_grpo; opd is
+    reverse_kl
+algo.decay | training.rae_decay
+algo.episode_agents | training.episode_agents
 algo.length_penalty.type | training.advantage | raw length_penalty | linear is grpo_length
 algo.length_penalty.num_output_tokens_weight, .num_input_tokens_weight, .num_turns_weight |
     training.length_penalty.=
@@ -387,12 +390,12 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "max_rl": {"training.advantage": "max_rl"},
     "opd": {"training.loss.type": "reverse_kl"},
     "echo": {"training.advantage": "grpo", "training.loss.echo_alpha": 0.1},
+    "rae": {"training.advantage": "rae"},
+    "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
 }
 OTHER_ALGORITHMS = {
     "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
-    "opsd": "trained as grpo: a teacher reads what the student read (training.loss.reference)",
-    "rae": "trained as grpo: one agent plays a rollout",
-    "hierarchical_grpo": "trained as grpo: one agent plays a rollout",
+    "opsd": "trained as grpo: set training.loss.teacher and .hint (docs/algorithms.md)",
 }
 
 

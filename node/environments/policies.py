@@ -79,6 +79,11 @@ class Exchange:
         self._turn = 0
         self._failure: Exception | None = None
 
+    @property
+    def turns(self) -> int:
+        """Turns so far; the number of the next one."""
+        return self._turn
+
     async def sample(self, prompt: Sequence[int]) -> Completion:
         """Sample a completion. Raises BadCompletion if it breaks the sampling contract."""
         turn, self._turn = self._turn, self._turn + 1

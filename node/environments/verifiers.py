@@ -130,9 +130,22 @@ class VerifiersEnvironment:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Play and score. What the policy raises comes through; all else is the episode's `error`."""
         try:
-            return await self._play(await self._own(task), policy)
+            episode = await self._play(await self._own(task), policy)
+            if episode.score.agents:
+                await self._check_order(task, episode)
+            return episode
         except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+
+    async def _check_order(self, task: Task, episode: Episode) -> None:
+        """Play an episode of several agents again: seeds have the numbers of turns in them, so what asks its
+        agents in another order then would have its worker blamed. Raises PlayFailed, and as score()."""
+        again = await self.score(task, episode.branches)
+        if again.turns != episode.score.turns:
+            raise PlayFailed(
+                "its agents take turns in another order when it is played again: have the environment's run() "
+                "await one agent after the other"
+            )
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turns and score what comes out; such a rollout has no score if the
@@ -147,7 +160,8 @@ class VerifiersEnvironment:
         except PlayFailed as error:
             raise EnvironmentFailed(str(error)) from error
         recording.check(episode.branches)
-        return replace(episode.score, turns=recording.turns())
+        turns = episode.score.turns or recording.turns()
+        return replace(episode.score, turns=turns)
 
     async def _play(self, prepared: "PreparedTask", policy: Policy) -> Episode:
         exchange = Exchange(

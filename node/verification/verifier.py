@@ -43,7 +43,7 @@ from ..environments.environment import (
     Task,
 )
 from ..ops.errors import EngineError
-from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
+from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
 from .auditor import (
     AuditCall,
@@ -482,6 +482,10 @@ class Verifier:
                                 for b in one.rollout.branches
                             ],
                             one.score.reward,
+                            [
+                                AgentShare(part.agent, part.reward, part.branches)
+                                for part in one.score.agents
+                            ],
                         )
                         for one in members
                     ],

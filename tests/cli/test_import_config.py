@@ -285,8 +285,8 @@ def test_algorithms_are_advantages_and_losses(
 
 
 def test_an_algorithm_that_is_not_here_is_reported_and_trained_as_grpo(tmp_path: Path) -> None:
-    config = convert(tmp_path, f"[orchestrator.algo]\ntype = 'rae'\n{ONE_SOURCE}")
-    assert "orchestrator.algo.type = 'rae': trained as grpo" in notes(config)
+    config = convert(tmp_path, f"[orchestrator.algo]\ntype = 'sft'\n{ONE_SOURCE}")
+    assert "orchestrator.algo.type = 'sft': trained as grpo" in notes(config)
     assert "advantage" not in config.values["training"]
 
 

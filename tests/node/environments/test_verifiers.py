@@ -1,5 +1,6 @@
 """Tasksets of the verifiers library, played in process."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import (
+    AgentScore,
     Environment,
     EnvironmentFailed,
     Policy,
@@ -476,3 +478,69 @@ async def test_an_environment_before_its_start_says_so(tmp_path: Path) -> None:
         await environment.task(0)
     with pytest.raises(EnvironmentFailed, match=r"no tokenizer\.json"):
         await environment.start()
+
+
+# -- several agents -------------------------------------------------------------------------------
+
+
+async def test_agents_have_names_and_rewards_of_their_own_and_they_are_recomputed(
+    start: Start,
+) -> None:
+    environment = await start("duel")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("3", "8"))
+    assert episode.error == ""
+    assert episode.score.agents == (AgentScore("first", -1.0, 1), AgentScore("second", 1.0, 1))
+    assert episode.score.reward == 0.0
+    assert episode.score.metrics["second/won"] == 1.0
+    assert [branch.token_ids[-2] for branch in episode.branches] == [*b"38"]
+    again = await environment.score(task, episode.branches)
+    assert (again, again.turns) == (episode.score, ((0,), (1,)))
+
+
+async def test_a_reply_that_is_given_to_the_other_agent_has_the_seeds_of_that_one(
+    start: Start,
+) -> None:
+    """Both saw the same prompt, so each may have said either: the audit knows with which seed it was drawn."""
+    environment = await start("duel", rounds="turns")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("3", "8", "5", "6"))
+    assert [one.agent for one in episode.score.agents] == ["first", "second"]
+    assert episode.score.turns == ((0, 2), (1, 3))
+    swapped = await environment.score(task, episode.branches[::-1])
+    assert swapped.turns == ((0, 2), (1, 3))  # "8" was drawn in turn 1
+    with pytest.raises(ScoreMismatch):
+        await environment.score(task, episode.branches[:1])
+    heard = [*episode.branches[0].token_ids]
+    heard[heard.index(ord("8"))] = ord("9")  # what the second one said
+    altered = [replace(episode.branches[0], token_ids=heard), episode.branches[1]]
+    with pytest.raises(ScoreMismatch):
+        await environment.score(task, altered)
+
+
+async def test_equal_replies_of_two_agents_are_two_turns(start: Start) -> None:
+    environment = await start("duel", rounds="turns")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("4", "4", "4", "4"))
+    assert (episode.error, episode.score.turns) == ("", ((0, 2), (1, 3)))
+    assert (await environment.score(task, episode.branches)).turns == ((0, 2), (1, 3))
+
+
+async def test_an_order_of_turns_that_depends_on_time_costs_the_rollout_and_not_the_worker(
+    start: Start,
+) -> None:
+    environment = await start("duel", rounds="race")
+
+    async def slow(prompt: Sequence[int], turn: int) -> Completion:
+        await asyncio.sleep(0.01)
+        return await says("1", "2", "3", "4")(prompt, turn)
+
+    episode = await environment.run(await environment.task(2), slow)
+    assert "in another order" in episode.error
+    assert episode.branches == []
+
+
+async def test_an_agent_that_is_not_the_policy_is_refused(start: Start) -> None:
+    environment = await start("duel", rounds="judged")
+    episode = await environment.run(await environment.task(2), says("3", "8"))
+    assert "agent 'second' is not to be trained" in episode.error
