@@ -696,6 +696,12 @@ def run_test(
             "--sampled-rewards", help="For a run with environment.deterministic_rewards = false."
         ),
     ] = False,
+    sampled_tools: Annotated[
+        bool,
+        typer.Option(
+            "--sampled-tools", help="For a run with environment.deterministic_tools = false."
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
     ] = False,
@@ -703,9 +709,9 @@ def run_test(
 ) -> None:
     """Play an environment with scripted replies, in the process and the sandbox of a worker, twice.
 
-    Each task gets its right answer where one is known, an empty reply, noise, and noise that a limit cut off.
-    Tasks and rewards have to be the same in both processes. No model is needed. Its code runs: without
-    bubblewrap it may read and write your files.
+    Each task gets its right answer where one is known, an empty reply, noise, noise that a limit cut off, and
+    calls of its tools, if it has any. Tasks and rewards have to be the same in both processes. No model is
+    needed. Its code runs: without bubblewrap it may read and write your files.
 
     \b
     Examples:
@@ -726,6 +732,7 @@ def run_test(
         limit_s=limit_s,
         sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         sampled_rewards=sampled_rewards,
+        sampled_tools=sampled_tools,
         replies=tuple(reply or ()),
     )
     if verbose:

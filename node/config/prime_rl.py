@@ -246,7 +246,7 @@ inference.vllm.enable_lora | . | | adapters are merged into the engine's weights
 inference.vllm.max_lora* | . | | adapters are merged into the engine's weights
 inference.vllm.max_cpu_loras | . | | adapters are merged into the engine's weights
 inference.vllm.lora_target_modules | . | | adapters are merged into the engine's weights
-inference.vllm.tool_call_parser | api.tool_call_parser | | of `inference`; a run calls no tools
+inference.vllm.tool_call_parser | api.tool_call_parser | | of `inference`; a run: environment.tool_call_parser
 inference.vllm.reasoning_parser | api.reasoning_parser | | of `inference`; a run keeps thoughts as text
 inference.vllm.enable_auto_tool_choice | . | | see api.tool_call_parser
 inference.vllm.trust_remote_code | - | off false | code that comes with a model is never run

@@ -78,10 +78,6 @@ def _refuse_host_options(args: Mapping[str, Any]) -> None:
 
 def _refuse_unservable(name: str, taskset: Any) -> None:
     task = type(taskset).task_type()
-    if taskset.toolsets(taskset.config) or task.toolsets(taskset.config.task):
-        raise EnvironmentFailed(
-            f"{name!r} needs tool servers, which nodes do not start: use another"
-        )
     if task.NEEDS_CONTAINER:
         raise EnvironmentFailed(
             f"{name!r} needs a container, which nodes do not start: use another"

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -43,6 +44,8 @@ MOST_FAILURES = 3
 """Failed rollouts after which no more are played."""
 MAX_TOKENS = 1 << 20
 """Of a scripted reply; no limit of a run."""
+CALLS, CALLED = "calls", 2
+"""The script that calls tools, and the replies that do so."""
 SHOWN = 3
 """Examples of what went wrong."""
 MAX_NOTED = 1000
@@ -67,6 +70,7 @@ class TrialOptions:
     limit_s: float
     sandbox: WorkerSandboxConfig
     sampled_rewards: bool
+    sampled_tools: bool
     replies: tuple[str, ...]
     """What the model says, turn by turn, the last one from then on; empty: the usual scripts."""
 
@@ -90,6 +94,8 @@ class ScriptedRollout:
     seconds: float
     reward: float | None
     """None: it failed."""
+    calls: int | None = None
+    """Tools that were called; None where the environment has none, or the rollout failed."""
     tokens: tuple[int, ...] = ()
     """Of its last branch."""
 
@@ -110,12 +116,32 @@ class ScriptedPolicy:
         self.turns += 1
         if self._replies:
             text = self._replies[min(turn, len(self._replies) - 1)]
+        elif self._script == CALLS:
+            text = self._call(self._chat.text(prompt)) if turn < CALLED else "done"
         else:
             text = "" if self._script == "empty" else self._noise()
         ids = self._chat.reply(text)
         cut = self._script == "cut off"
         ids = ids[:-1] if cut else ids
         return Completion(ids, [-1.0] * len(ids), "length" if cut else "stop", 0, 0)
+
+    def _call(self, prompt: str) -> str:
+        """A call of one of the tools that a prompt describes, with arguments of the right types most times."""
+        tool = self._random.choice(described_tools(prompt))["function"]
+        fields = tool.get("parameters", {}).get("properties", {})
+        kinds: dict[Any, Any] = {
+            "integer": 7,
+            "number": 0.5,
+            "boolean": True,
+            "array": [],
+            "object": {},
+        }
+        arguments = {
+            name: kinds.get(self._random.choice([field.get("type"), None]), "12*(3+4)")
+            for name, field in fields.items()
+        }
+        call = json.dumps({"name": tool["name"], "arguments": arguments})
+        return f"<tool_call>{call}</tool_call>"
 
     def _noise(self) -> str:
         """What models say that have not learned: words, numbers, brackets, letters of other alphabets."""
@@ -191,6 +217,7 @@ class EnvironmentTrial:
                 id=options.environment,
                 args=options.args,
                 max_turns=options.max_turns,
+                deterministic_tools=not options.sampled_tools,
                 timeout_s=options.timeout_s,
                 start_timeout_s=options.limit_s / 3,  # the limit of all names no line of code
             ),
@@ -318,9 +345,12 @@ class EnvironmentTrial:
         if self.options.replies:
             return [("as given", self.options.replies)]
         scripts: list[tuple[str, Sequence[str]]] = [("empty", ()), ("noise", ()), ("cut off", ())]
-        answer = await environment.demonstration(task)
-        if answer is not None:
-            scripts.insert(0, ("right answer", [self._chat.text(answer)]))
+        if described_tools(self._chat.text(await environment.prompt(task))):
+            scripts.append((CALLS, ()))
+        shown = await environment.demonstration(task)
+        if shown is not None:
+            replies = [self._chat.text(reply) for _, reply in shown.turns()]
+            scripts.insert(0, ("right answer", replies))
         return scripts
 
     def _note(
@@ -328,8 +358,10 @@ class EnvironmentTrial:
     ) -> None:
         reward = None if episode.error else episode.score.reward
         tokens = tuple(episode.branches[-1].token_ids) if episode.branches else ()
+        calls = episode.score.metrics.get("tool_calls")
+        called = None if calls is None else int(calls)
         self.rollouts.append(
-            ScriptedRollout(task.index, script, policy.turns, took, reward, tokens)
+            ScriptedRollout(task.index, script, policy.turns, took, reward, called, tokens)
         )
 
     async def _disagrees(self, other: Environment, task: Task, episode: Episode) -> str:
@@ -357,6 +389,12 @@ class EnvironmentTrial:
         if failures:
             problem = f"on a worker these are lost as environment_error: {_some(failures)}"
         self.checks.append(Check("rollouts", count, problem))
+        called = [(one.script, one.calls) for one in played if one.calls is not None]
+        if called:
+            total = sum(calls for _, calls in called)
+            by = {script: [c for name, c in called if name == script] for script, _ in called}
+            each = ", ".join(f"{name} {_span([*map(float, it)])}" for name, it in by.items())
+            self.checks.append(Check("tools", f"{total} calls in {len(called)} rollouts: {each}"))
         by_script: dict[str, list[float]] = {}
         for one in scored:
             by_script.setdefault(one.script, []).append(one.reward or 0.0)
@@ -370,12 +408,13 @@ class EnvironmentTrial:
             )
 
     def _blame(self, disagreements: list[str]) -> str:
-        if not disagreements or self.options.sampled_rewards:
+        if not disagreements or self.options.sampled_rewards or self.options.sampled_tools:
             return ""
         return (
             f"a second process does not agree: {_some(disagreements)}. Rewards, and what the environment says, "
             "have to be a function of task and replies; for judges and random rewards set "
-            "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
+            "environment.deterministic_rewards = false in the run, and test with --sampled-rewards; for tools "
+            "that search or draw deterministic_tools = false, and --sampled-tools"
         )
 
     def _check_outside(self, notes: "list[Note]", sandbox: Sandbox) -> None:
@@ -401,6 +440,15 @@ class EnvironmentTrial:
         self.checks.append(Check("files", f"{state}: {_some(files)}" if files else "none"))
 
 
+def described_tools(prompt: str) -> list[Any]:
+    """The schemas of tools that a prompt has one a line between <tools> marks, as many templates write them."""
+    found = re.search(r"<tools>\n(.*?)\n?</tools>", prompt, re.DOTALL)
+    try:
+        return [json.loads(line) for line in found[1].splitlines()] if found else []
+    except ValueError:
+        return []
+
+
 def _text(chat: Chat, tokens: Sequence[int]) -> str:
     """Write a conversation for people, one message after the other."""
     if isinstance(chat, Transcript):
@@ -410,7 +458,9 @@ def _text(chat: Chat, tokens: Sequence[int]) -> str:
 
 
 def _differ(ours: list[Task], theirs: list[Task]) -> list[Task]:
-    return [one for one, other in zip(ours, theirs, strict=True) if one.digest != other.digest]
+    """Tasks with other content; `theirs` are fewer where there was no time for all."""
+    pairs = zip(ours, theirs, strict=False)
+    return [one for one, other in pairs if one.digest != other.digest]
 
 
 def _count(tasks: list[Task]) -> str:

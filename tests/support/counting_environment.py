@@ -9,6 +9,8 @@ from dataclasses import replace
 from primerl.crypto.hashing import derive
 from primerl.node.environments.environment import (
     Branch,
+    Demonstration,
+    Environment,
     Episode,
     Policy,
     Score,
@@ -61,10 +63,10 @@ class CountingEnvironment:
         self._check(task)
         return question(task)
 
-    async def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> Demonstration | None:
         """The next number and STOP."""
         self._check(task)
-        return right_reply(task)
+        return Demonstration.of_reply(question(task), right_reply(task))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One turn."""
@@ -141,3 +143,11 @@ def _even(branches: Sequence[Branch]) -> Score:
     ]
     share = sum(token % 2 == 0 for token in drawn) / len(drawn)
     return Score(reward=share, metrics={"exact": float(share == 1.0)})
+
+
+async def shown_reply(environment: Environment, task: Task) -> list[int]:
+    """The reply of a demonstration of one turn."""
+    shown = await environment.demonstration(task)
+    assert shown is not None
+    ((_, reply),) = shown.turns()
+    return reply
