@@ -97,7 +97,7 @@ def show(directory: Path, summary: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run seed after seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--warm", type=Path)
