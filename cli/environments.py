@@ -420,6 +420,12 @@ def run_test(
     judge: Annotated[
         str, typer.Option("--judge", metavar="JSON", help="environment.judge of a run.")
     ] = "",
+    sampled_tools: Annotated[
+        bool,
+        typer.Option(
+            "--sampled-tools", help="For a run with environment.deterministic_tools = false."
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
     ] = False,
@@ -427,9 +433,9 @@ def run_test(
 ) -> None:
     """Play an environment with scripted replies, in the process and the sandbox of a worker, twice.
 
-    Each task gets its right answer where one is known, an empty reply, noise, and noise that a limit cut off.
-    Tasks and rewards have to be the same in both processes. No model is needed. Its code runs: without
-    bubblewrap it may read and write your files.
+    Each task gets its right answer where one is known, an empty reply, noise, noise that a limit cut off, and
+    calls of its tools, if it has any. Tasks and rewards have to be the same in both processes. No model is
+    needed. Its code runs: without bubblewrap it may read and write your files.
 
     \b
     Examples:
@@ -449,6 +455,7 @@ def run_test(
             timeout_s=timeout_s,
             start_timeout_s=limit_s / 3,  # the limit of all names no line of code
             deterministic_rewards=not sampled_rewards,
+            deterministic_tools=not sampled_tools,
             judge=_judge(judge) if judge else None,
         ),
         sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),

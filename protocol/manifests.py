@@ -93,9 +93,11 @@ class EnvironmentContract(
     """Distribution and version that the environment comes from; empty for one that is bundled."""
     package_digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
     """Of that package's files: a worker plays no other. Empty for an environment that is bundled."""
-    rewards: Literal["recomputed", "sampled"] = "recomputed"
+    rewards: Literal["recomputed", "sampled", "claimed"] = "recomputed"
     """Whether equal rollouts always earn equal rewards. Where they are `sampled` (judges, randomness) the
-    trainer's own score counts, and a claim that differs from it tells nothing."""
+    trainer's own score counts, and a claim that differs from it tells nothing. Where they are `claimed` the
+    environment's tools are not deterministic, nobody can play a rollout again, and what a worker says of tool
+    results and rewards is believed: its replies alone are proved."""
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,10 +5,10 @@ WIRE_VERSION = 2
 
 2 (2026-11): an envelope begins with its wire version, in the clear, so that one of another version is told from
 a damaged one; hello and welcome say the sender's wire version and clock; tickets have an id, a label and a
-number of uses; a reply without leases says why; a run's environment has the name and the digest of its
-package, and says whether its rewards are recomputed; samples of a group stand in the order in which they began;
-the end of a run says whether it finished, failed or was stopped; a withdrawn sample has a reason of its
-own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
+number of uses; a reply without leases says why; a run's environment has the name and the digest of its package,
+and says whether its rewards are recomputed, sampled or claimed; samples of a group stand in the order in which
+they began; the end of a run says whether it finished, failed or was stopped; a withdrawn sample has a reason of
+its own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
 several environments, each with a name, a group size, a sampling contract and a limit of turns, a lease names
 one of them, and a worker says which it can play.
 """

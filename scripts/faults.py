@@ -527,6 +527,14 @@ FAULTS = (
         ("test_what_a_worker_refuses_costs_its_rollout_and_nothing_else",),
     ),
     Fault(
+        "a toolset that cannot be checked is played like any other",
+        "tools",
+        "node/environments/tools.py",
+        "if deterministic and not getattr(one, DETERMINISTIC, True):",
+        "if False:",
+        ("test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start",),
+    ),
+    Fault(
         "what an environment does outside of its process is not noted",
         "env test",
         "node/environments/trial.py",

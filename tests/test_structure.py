@@ -83,9 +83,14 @@ HEAVY = {
     "pyarrow": {"node.storage.rollouts", "node.environments.tasksets.math_env"},
     "math_verify": {"node.environments.tasksets.math"},
     "reasoning_gym": {"node.environments.tasksets.reasoning_gym"},
-    "renderers": {"node.sft.tokens"},
+    "renderers": {"node.environments.tools", "node.sft.tokens"},
+    "mcp": {"node.environments.tools"},
     "uvicorn": {"node.inference.vllm_api"},
-    "verifiers": {"node.environments.playing", "node.environments.tasksets"},
+    "verifiers": {
+        "node.environments.playing",
+        "node.environments.tasksets",
+        "node.environments.tools",
+    },
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models.huggingface"},
     "matplotlib": {"node.ops.report"},
@@ -104,7 +109,13 @@ LIGHT = {"typer", "rich", "blake3", "cryptography", "zstandard"}
 COMPUTING = ("node.models", "node.inference", "node.training", "node.pipeline", "node.verification")
 """The folders that may import torch; they alone may load torch or triton when they are imported."""
 LOADED_AT_IMPORT = {
-    "verifiers": ("node.environments.playing", "node.environments.tasksets"),
+    "renderers": ("node.environments.tools",),
+    "mcp": ("node.environments.tools",),
+    "verifiers": (
+        "node.environments.playing",
+        "node.environments.tasksets",
+        "node.environments.tools",
+    ),
     "vllm": (
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",

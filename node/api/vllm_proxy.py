@@ -3,14 +3,12 @@
 Only the routes of PATHS are passed on: vLLM has others that load adapters, sleep, or reset caches.
 """
 
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..config.serving import ApiConfig
 from ..environments.chat import ChatFormat
-from ..environments.environment import EnvironmentFailed
 from ..inference.host_messages import ApiOptions
 from ..ops.errors import EngineLost
 from .server import ID_HEADER, VERSION_HEADER, Body, EventStream
@@ -27,14 +25,6 @@ PATHS = (
     "/detokenize",
 )
 AUTO, NONE = "auto", "none"
-PROBE = "primerl_probe"
-FORMS = (
-    (r"<tool_call>\s*<function=", "qwen3_coder", "qwen3"),
-    (rf"<tool_call>\s*{PROBE}", "glm45", "glm45"),
-    ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3", "deepseek_v3"),
-    (r"<tool_call>\s*\{", "hermes", "qwen3"),
-)
-"""(pattern of a call in the template's text, vLLM's parser of calls, its parser of reasoning)."""
 
 
 @runtime_checkable
@@ -143,7 +133,7 @@ def _labelled(row: str, label: str) -> str:
 
 def api_options(config: ApiConfig, chat: ChatFormat, name: str) -> ApiOptions:
     """Make the options of vLLM's server: the model's name, and its parsers of calls and reasoning."""
-    tools, reasoning = _parsers(chat)
+    tools, reasoning = chat.parsers
     asked: Mapping[str, str] = {AUTO: tools, NONE: ""}
     thought: Mapping[str, str] = {AUTO: reasoning, NONE: ""}
     return ApiOptions(
@@ -151,20 +141,3 @@ def api_options(config: ApiConfig, chat: ChatFormat, name: str) -> ApiOptions:
         tool_call_parser=asked.get(config.tool_call_parser, config.tool_call_parser),
         reasoning_parser=thought.get(config.reasoning_parser, config.reasoning_parser),
     )
-
-
-def _parsers(chat: ChatFormat) -> tuple[str, str]:
-    """Choose vLLM's parsers by the model's chat template; "" for unknown forms."""
-    call = {"name": PROBE, "arguments": {PROBE: 1}}
-    calls = [{"id": "call_0", "type": "function", "function": call}]
-    asked = {"role": "user", "content": "a"}
-    reply = {"role": "assistant", "content": "", "tool_calls": calls}
-    try:
-        text = chat.render([asked, reply], generate=False)
-    except EnvironmentFailed:
-        return "", ""
-    for mark, tools, reasoning in FORMS:
-        if re.search(mark, text):
-            # vLLM looks for the mark by its id
-            return tools, reasoning if len(chat.encode("<think>")) == 1 else ""
-    return "", ""

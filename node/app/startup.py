@@ -217,23 +217,24 @@ async def has_demonstrations(environment: Environment) -> bool:
 async def demonstrations(
     environments: Sequence[Environment],
 ) -> AsyncGenerator[tuple[list[int], list[int]]]:
-    """Yield (prompt, reply) token ids of training tasks that RL never leases, of each environment in turn.
+    """Yield (prompt, reply) token ids of training tasks that RL never leases, of each environment in turn; one
+    pair for each turn of a conversation.
 
     Raises UsageError.
     """
 
-    async def make(index: int) -> tuple[list[int], list[int]]:
+    async def make(index: int) -> list[tuple[list[int], list[int]]]:
         environment = environments[index % len(environments)]
-        task = await environment.task(index)
-        reply = await environment.demonstration(task)
-        if reply is None:
+        shown = await environment.demonstration(await environment.task(index))
+        if shown is None:
             raise UsageError(
                 f"{environment.name} has no demonstrations: remove the [warmup] section"
             )
-        return await environment.prompt(task), reply
+        return shown.turns()
 
     async def make_some(first: int) -> list[tuple[list[int], list[int]]]:
-        return await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
+        made = await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
+        return [turn for turns in made for turn in turns]
 
     ahead = asyncio.create_task(make_some(WARMUP_TASKS))
     try:

@@ -193,7 +193,7 @@ vllm.api_server_count | . | | requests come from the node itself
 vllm.seed | . | | the lease's seed fixes each token
 vllm.enable_lora, .max_lora*, .max_cpu_loras, .lora_target_modules | . | | adapters are merged into the engine's
     weights
-vllm.tool_call_parser | api.tool_call_parser | | of `inference`; a run calls no tools
+vllm.tool_call_parser | api.tool_call_parser | | of `inference`; a run: environment.tool_call_parser
 vllm.reasoning_parser | api.reasoning_parser | | of `inference`; a run keeps thoughts as text
 vllm.enable_auto_tool_choice | . | | see api.tool_call_parser
 vllm.trust_remote_code | - | off false | code that comes with a model is never run

@@ -233,6 +233,13 @@ class EnvironmentConfig(BaseConfig):
     judge: JudgeConfig | None = None
     """The model that rewards ask by a Judge of `verifiers`. With it all rewards are the trainer's: workers play
     and do not score."""
+    tool_call_parser: str = "auto"
+    """Form of the model's tool calls, by vLLM's name of the parser that reads it (`hermes`, `qwen3_coder`,
+    `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
+    deterministic_tools: bool = True
+    """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
+    Set false for tools that search, draw or look at a clock: then nobody can check such a rollout, and what a
+    worker claims of tool results and rewards is believed."""
 
     def options(self) -> "EnvironmentConfig":
         """Return what of it decides how tasks are made and scored."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from ...crypto.hashing import digest
 from ...protocol.manifests import EnvironmentContract, SamplingContract
@@ -27,6 +28,7 @@ BUNDLED = {
     "math": "math",
     "alphabet-sort": "alphabet_sort",
     "word-game": "word_game",
+    "calculator": "calculator",
     "reasoning-gym": "reasoning_gym",
     "math-env": "math_env",
     "hendrycks-math": "math_env",
@@ -224,8 +226,14 @@ def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> Envir
         sampling=SamplingContract(config.sampling.temperature, one.sampling.max_tokens),
         package=package.label if package else "",
         package_digest=package.digest if package else b"",
-        rewards="recomputed" if one.deterministic_rewards and one.judge is None else "sampled",
+        rewards=_rewards(one),
     )
+
+
+def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claimed"]:
+    if not one.deterministic_tools:
+        return "claimed"
+    return "recomputed" if one.deterministic_rewards and one.judge is None else "sampled"
 
 
 def _published(one: TrainedEnvironment) -> bytes:

@@ -32,6 +32,14 @@ CHAT_FILES = (
 )
 """What ChatFormat.load() reads of a model's directory."""
 _MARK = "primerl-reply-ends-here"
+PROBE = "primerl_probe"
+FORMS = (
+    (r"<tool_call>\s*<function=", "qwen3_coder", "qwen3"),
+    (rf"<tool_call>\s*{PROBE}", "glm45", "glm45"),
+    ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3", "deepseek_v3"),
+    (r"<tool_call>\s*\{", "hermes", "qwen3"),
+)
+"""(pattern of a call in the template's text, vLLM's parser of calls, its parser of reasoning)."""
 _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
@@ -56,8 +64,14 @@ class Chat(Protocol):
         """Ids that end a reply, ascending."""
         ...
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed."""
+    @property
+    def call_form(self) -> str:
+        """How a tool call is written, by vLLM's name of the parser that reads it; empty if unknown."""
+        ...
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Ids of a whole conversation up to where the model speaks, with the schemas of the `tools` that it may
+        call. Raises EnvironmentFailed."""
         ...
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
@@ -121,10 +135,32 @@ class ChatFormat:
             stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
         )
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Token ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed
         if the template refuses it."""
-        return self.encode(self.render(messages))
+        return self.encode(self.render(messages, tools=tools))
+
+    @property
+    def call_form(self) -> str:
+        """See Chat; found in what the template writes."""
+        return self.parsers[0]
+
+    @cached_property
+    def parsers(self) -> tuple[str, str]:
+        """vLLM's parsers of tool calls and of reasoning for what the template writes; "" for unknown forms."""
+        call = {"name": PROBE, "arguments": {PROBE: 1}}
+        calls = [{"id": "call_0", "type": "function", "function": call}]
+        asked = {"role": "user", "content": "a"}
+        reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            text = self.render([asked, reply], generate=False)
+        except EnvironmentFailed:
+            return "", ""
+        for mark, tools, reasoning in FORMS:
+            if re.search(mark, text):
+                # vLLM looks for the mark by its id
+                return tools, reasoning if len(self.encode("<think>")) == 1 else ""
+        return "", ""
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Token ids between a reply that ended with `last_token` and the next one: what closes the
@@ -361,8 +397,14 @@ class Transcript:
         """See Chat."""
         return (END,)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """See Chat."""
+    call_form: str = "hermes"
+    """See Chat."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """See Chat. Tools are described in a system message of their own, for any model to read."""
+        if tools:
+            shown = "".join(f"{json.dumps(tool)}\n" for tool in tools)
+            messages = [{"role": "system", "content": _TOOLS.format(shown)}, *messages]
         return [*(one for message in messages for one in _ids(message)), ASSISTANT]
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
@@ -388,8 +430,17 @@ class Transcript:
         return [{"role": role, "content": self.text(ids)} for role, ids in found[:-1]]
 
 
+_TOOLS = (
+    "You may call these functions, whose JSON schemas are:\n<tools>\n{}</tools>\nTo call one, write "
+    '<tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call>, and read its result in the next message.'
+)
+
+
 def _ids(message: Message) -> list[int]:
     role, content = message["role"], message.get("content") or ""
+    if isinstance(content, str):
+        for call in message.get("tool_calls") or ():
+            content += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
     if role not in ROLES or not isinstance(content, str):
         raise EnvironmentFailed(
             f"a message of role {role!r} cannot be sent to an API: use a taskset of text messages"

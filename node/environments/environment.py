@@ -107,6 +107,25 @@ class AgentScore:
 
 
 @dataclass(frozen=True)
+class Demonstration:
+    """A good conversation on a task, from its prompt on; `sampled[i]` says whether the model says token i."""
+
+    token_ids: list[int]
+    sampled: list[bool]
+
+    @classmethod
+    def of_reply(cls, prompt: Sequence[int], reply: Sequence[int]) -> "Demonstration":
+        """Make that of a single turn."""
+        return cls([*prompt, *reply], [False] * len(prompt) + [True] * len(reply))
+
+    def turns(self) -> list[tuple[list[int], list[int]]]:
+        """List what the model reads and what it says to that, turn by turn."""
+        ids, said = self.token_ids, [*self.sampled, False]
+        starts = [i for i, now in enumerate(said) if now and not said[i - 1]]
+        return [(ids[:start], ids[start : said.index(False, start)]) for start in starts]
+
+
+@dataclass(frozen=True)
 class Score:
     """Reward and named metrics (e.g. `exact`) of one rollout."""
 
@@ -161,8 +180,8 @@ class Environment(Protocol):
         other content here."""
         ...
 
-    async def demonstration(self, task: Task) -> list[int] | None:
-        """Token ids of a right first reply, stop token included, for warm-up by SFT; None if unknown."""
+    async def demonstration(self, task: Task) -> Demonstration | None:
+        """A right reply, or all of those of a conversation, for warm-up by SFT; None if unknown."""
         ...
 
     async def run(self, task: Task, policy: Policy) -> Episode:

@@ -32,6 +32,7 @@ from ..process.serve import Outbox, serve_parent
 from .chat import Transcript
 from .environment import (
     Branch,
+    Demonstration,
     Environment,
     EnvironmentFailed,
     EnvironmentStuck,
@@ -138,12 +139,12 @@ class EnvironmentReady(msgspec.Struct, frozen=True, array_like=True, tag="done")
 
 
 class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looked"):
-    """A task, its prompt, and a right first reply where one is known."""
+    """A task, its prompt, and a good conversation where one is known."""
 
     number: int
     digest: bytes
     prompt: list[int]
-    demonstration: list[int] | None
+    demonstration: Demonstration | None
 
 
 class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

@@ -28,6 +28,7 @@ from .allowed import source_of
 from .chat import CHAT_FILES
 from .environment import (
     Branch,
+    Demonstration,
     EnvironmentFailed,
     EnvironmentGivenUp,
     EnvironmentStuck,
@@ -383,10 +384,9 @@ class HostedEnvironment:
         """See Environment."""
         return list((await self._own(task)).prompt)
 
-    async def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> Demonstration | None:
         """See Environment."""
-        shown = (await self._own(task)).demonstration
-        return None if shown is None else list(shown)
+        return (await self._own(task)).demonstration
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Play and score a task. Raises the failures of the policy, and EnvironmentGivenUp once no process

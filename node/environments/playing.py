@@ -1,4 +1,4 @@
-"""Play a taskset of `verifiers`; besides the bundled tasksets only this file imports the library.
+"""Play a taskset of `verifiers`; besides the bundled tasksets and tools.py only this file imports the library.
 
 A model is called through the node alone: no harness program, no interception server, no HTTP (which cost
 5.4 ms of CPU a rollout). Two ways, and the same episode from both:
@@ -6,26 +6,30 @@ A model is called through the node alone: no harness program, no interception se
 - a plain taskset (no Env of its own, no hooks on single requests) takes the short way, 0.35 ms: a Trace
   made of the library's public types, over which its own stops, hooks and Task.score() run;
 - any other goes through the library's Env.run, Agent and Rollout, 1.7 ms a turn, with a harness that calls
-  the policy and a runtime that runs no commands.
+  the policy and the tools (tools.py), and a runtime that runs no commands.
 
-Tasksets with tool servers or containers are refused: a node runs no commands for a stranger.
+Tasksets with containers are refused: a node runs no commands for a stranger.
 """
 
 import asyncio
+import copy
+import hashlib
 import importlib
+import json
 import math
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1 import tasksets as library_tasksets
 from verifiers.v1.clients import base as library_clients
+from verifiers.v1.clients.train import response_from_generate, tool_to_wire
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.errors import boundary
 from verifiers.v1.interception import Interception
@@ -44,6 +48,9 @@ from .chat import Chat
 from .environment import AgentScore, Branch, EnvironmentFailed, Episode, Score, Split
 from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
 from .taskset import TaskIndex, load_tasksets
+
+if TYPE_CHECKING:
+    from .tools import CallParser, Toolbox
 
 
 def check_trace(trace: Any) -> None:
@@ -92,17 +99,23 @@ def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
 
 
 def score(trace: Any) -> Score:
-    """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted.
-    Raises PlayFailed where one is NaN or infinite."""
+    """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted, and so does
+    the number of tool calls, where there are tools. Raises PlayFailed where one is NaN or infinite."""
     named: dict[str, float] = {
         name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None
     }
     named |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    if trace.tools:
+        said = [node.message for node in trace.nodes if node.sampled]
+        named.setdefault(CALLS, float(sum(len(it.tool_calls or ()) for it in said)))
     total = float(trace.reward)
     if not all(map(math.isfinite, [total, *named.values()])):
         raise PlayFailed("a reward or metric is not a finite number: mend the taskset")
     return Score(reward=total, metrics=named)
 
+
+CALLS = "tool_calls"
+"""The metric of that name."""
 
 # The library's classes are generic over types that only a taskset knows.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
@@ -119,8 +132,11 @@ class PreparedTask:
     messages: list[Any]
     prompt: tuple[int, ...]
     stops: list[Callable[..., Any]]
-    answer: str | None
-    """A good first reply, where the data has one: its `first_reply` or, in a plain taskset, its `answer`."""
+    replies: tuple[str, ...]
+    """What the model may say, where the data shows it: all `replies` of a good conversation; else a
+    `first_reply`, or the `answer` to a single question."""
+    whole: bool
+    """Whether these are a whole conversation."""
 
 
 class TasksetPlayer:
@@ -132,17 +148,25 @@ class TasksetPlayer:
         *,
         chat: Chat,
         tasks: TaskIndex,
+        taskset: vf.Taskset,
         env: vf.Env | None,
         agent: vf.AgentConfig,
+        calls: "CallParser | None",
         scores: bool,
     ) -> None:
-        """Without `scores` rollouts are played, and their rewards left to others: each is 0."""
+        """`env` is None for a plain taskset, `calls` for one without tools. Without `scores` rollouts are
+        played, and their rewards left to others: each is 0."""
         self._config = config
         self._scores = scores
         self._chat = chat
         self._tasks = tasks
+        self._taskset = taskset
         self._env = env
         self._agent = agent
+        self._calls = calls
+        self._shared: Toolbox | None = None
+        """Tools of the whole taskset."""
+        self._stack = AsyncExitStack()
         self._info = vf.AgentInfo(config=agent)
         self._context = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
         self._limits = RolloutLimits(max_turns=config.max_turns)
@@ -150,14 +174,29 @@ class TasksetPlayer:
         self._box = NoCommands()
 
     async def start(self) -> None:
-        """Start what the taskset's Env shares between episodes."""
+        """Start what the taskset and its Env share between episodes. Raises EnvironmentFailed."""
+        if self._calls is not None:
+            from .tools import opened
+
+            toolsets = self._taskset.toolsets(self._taskset.config)
+            self._shared = await self._stack.enter_async_context(opened(toolsets))
         if self._env is not None:
             await self._env.start()
 
     async def close(self) -> None:
-        """Stop what the taskset's Env shares."""
+        """Stop what the taskset and its Env share."""
         if self._env is not None:
             await self._env.stop()
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def toolbox(self, task: vf.Task) -> "AsyncGenerator[Toolbox]":
+        """Open the tools of a task, beside those of its taskset."""
+        from .tools import opened
+
+        toolsets = task.toolsets(task.config)
+        async with opened(toolsets, beside=self._shared, task=task.data) as box:
+            yield box
 
     @property
     def progress(self) -> str:
@@ -175,17 +214,27 @@ class TasksetPlayer:
         if data.prompt is None and self._env is None:
             raise EnvironmentFailed(f"task {index} has no prompt: mend the taskset")
         messages = [] if data.prompt is None else _messages(data.system_prompt, data.prompt)
-        shown = "answer" if self._env is None else "first_reply"
-        answer = getattr(data, shown, None)
+        replies: Sequence[Any] = getattr(data, "replies", None) or ()
+        if not replies:
+            first = getattr(data, "answer" if self._env is None else "first_reply", None)
+            replies = [] if first is None else [first]
+        tools, identity = [], bytes.fromhex(content)
+        if self._calls is not None:
+            async with self.toolbox(task) as box:
+                tools = [tool_to_wire(tool) for tool in box.schemas]
+            # what the model is told of its tools is as much a part of the task as its prompt
+            shown = json.dumps(tools, sort_keys=True).encode()
+            identity = hashlib.sha256(identity + shown).digest()
         return PreparedTask(
             task=task,
-            digest=bytes.fromhex(content),
+            digest=identity,
             record=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=content),
             state=state_cls(type(task)),
             messages=messages,
-            prompt=tuple(self._chat.prompt(_wire(messages))) if messages else (),
+            prompt=tuple(self._chat.prompt(_wire(messages), tools)) if messages else (),
             stops=task.hooks("stop"),
-            answer=answer if isinstance(answer, str) else None,
+            replies=tuple(it for it in replies if isinstance(it, str)),
+            whole=bool(getattr(data, "replies", None)),
         )
 
     async def play(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
@@ -243,16 +292,17 @@ class TasksetPlayer:
 
     async def _play_env(self, env: vf.Env, prepared: PreparedTask, exchange: Exchange) -> Episode:
         """The library's own way, from Env.run down to Rollout."""
-        harness = PolicyHarness(self._chat, exchange)
+        harness = PolicyHarness(self._chat, exchange, self._calls)
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
+        toolbox = self.toolbox if self._calls is not None else None
 
         one_at_a_time = asyncio.Semaphore(1)  # so that the order of turns does not depend on time
 
         def sit(name: str, agent: vf.AgentConfig) -> vf.Agent:
             limit = min(self._config.max_turns, agent.max_turns or self._config.max_turns)
             config = self._agent.model_copy(update={"max_turns": limit})
-            return BorrowingAgent(config, harness, placement, name, one_at_a_time)
+            return BorrowingAgent(config, harness, placement, name, one_at_a_time, toolbox)
 
         agents = vf.Agents(env.config, sit)
         async with boundary(vf.EnvError, type(env).__name__):
@@ -327,14 +377,19 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
+    SUPPORTS_MCP = True
+    SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, chat: Chat, exchange: Exchange) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange, calls: "CallParser | None") -> None:
         vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
         Interception.__init__(self)
         self._chat = chat
         self._exchange = exchange
+        self._calls = calls
+        self.tools: Toolbox | None = None
+        """Those of the rollout that is played."""
         self._sessions: dict[str, RolloutSession] = {}
         self.completions: dict[int, Completion] = {}
         """id() of a sampled node, which its trace keeps alive -> what was sampled."""
@@ -376,39 +431,39 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         secret: str,
         mcp_urls: dict[str, str],
         data: vf.TaskData,
+        tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
-        """One segment: the conversation so far in, one reply onto the trace."""
+        """One segment, as the library's chat program plays it: the conversation so far in, replies and the
+        results of their calls onto the trace, until a reply calls no tool."""
         system, prompt = self.resolve_prompt(data)
-        answered = await self._turn(self._sessions[secret], _messages(system, prompt or []))
-        return vf.ProgramResult(0 if answered else 1, "", "")
+        session, messages = self._sessions[secret], _messages(system, prompt or [])
+        while (reply := await self._turn(session, messages)) is not None:
+            if not reply.tool_calls:
+                return vf.ProgramResult(0, "", "")
+            messages = [*messages, reply]
+            for call in reply.tool_calls:
+                messages.append(await self._result(session, call))
+        return vf.ProgramResult(1, "", "")
 
-    async def _turn(self, session: RolloutSession, messages: list[Any]) -> bool:
-        """One model call, in the order of the library's server; False if something refused it."""
+    async def _turn(
+        self, session: RolloutSession, messages: list[Any]
+    ) -> vf.AssistantMessage | None:
+        """One model call, in the order of the library's server; None if something refused it."""
         trace = session.trace
         if session.stopped or await session.refused() is not None:
-            return False
-        request, rewrites, stop = await session.rewrite_request(vf.Request(messages=messages))
+            return None
+        tools = None if self.tools is None else self.tools.schemas
+        asked = vf.Request(messages=messages, tools=tools)
+        request, rewrites, stop = await session.rewrite_request(asked)
         trace.request_rewrites.extend(rewrites)
         if stop is not None:
             trace.stop(stop)
-            return False
-        turn = graph.prepare_turn(trace, request.messages)
+            return None
+        turn = graph.prepare_turn(trace, request.messages, request.tools)
         prompt, started = self._prompt(turn), time.time()
         number = self._exchange.turns
         completion = await self._exchange.sample(prompt)
-        tokens = vf.TurnTokens(
-            prompt_ids=prompt,
-            completion_ids=completion.token_ids,
-            completion_logprobs=completion.logprobs,
-        )
-        response = vf.Response(
-            id="",
-            created=0,
-            model="policy",
-            message=_say(self._chat, completion),
-            finish_reason=completion.finish,
-            tokens=tokens,
-        )
+        response = self._response(prompt, completion)
         _, rewrites, stop = await session.rewrite_response(response)
         if rewrites:
             raise ValueError("an @intercept rewrote a reply: tokens and text would disagree")
@@ -417,15 +472,48 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         self.completions[id(trace.nodes[node])] = completion
         self._turns[id(trace.nodes[node])] = number
         trace.calls.append(_call(prompt, completion, node, started))
+        stop = stop or await session.gate_tool_calls(node)
         if stop is not None:
             trace.stop(stop)
-        return True
+        return response.message
+
+    def _response(self, prompt: list[int], completion: Completion) -> vf.Response:
+        """What was sampled as the library's type, its tool calls read from the text."""
+        content, calls = self._chat.text(completion.token_ids), []
+        if self._calls is not None:
+            content, calls = self._calls.read(content)
+        return response_from_generate(
+            {
+                "content": content,
+                "tool_calls": calls,
+                "finish_reason": completion.finish,
+                "prompt_ids": prompt,
+                "completion_ids": completion.token_ids,
+                "completion_logprobs": completion.logprobs,
+            },
+            "policy",
+        )
+
+    async def _result(self, session: RolloutSession, call: vf.ToolCall) -> Any:
+        """The message that answers a call."""
+        arguments = _arguments(call.arguments or "{}")
+        decision = await session.decide_tool(call.id, call.name, arguments)
+        if decision["action"] == "deny":
+            return vf.ToolMessage.model_validate(decision["message"])
+        if decision["action"] == "stop":
+            content = ""  # nobody reads it: the next turn is refused
+        elif not isinstance(arguments, dict):
+            content = "error: the arguments of a call are a JSON object"
+        else:
+            assert self.tools is not None  # calls are read where there are tools
+            content = await self.tools.call(session.trace, call.name, arguments)
+        return vf.ToolMessage(tool_call_id=call.id, name=call.name, content=content)
 
     def _prompt(self, turn: graph.PendingTurn) -> list[int]:
         """The conversation's token ids; after a reply they extend those of the turn before."""
         before = turn.previous_renderer_token_ids()
         if before is None or any(message.role == "assistant" for message in turn.tail):
-            return self._chat.prompt(_wire(turn.prompt))
+            return self._chat.prompt(_wire(turn.prompt), list(map(tool_to_wire, turn.tools)))
         return [*before[0], *before[1], *self._chat.continuation(_wire(turn.tail), before[1][-1])]
 
 
@@ -439,18 +527,21 @@ class BorrowingAgent(vf.Agent):
         placement: dict[str, Any],
         name: str,
         gate: asyncio.Semaphore,
+        toolbox: "Callable[[vf.Task], AbstractAsyncContextManager[Toolbox]] | None",
     ) -> None:
-        """`placement` is what every rollout gets: the runtime, and who notes its trace.
+        """`placement` is what every rollout gets: the runtime, and who notes its trace; `toolbox` opens the
+        tools of a task.
 
         `name` is the agent's in the environment; `gate` is held while it is active, as the library's
         `max_concurrent_agents` has it, but not between the turns of an interaction.
         """
         super().__init__(config, interception=harness)
-        self.harness = harness
+        self.harness: PolicyHarness = harness
         self._name = name
         self._one_at_a_time = self._gate = gate
         self._placement: dict[str, Any] = {**placement, "on_trace": self._note}
         self._on_trace: Callable[[vf.Trace], None] = placement["on_trace"]
+        self._toolbox = toolbox
 
     def _note(self, trace: vf.Trace) -> None:
         """Stamp a trace that begins, as the library's own agents of an episode do."""
@@ -459,14 +550,28 @@ class BorrowingAgent(vf.Agent):
 
     async def run(self, task: vf.Task, **options: Any) -> vf.Trace:
         """A whole rollout."""
-        async with self._one_at_a_time:
-            return await super().run(task, **{**options, **self._placement})
+        async with self._one_at_a_time, self._tools(task) as own:
+            return await super().run(own, **{**options, **self._placement})
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task, **options: Any) -> AsyncGenerator[vf.Interaction]:
         """A rollout held open, turn by turn."""
-        async with super().interaction(task, **{**options, **self._placement}) as interaction:
+        async with (
+            self._tools(task) as own,
+            super().interaction(own, **{**options, **self._placement}) as interaction,
+        ):
             yield interaction
+
+    @asynccontextmanager
+    async def _tools(self, task: vf.Task) -> AsyncGenerator[vf.Task]:
+        """Give the harness the task's tools; the task that is yielded has none for the library to start."""
+        if self._toolbox is None:
+            yield task
+            return
+        own = copy.copy(task)
+        own.toolsets = _no_toolsets  # pyright: ignore[reportAttributeAccessIssue]
+        async with self._toolbox(task) as self.harness.tools:
+            yield own
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -495,18 +600,62 @@ def open_player(
         max_turns=config.max_turns,
     )
     tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
-    env = _load_env(config.id, tasksets["train"])
-    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent, scores=scores)
+    taskset = tasksets["train"]
+    calls = _call_parser(config, taskset, chat)
+    env = _load_env(config.id, taskset, tools=calls is not None)
+    return TasksetPlayer(
+        config,
+        chat=chat,
+        tasks=tasks,
+        taskset=taskset,
+        env=env,
+        agent=agent,
+        calls=calls,
+        scores=scores,
+    )
 
 
-def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
+def _call_parser(config: EnvironmentConfig, taskset: vf.Taskset, chat: Chat) -> "CallParser | None":
+    """What reads tool calls; None for a taskset without tools. Raises EnvironmentFailed where its tools cannot
+    be called here, or not in a way that this model knows."""
+    of_tasks = type(taskset).task_type().toolsets(taskset.config.task)
+    toolsets = [*taskset.toolsets(taskset.config), *of_tasks]
+    if not toolsets and not config.deterministic_tools:
+        raise EnvironmentFailed(
+            f"{config.id!r} has no tools: remove environment.deterministic_tools = false"
+        )
+    if not toolsets:
+        return None
+    from .tools import CallParser, check_toolsets
+
+    check_toolsets(toolsets, deterministic=config.deterministic_tools)
+    form = chat.call_form if config.tool_call_parser == "auto" else config.tool_call_parser
+    if not form:
+        raise EnvironmentFailed(
+            f"{config.id!r} has tools, and the model's chat template writes no tool calls: use another model, "
+            "or set environment.tool_call_parser = 'hermes' for one that learns them"
+        )
+    return CallParser(form)
+
+
+def _no_toolsets(_: object) -> list[vf.Toolset]:
+    return []
+
+
+def _load_env(name: str, taskset: vf.Taskset, *, tools: bool) -> vf.Env | None:
     """The taskset's own Env; None where the short way plays it. Raises EnvironmentFailed."""
     kind = loaders.environment_class(name)
-    if kind is vf.SingleAgentEnv and not _hooks_requests(type(taskset).task_type()):
+    plain = not tools and not _hooks_requests(type(taskset).task_type())
+    if kind is vf.SingleAgentEnv and plain:
         return None
     config = loaders.resolve_env_config({"taskset": taskset.config.model_dump()})
     env = loaders.load_environment(config)
-    for agent, seat in agent_config_fields(env.config).items():
+    agents = agent_config_fields(env.config)
+    if tools and len(agents) > 1:
+        raise EnvironmentFailed(
+            f"{name!r} has tools and several agents: only one of the two is played here"
+        )
+    for agent, seat in agents.items():
         if seat.model is not None:
             raise EnvironmentFailed(
                 f"agent {agent!r} of {name!r} is another model ({seat.model}): only the policy plays here"
@@ -539,8 +688,31 @@ def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
     return [*opening, *([vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt)]
 
 
-def _wire(messages: Sequence[Any]) -> list[dict[str, str]]:
-    return [{"role": it.role, "content": content_text(it.content or "")} for it in messages]
+def _wire(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: text alone, and arguments of calls as objects."""
+    found: list[dict[str, Any]] = []
+    for it in messages:
+        one: dict[str, Any] = {"role": it.role, "content": content_text(it.content or "")}
+        if it.role == "tool":
+            one |= {"tool_call_id": it.tool_call_id, "name": it.name}
+        elif calls := getattr(it, "tool_calls", None):
+            one["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                }
+                for call in calls
+            ]
+        found.append(one)
+    return found
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _say(chat: Chat, completion: Completion) -> vf.AssistantMessage:

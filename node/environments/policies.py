@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 
+from ...crypto.hashing import digest
+from ...protocol.rollouts import pack_u32
 from ..inference.engine import Completion
 from .environment import Branch, Policy, ScoreMismatch
 
@@ -202,7 +204,10 @@ class RecordedRollout:
         """Return the recorded completion of `prompt`. Raises ScoreMismatch if there is none."""
         held = self._turns.get(tuple(prompt))
         if not held:
-            raise ScoreMismatch(f"turn {turn} of the task has another prompt than the rollout")
+            asked = digest(pack_u32(list(prompt))).hex()[:8]
+            raise ScoreMismatch(
+                f"turn {turn} of the task has another prompt than the rollout (here {asked})"
+            )
         completion = held.pop(0) if len(held) > 1 else held[0]
         self._asked.setdefault((*prompt, *completion.token_ids), []).append(turn)
         return completion
@@ -225,6 +230,21 @@ class RecordedRollout:
             same = ours.token_ids == theirs.token_ids and ours.sampled == theirs.sampled
             if not same or ours.finish != theirs.finish:
                 raise ScoreMismatch("the environment's tokens or the ending were altered")
+
+
+class ShownReplies:
+    """Policy that says given replies, turn by turn."""
+
+    def __init__(self, replies: Sequence[list[int]]) -> None:
+        """Token ids of each reply, stop token included."""
+        self._replies = replies
+
+    async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
+        """See Policy. Raises PlayFailed after the last reply."""
+        if turn >= len(self._replies):
+            raise PlayFailed(f"after {len(self._replies)} replies it goes on")
+        ids = self._replies[turn]
+        return Completion(ids, [0.0] * len(ids), "stop", 0, 0)
 
 
 def _next(numbers: list[int]) -> int:

@@ -92,10 +92,6 @@ def _are_reference_judges(value: Any) -> bool:
 
 def _refuse_unservable(name: str, taskset: Any) -> None:
     task = type(taskset).task_type()
-    if taskset.toolsets(taskset.config) or task.toolsets(taskset.config.task):
-        raise EnvironmentFailed(
-            f"{name!r} needs tool servers, which nodes do not start: use another"
-        )
     if task.NEEDS_CONTAINER:
         raise EnvironmentFailed(
             f"{name!r} needs a container, which nodes do not start: use another"

@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -46,6 +47,8 @@ MOST_FAILURES = 3
 """Failed rollouts after which no more are played."""
 MAX_TOKENS = 1 << 20
 """Of a scripted reply; no limit of a run."""
+CALLS, CALLED = "calls", 2
+"""The script that calls tools, and the replies that do so."""
 SHOWN = 3
 """Examples of what went wrong."""
 MAX_NOTED = 1000
@@ -92,6 +95,8 @@ class ScriptedRollout:
     failure: str
     disagreement: str
     """How the second process scores it otherwise."""
+    calls: int | None
+    """Tools that were called; None where the environment has none, or the rollout failed."""
     tokens: tuple[int, ...] = ()
     """Of its last branch."""
 
@@ -112,12 +117,32 @@ class ScriptedPolicy:
         self.turns += 1
         if self._replies:
             text = self._replies[min(turn, len(self._replies) - 1)]
+        elif self._script == CALLS:
+            text = self._call(self._chat.text(prompt)) if turn < CALLED else "done"
         else:
             text = "" if self._script == "empty" else self._noise()
         ids = self._chat.reply(text)
         cut = self._script == "cut off"
         ids = ids[:-1] if cut else ids
         return Completion(ids, [-1.0] * len(ids), "length" if cut else "stop", 0, 0)
+
+    def _call(self, prompt: str) -> str:
+        """A call of one of the tools that a prompt describes, with arguments of the right types most times."""
+        tool = self._random.choice(described_tools(prompt))["function"]
+        fields = tool.get("parameters", {}).get("properties", {})
+        kinds: dict[Any, Any] = {
+            "integer": 7,
+            "number": 0.5,
+            "boolean": True,
+            "array": [],
+            "object": {},
+        }
+        arguments = {
+            name: kinds.get(self._random.choice([field.get("type"), None]), "12*(3+4)")
+            for name, field in fields.items()
+        }
+        call = json.dumps({"name": tool["name"], "arguments": arguments})
+        return f"<tool_call>{call}</tool_call>"
 
     def _noise(self) -> str:
         """What models say that have not learned: words, numbers, brackets, letters of other alphabets."""
@@ -251,7 +276,8 @@ class EnvironmentTrial:
     ) -> tuple[list[Task], list[Task]]:
         """Return the tasks of a split, and those of them that are not the same in both processes."""
         ours = await self._look(one, split, COUNTED)
-        pairs = zip(ours, await self._look(other, split, len(ours)), strict=True)
+        # the other process gives fewer where there was no time for all
+        pairs = zip(ours, await self._look(other, split, len(ours)), strict=False)
         return ours, [task for task, theirs in pairs if task.digest != theirs.digest]
 
     async def _look(self, environment: Environment, split: Split, most: int) -> list[Task]:
@@ -291,9 +317,12 @@ class EnvironmentTrial:
         if self.options.replies:
             return [("as given", self.options.replies)]
         scripts: list[tuple[str, Sequence[str]]] = [("empty", ()), ("noise", ()), ("cut off", ())]
-        answer = await environment.demonstration(task)
-        if answer is not None:
-            scripts.insert(0, ("right answer", [self._chat.text(answer)]))
+        if described_tools(self._chat.text(await environment.prompt(task))):
+            scripts.append((CALLS, ()))
+        shown = await environment.demonstration(task)
+        if shown is not None:
+            replies = [self._chat.text(reply) for _, reply in shown.turns()]
+            scripts.insert(0, ("right answer", replies))
         return scripts
 
     async def _play(
@@ -319,8 +348,11 @@ class EnvironmentTrial:
             except (ScoreMismatch, EnvironmentFailed) as error:
                 disagreement = str(error)
         tokens = tuple(episode.branches[-1].token_ids) if episode.branches else ()
+        calls = episode.score.metrics.get("tool_calls")
         return ScriptedRollout(
-            task.index, script, policy.turns, took, ours, episode.error, disagreement, tokens
+            *(task.index, script, policy.turns, took, ours, episode.error, disagreement),
+            None if calls is None else int(calls),
+            tokens,
         )
 
     # -- findings ----------------------------------------------------------------------------------
@@ -336,6 +368,15 @@ class EnvironmentTrial:
             count += f", {_span([it.turns for it in played])} turn(s) each"
         self._found("rollouts", count, problem)
 
+        calls: dict[str, list[int]] = {}
+        for it in played:
+            if it.calls is not None:
+                calls.setdefault(it.script, []).append(it.calls)
+        if calls:
+            each = ", ".join(f"{script} {_span(found)}" for script, found in calls.items())
+            total, count = sum(map(sum, calls.values())), sum(map(len, calls.values()))
+            self._found("tools", f"{total} calls in {count} rollouts: {each}")
+
         rewards: dict[str, list[float]] = {}
         for it in played:
             if it.reward is not None:
@@ -345,11 +386,13 @@ class EnvironmentTrial:
             f"task {it.task}, {it.script}: {it.disagreement}" for it in played if it.disagreement
         ]
         problem = ""
-        if unlike and self.options.environment.deterministic_rewards:
+        environment = self.options.environment
+        if unlike and environment.deterministic_rewards and environment.deterministic_tools:
             problem = (
                 f"a second process does not agree: {_some(unlike)}. Rewards, and what the environment says, "
                 "have to be a function of task and replies; for random rewards set "
-                "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
+                "environment.deterministic_rewards = false in the run, and test with --sampled-rewards; for "
+                "tools that search or draw deterministic_tools = false, and --sampled-tools"
             )
         self._found("rewards", said or "none", problem)
 
@@ -376,6 +419,15 @@ class EnvironmentTrial:
         files = notes.get("files", [])
         state = "confined" if sandbox.confines_files else "not confined"
         self._found("files", f"{state}: {_some(files)}" if files else "none")
+
+
+def described_tools(prompt: str) -> list[Any]:
+    """The schemas of tools that a prompt has one a line between <tools> marks, as many templates write them."""
+    found = re.search(r"<tools>\n(.*?)\n?</tools>", prompt, re.DOTALL)
+    try:
+        return [json.loads(line) for line in found[1].splitlines()] if found else []
+    except ValueError:
+        return []
 
 
 def _text(chat: Chat, tokens: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from ..ops.errors import NodeError, named_line
 from .chat import Chat, ChatFormat
 from .environment import (
     Branch,
+    Demonstration,
     EnvironmentFailed,
     EnvironmentStuck,
     Episode,
@@ -27,7 +28,14 @@ from .environment import (
     Split,
     Task,
 )
-from .policies import BadCompletion, EpisodeStuck, Exchange, PlayFailed, RecordedRollout
+from .policies import (
+    BadCompletion,
+    EpisodeStuck,
+    Exchange,
+    PlayFailed,
+    RecordedRollout,
+    ShownReplies,
+)
 
 if TYPE_CHECKING:
     from .playing import PreparedTask, TasksetPlayer
@@ -121,11 +129,28 @@ class VerifiersEnvironment:
         Raises ScoreMismatch if the task has other content here."""
         return list((await self._own(task)).prompt)
 
-    async def demonstration(self, task: Task) -> list[int] | None:
-        """The task data's `answer` as a reply, or its `first_reply` where the taskset has an Env of its own;
-        None without one."""
-        answer = (await self._own(task)).answer
-        return None if answer is None else self._format.reply(answer)
+    async def demonstration(self, task: Task) -> Demonstration | None:
+        """What the task's data shows: see PreparedTask.replies. A whole conversation is played to see what the
+        environment says in it. Raises EnvironmentFailed if it is none of this task."""
+        prepared = await self._own(task)
+        if not prepared.replies:
+            return None
+        replies = [self._format.reply(text) for text in prepared.replies]
+        if not prepared.whole:
+            return Demonstration.of_reply(prepared.prompt, replies[0])
+        try:
+            episode = await self._play(prepared, ShownReplies(replies))
+        except PlayFailed as error:
+            raise EnvironmentFailed(
+                f"the `replies` of task {task.index} are no rollout of it ({error}): mend the taskset"
+            ) from error
+        shown = Demonstration(episode.branches[0].token_ids, episode.branches[0].sampled)
+        if len(shown.turns()) != len(replies):
+            raise EnvironmentFailed(
+                f"the rollout ends after {len(shown.turns())} of the `replies` of task {task.index}: mend the "
+                "taskset, or use a model whose tool calls they are"
+            )
+        return shown
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Play and score. What the policy raises comes through; all else is the episode's `error`."""

@@ -58,9 +58,12 @@ class EndpointPolicy:
 
     def _body(self, asked: TurnRequest) -> dict[str, Any]:
         config, sampling = self._config, self._sampling
+        said = self._transcript.messages(asked.prompt)
+        # calls are text here, and APIs refuse the result of a call that they have not parsed
+        messages = [it | {"role": "user"} if it["role"] == "tool" else it for it in said]
         body: dict[str, Any] = {
             "model": config.model,
-            "messages": self._transcript.messages(asked.prompt),
+            "messages": messages,
             "temperature": sampling.temperature,
             config.max_tokens_field: self._max_tokens,
         }

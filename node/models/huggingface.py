@@ -67,12 +67,22 @@ MARKUP_TOKENS = (
 """Qwen3 keeps these visible when special tokens are left out of decoded text; so do we."""
 
 COMPACT_TEMPLATE = (
+    "{%- if tools -%}<|system|>"
+    "{%- for tool in tools -%}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})"
+    "{%- if not loop.last -%}, {% endif -%}"
+    "{%- endfor -%}<|im_end|>{%- endif -%}"
     "{%- for message in messages -%}"
-    "<|{{ message.role }}|>{{ message.content or '' }}<|im_end|>"
+    "<|{{ message.role }}|>{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>"
+    "{%- endfor -%}<|im_end|>"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
-"""One token per role: a byte-level tokenizer would spend 16 tokens a turn on ChatML's role names."""
+"""One token per role: a byte-level tokenizer would spend 16 tokens a turn on ChatML's role names. Of a tool it
+shows the name and those of its arguments; calls have the form that vLLM names hermes."""
 
 
 def _transformers() -> Any:

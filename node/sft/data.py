@@ -29,7 +29,7 @@ from ..config.run import RunConfig
 from ..config.sft import DataConfig, SftConfig
 from ..config.training import MixedSftConfig, RowsConfig
 from ..environments.chat import ChatFormat
-from ..environments.environment import Environment, EnvironmentFailed, Split
+from ..environments.environment import Demonstration, Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
 from .rows import BadRow, read_row
@@ -301,7 +301,7 @@ class RowExamples:
         return self._tables[place], index - self._firsts[place]
 
 
-_Demonstration = tuple[list[int], list[int] | None] | EnvironmentFailed
+_Shown = Demonstration | EnvironmentFailed | None
 
 
 class TaskExamples:
@@ -324,7 +324,7 @@ class TaskExamples:
         self._split: Split = split
         self._loop = loop
         self._block = -1
-        self._demonstrations: list[_Demonstration] = []
+        self._demonstrations: list[_Shown] = []
 
     @property
     def size(self) -> int | None:
@@ -332,7 +332,7 @@ class TaskExamples:
         return None
 
     def sample(self, index: int) -> Sample:
-        """Make the sample of a task's prompt and right reply. Raises BadRow, SkippedRow, UsageError."""
+        """Make the sample of a task's demonstration. Raises BadRow, SkippedRow, UsageError."""
         block, place = divmod(index, TASKS_AT_ONCE)
         if block != self._block:
             asked = asyncio.run_coroutine_threadsafe(self._ask(block), self._loop)
@@ -340,21 +340,18 @@ class TaskExamples:
         found = self._demonstrations[place]
         if isinstance(found, EnvironmentFailed):
             raise BadRow("environment", str(found)) from found
-        prompt, reply = found
-        if reply is None:
+        if found is None:
             raise UsageError(f"{self._environment.name} has no demonstrations: use data.files")
-        mask = [False] * len(prompt) + [True] * len(reply)
-        return make_sample(Tokens([*prompt, *reply], mask), self._config)
+        return make_sample(Tokens(found.token_ids, found.sampled), self._config)
 
-    async def _ask(self, block: int) -> list[_Demonstration]:
+    async def _ask(self, block: int) -> list[_Shown]:
         first = self._first + block * TASKS_AT_ONCE
         return await asyncio.gather(*map(self._one, range(first, first + TASKS_AT_ONCE)))
 
-    async def _one(self, index: int) -> _Demonstration:
+    async def _one(self, index: int) -> _Shown:
         environment = self._environment
         try:
-            task = await environment.task(index, self._split)
-            return await environment.prompt(task), await environment.demonstration(task)
+            return await environment.demonstration(await environment.task(index, self._split))
         except EnvironmentFailed as error:
             return error
 

@@ -2,8 +2,7 @@
 
 By the template a conversation is one sequence: the prompt of its first reply, then reply, continuation, reply.
 A reply is rendered as the last message, so that its reasoning is in it, and is never rendered again as history.
-A renderer says of every token whether the model would have sampled it, which a chat template cannot. Only this
-file imports `renderers`.
+A renderer says of every token whether the model would have sampled it, which a chat template cannot.
 """
 
 from collections.abc import Callable, Sequence

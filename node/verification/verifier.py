@@ -1,7 +1,7 @@
 """Verify submissions: from a bundle to a verdict and the groups that may be learned from, cheap checks first.
 
 Invariants:
-- rewards are recomputed, never taken from the worker;
+- rewards are recomputed, never taken from the worker, but where the manifest says that nobody can;
 - the rollouts to audit follow from randomness drawn after the upload;
 - a rollout is accepted only if it could have been audited: one whose policy is not held any more is stale;
 - there is always a verdict: bad input costs the rollout, never the trainer.
@@ -57,7 +57,7 @@ from .auditor import (
     plain_turns,
     plan_of,
 )
-from .checks import CheckedRollout, Rejected, check_submission
+from .checks import CheckedRollout, Rejected, check_submission, sampled_runs
 from .duplicates import CopyDetector
 from .judge import Judgement, StageAttribution, blame, judge, name_stages
 from .self_calibration import AuditConditions
@@ -175,14 +175,21 @@ class Verifier:
         self._states = states
         self._copies = copies
         self._varies: dict[int, str] = {}
-        """By environment: the evidence that rewards which were said to be recomputable are not."""
+        """By environment: the evidence that what was said to be recomputable is not."""
+        for one in run.environments:
+            if one.rewards == "claimed":
+                logger.warning(
+                    "environment %s: tool results and rewards are believed as workers claim them, as its tools "
+                    "are not deterministic",
+                    one.name,
+                )
         self._earlier: asyncio.Future[None] | None = None
         """Done when the submission before has been looked for copies: of two, the first received is the
         original."""
 
     @property
     def fault(self) -> str:
-        """What is wrong with the environments' rewards, with what to do; empty while nothing is."""
+        """What is wrong with the environments, with what to do; empty while nothing is."""
         return "; ".join(self._varies.values())
 
     @property
@@ -324,8 +331,15 @@ class Verifier:
 
     async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
         """Compute the trainer's own score. Raises Rejected, EnvironmentStuck."""
-        score = await self._recompute(lease, rollout)
-        if environment_of(self._run, lease).rewards == "sampled":
+        rewards = environment_of(self._run, lease).rewards
+        if rewards == "claimed":
+            return await self._believe(lease, rollout)
+        try:
+            score = await self._recompute(lease, rollout)
+        except Rejected as fault:
+            await self._check_replay(lease, rollout, fault)
+            raise
+        if rewards == "sampled":
             return score
         if not _differ(score.reward, rollout.claimed_reward):
             return score
@@ -333,15 +347,53 @@ class Verifier:
         for _ in range(0 if number in self._varies else SCORED_AGAIN):
             again = await self._recompute(lease, rollout)
             if _differ(again.reward, score.reward):
-                self._note_variation(lease, rollout.group, score, again)
+                told = f"scored twice: {score.reward:.6g} and {again.reward:.6g}"
+                self._note_variation(lease, rollout.group, "the reward", told, "rewards")
                 break
         if number in self._varies:
             raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies[number])
         detail = f"claimed {rollout.claimed_reward:.6g}, recomputed {score.reward:.6g}"
         raise Rejected(Reason.BAD_REWARD, detail)
 
+    async def _believe(self, lease: Lease, rollout: CheckedRollout) -> Score:
+        """Take the claimed reward of a rollout of the right task. Raises Rejected."""
+        try:
+            prompt = await self._environments[lease.environment].prompt(_task(lease, rollout))
+        except (ScoreMismatch, EnvironmentFailed) as error:
+            raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
+        if len(rollout.branches) != 1:
+            detail = "several branches of a rollout that cannot be played again"
+            raise Rejected(Reason.BAD_PROMPT, detail)
+        (branch,) = rollout.branches
+        head = len(prompt)
+        if branch.token_ids[:head] != prompt or branch.sampled[: head + 1] != [False] * head + [
+            True
+        ]:
+            raise Rejected(Reason.BAD_PROMPT, "the task has another prompt than the rollout")
+        return Score(rollout.claimed_reward)
+
+    async def _check_replay(self, lease: Lease, rollout: CheckedRollout, fault: Rejected) -> None:
+        """Raise Rejected, which blames nobody, if a rollout of several turns that was found to be none of its
+        task is found so in another way when it is played again: then the environment says what it likes."""
+        number = lease.environment
+        several = any(len(sampled_runs(one.sampled)) > 1 for one in rollout.branches)
+        if fault.reason is not Reason.BAD_PROMPT or not several:
+            return
+        for _ in range(0 if number in self._varies else SCORED_AGAIN):
+            try:
+                await self._recompute(lease, rollout)
+                again = "it is as the rollout says"
+            except Rejected as other:
+                again = other.detail
+            if again != fault.detail:
+                told = f"played twice: {fault.detail}; {again}"
+                self._note_variation(lease, rollout.group, "the conversation", told, "tools")
+                break
+        if number in self._varies:
+            raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies[number])
+
     async def _recompute(self, lease: Lease, rollout: CheckedRollout) -> Score:
-        task = Task(lease.tasks[rollout.group].index, lease.tasks[rollout.group].digest)
+        task = _task(lease, rollout)
         try:
             return await self._environments[lease.environment].score(task, rollout.branches)
         except ScoreMismatch as error:
@@ -351,12 +403,12 @@ class Verifier:
         except EnvironmentFailed as error:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
-    def _note_variation(self, lease: Lease, group: int, first: Score, second: Score) -> None:
-        """Blame no worker for a reward of that environment that differs, from now on."""
+    def _note_variation(self, lease: Lease, group: int, what: str, told: str, key: str) -> None:
+        """Blame no worker for what differs in that environment, from now on."""
         name, task = environment_of(self._run, lease).name, lease.tasks[group].index
         self._varies[lease.environment] = (
-            f"the reward of {name!r} is not deterministic (the trainer scored a rollout of task {task} twice: "
-            f"{first.reward:.6g} and {second.reward:.6g}): set its deterministic_rewards = false in a new run"
+            f"{what} of {name!r} is not deterministic (a rollout of task {task} was {told}): set its "
+            f"deterministic_{key} = false in a new run"
         )
         logger.error("%s", self._varies[lease.environment])
 
@@ -559,6 +611,11 @@ def _reject_as_before(passed: Sequence[RescoredRollout], before: Verdict, work: 
         elif not complete:
             reason = before.rejections[-1].reason
             work.reject(one.rollout, reason, "a restart lost the list of the other rejections")
+
+
+def _task(lease: Lease, rollout: CheckedRollout) -> Task:
+    reference = lease.tasks[rollout.group]
+    return Task(reference.index, reference.digest)
 
 
 def _claims(rollout: CheckedRollout) -> set[int]:

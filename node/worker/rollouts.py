@@ -35,6 +35,7 @@ from ..environments.environment import (
     Score,
     Task,
 )
+from ..environments.policies import PlayFailed
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineLost, first_cause
@@ -307,6 +308,11 @@ class RolloutGenerator:
             nonlocal index
             if index < 0:
                 index = group.begin()
+            if len(prompt) >= self._run.limits.max_model_len:
+                raise PlayFailed(
+                    f"the conversation has {len(prompt)} tokens, and the run's model takes "
+                    f"{self._run.limits.max_model_len}"
+                )
             request = GenerateRequest(
                 prompt=tuple(prompt),
                 max_tokens=sampling.max_tokens,

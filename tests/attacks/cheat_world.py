@@ -92,9 +92,8 @@ class CorpusEnvironment:
         text = self._corpus.text([1, *task.digest[:8]], tokens)
         return [token for token in text if token not in self._stops]
 
-    async def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> None:
         """Nothing is right here."""
-        return None
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One turn."""

@@ -280,6 +280,33 @@ def test_a_finite_taskset_is_counted_and_tokens_are_those_of_the_model(
     assert scripts == {"right answer", "empty", "noise", "cut off"}
 
 
+def test_tools_are_called_and_their_calls_counted(cli: Cli) -> None:
+    found = checks(cli("env", "test", "calculator", "--tasks", "2", "--json"))
+    assert [problem for _, problem in found.values()] == [""] * len(found)
+    assert (
+        found["tools"][0]
+        == "6 calls in 10 rollouts: right answer 1, empty 0, noise 0, cut off 0, calls 2"
+    )
+    assert "right answer 1.2, empty 0" in found["rewards"][0]
+    shown = cli("env", "test", "calculator", "--tasks", "1", "--reply", "7", "--show").out
+    assert '"name": "calculate"' in shown
+
+
+@pytest.mark.slow
+def test_a_tool_that_draws_is_found_and_may_be_declared(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(TASKSETS)
+    call = '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
+    test = ["env", "test", "tooled", "--tasks", "1", "--reply", call, "--reply", "x", "--json"]
+    quiet = [*test, "--args", '{"kind": "quiet"}']  # does not say that it draws
+    found = checks(ran := cli(*quiet))
+    assert ran.code == 1
+    assert "turn 1 of the task has another prompt" in found["rewards"][1]
+    assert "deterministic_tools = false" in found["rewards"][1]
+    assert cli(*quiet, "--sampled-tools").code == 0
+
+
 def test_options_that_are_none_are_refused_before_anything_starts(cli: Cli) -> None:
     cli("env", "test", "word-game", "--judge", "{").refused(2, "--judge is no JSON")
     cli("env", "test", "word-game", "--judge", '{"model": "m"}').refused(2, "--judge has no url")

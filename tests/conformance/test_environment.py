@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 from support.chat_model import make_chat_model
-from support.counting_environment import STOP, CountingEnvironment
+from support.counting_environment import STOP, CountingEnvironment, shown_reply
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
@@ -41,9 +41,7 @@ async def environment(
 
 
 async def stop_of(environment: Environment) -> int:
-    shown = await environment.demonstration(await environment.task(0))
-    assert shown is not None
-    return shown[-1]
+    return (await shown_reply(environment, await environment.task(0)))[-1]
 
 
 def saying(
@@ -64,8 +62,7 @@ def saying(
 
 async def played(environment: Environment, token_ids: list[int] | None = None) -> list[Branch]:
     task = await environment.task(0)
-    reply = await environment.demonstration(task) if token_ids is None else token_ids
-    assert reply is not None
+    reply = await shown_reply(environment, task) if token_ids is None else token_ids
     return (await environment.run(task, saying(reply))).branches
 
 
@@ -88,8 +85,7 @@ async def test_splits_share_no_prompt(environment: Environment) -> None:
 async def test_a_demonstration_earns_the_full_reward(environment: Environment) -> None:
     for index in range(5):
         task = await environment.task(index)
-        shown = await environment.demonstration(task)
-        assert shown is not None
+        shown = await shown_reply(environment, task)
         episode = await environment.run(task, saying(shown))
         assert episode.error == ""
         assert episode.score.reward == 1.0
@@ -127,8 +123,7 @@ async def test_a_score_recomputed_from_tokens_is_the_score_of_the_run(
     environment: Environment,
 ) -> None:
     task, stop = await environment.task(0), await stop_of(environment)
-    shown = await environment.demonstration(task)
-    assert shown is not None
+    shown = await shown_reply(environment, task)
     for reply, finish in ((shown, "stop"), ([6, stop], "stop"), ([6, 7], "length")):
         episode = await environment.run(task, saying(reply, finish=finish))
         assert await environment.score(task, episode.branches) == episode.score

@@ -13,6 +13,16 @@ COMPACT = (
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content or '' }}<|im_end|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
+TOOLED = (
+    "{%- if tools -%}<|system|><tools>\n{%- for t in tools %}{{ t | tojson }}\n{%- endfor -%}</tools>"
+    "{%- endif -%}"
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""COMPACT with tools and their calls."""
 CHATML = (
     "{%- for m in messages -%}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"

@@ -10,6 +10,8 @@ from primerl.crypto.hashing import derive
 from primerl.node.environments.environment import (
     AgentScore,
     Branch,
+    Demonstration,
+    Environment,
     Episode,
     Policy,
     Score,
@@ -68,10 +70,10 @@ class CountingEnvironment:
         self._check(task)
         return question(task)
 
-    async def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> Demonstration | None:
         """The next number and STOP."""
         self._check(task)
-        return right_reply(task)
+        return Demonstration.of_reply(question(task), right_reply(task))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One turn."""
@@ -170,3 +172,11 @@ class DuelEnvironment(CountingEnvironment):
         won = float((ours > theirs) - (ours < theirs))
         agents = (AgentScore("first", won, 1), AgentScore("second", -won, 1))
         return Episode(branches, Score(0.0, turns=((0,), (1,)), agents=agents))
+
+
+async def shown_reply(environment: Environment, task: Task) -> list[int]:
+    """The reply of a demonstration of one turn."""
+    shown = await environment.demonstration(task)
+    assert shown is not None
+    ((_, reply),) = shown.turns()
+    return reply

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from support.chat_model import IM_END, make_chat_model
+from support.counting_environment import shown_reply
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.allowed import BUNDLED
@@ -132,8 +133,7 @@ def test_draws_are_uniform_and_a_function_of_their_name() -> None:
 async def test_the_known_answer_of_a_problem_is_right(family: str, model_dir: Path) -> None:
     environment = await opened(model_dir, "math", families=[family])
     for index in range(8):
-        shown = await environment.demonstration(await environment.task(index))
-        assert shown is not None
+        shown = await shown_reply(environment, await environment.task(index))
         answer = bytes(shown[:-1]).decode()
         right, _ = await played(environment, index, f"<think>\\boxed{{0}}</think> So {answer}.")
         assert right.score.metrics == {"correct": 1.0, "boxed": 1.0}
@@ -523,8 +523,7 @@ async def test_a_game_ends_with_the_secret_and_each_guess_is_answered(model_dir:
 async def test_a_warm_up_is_shown_the_secret_as_a_first_guess(model_dir: Path) -> None:
     environment = await opened(model_dir, "word-game")
     task = await environment.task(4)
-    reply = await environment.demonstration(task)
-    assert reply is not None
+    reply = await shown_reply(environment, task)
     assert bytes(one for one in reply if one < 256).decode() == f"[{secret_of(4)}]"
     assert f"[{secret_of(4)}]" not in await asked(environment, 4)
 
@@ -551,8 +550,7 @@ async def test_a_puzzle_is_generated_and_scored_by_its_library(model_dir: Path) 
     for index in range(5):
         task = await environment.task(index)
         assert task == await again.task(index)
-        shown = await environment.demonstration(task)
-        assert shown is not None
+        shown = await shown_reply(environment, task)
         answer = bytes(shown[:-1]).decode()
         assert (await played(environment, index, f"so {answer}"))[0].score.reward == 1.0
         assert (await played(environment, index, "<answer>pear</answer>"))[0].score.reward < 0.1

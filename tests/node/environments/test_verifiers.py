@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
+from support.counting_environment import shown_reply
 
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig
@@ -92,8 +93,7 @@ async def test_a_right_answer_that_was_cut_off_is_not_right(start: Start) -> Non
 async def test_nothing_can_hide_in_a_right_answer(start: Start, hidden: list[int]) -> None:
     environment = await start("reverse-text")
     task = await environment.task(0)
-    shown = await environment.demonstration(task)
-    assert shown is not None
+    shown = await shown_reply(environment, task)
     episode = await environment.run(task, says([*shown[:2], *hidden, *shown[2:-1]]))
     assert (episode.score.reward, episode.error) == (0.0, "")
     assert await environment.score(task, episode.branches) == episode.score
@@ -174,8 +174,7 @@ async def test_hooks_run_in_order_and_see_the_prompt_with_its_system_message(sta
     task = await environment.task(0)
     prompt = bytes((await environment.prompt(task))[1:9])
     assert prompt == b"be brief"
-    shown = await environment.demonstration(task)
-    assert shown is not None
+    shown = await shown_reply(environment, task)
     episode = await environment.run(task, says(shown[:-1]))
     assert episode.score.reward == 0.5
     assert episode.score.metrics == {"right": 1.0, "steps": 1.0, "turns": 1.0}
@@ -460,7 +459,6 @@ async def test_judges_that_name_things_on_the_machine_are_refused(
         ("rows", {"system_prompt": "/etc/hostname"}, "may not set system_prompt"),
         ("rows", {"task": {"rewards": {"x": {"fn": "os:getcwd"}}}}, "may not set rewards"),
         ("rows", {"task": {"judges": [{"id": "reference"}]}}, "may not set judges"),
-        ("tooled", {}, "tool servers"),
     ],
 )
 async def test_what_cannot_or_must_not_be_played_is_refused_at_the_start(

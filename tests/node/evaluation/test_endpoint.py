@@ -72,6 +72,24 @@ async def test_a_conversation_is_asked_as_openai_asks_it() -> None:
     assert reply.completion.finish == "stop"
 
 
+async def test_tools_are_described_in_words_and_their_results_are_the_users() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    prompt = Transcript().prompt(talk, [{"type": "function", "function": {"name": "add"}}])
+    async with policy(lambda _: said("2")) as (api, server):
+        await api.reply(TurnRequest(tuple(prompt), 5, b""))
+    system, *rest = server.bodies[0]["messages"]
+    assert (
+        '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in system["content"]
+    )
+    assert [it["role"] for it in rest] == ["user", "assistant", "user"]
+    assert rest[1]["content"] == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
 async def test_a_reply_that_was_cut_is_truncated_even_if_it_is_empty() -> None:
     for text in ("half of", None):
         async with policy(lambda _, text=text: said(text, "length")) as (api, _):

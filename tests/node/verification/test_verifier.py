@@ -21,7 +21,13 @@ from support.protocol_cases import (
 )
 
 from primerl.crypto.hashing import digest
-from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
+from primerl.node.environments.environment import (
+    Branch,
+    EnvironmentStuck,
+    Score,
+    ScoreMismatch,
+    Task,
+)
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout
@@ -209,6 +215,66 @@ async def test_of_rewards_that_are_said_to_vary_the_trainers_own_counts() -> Non
     checked = verifier(environment, {3: {}}, run)
     assert await reasons(checked, *played(rewards=[0.7] * 4), 0.0) == {}
     assert (checked.fault, environment.asked) == ("", 4)
+
+
+class Talking(CountingEnvironment):
+    """Says these things, in turn, to whoever plays a rollout again."""
+
+    def __init__(self, *said: str) -> None:
+        super().__init__()
+        self._said = itertools.cycle(said)
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        raise ScoreMismatch(f"turn 1 of the task has another prompt ({next(self._said)})")
+
+
+def of_two_turns() -> tuple[Submission, Lease]:
+    """A rollout with something that the environment said between two replies; and its lease."""
+    submission, lease = played(rewards=[1.0])
+    prompt, right = question(counting_task(0)), right_reply(counting_task(0))
+    one, more = say(prompt, right, head(3)), say([*prompt, *right, 7], right, head(3))
+    branch = msgspec.structs.replace(
+        more,
+        sampled=one.sampled + b"\0" + more.sampled[-len(right) :],
+        logprobs=one.logprobs + more.logprobs,
+        proof=one.proof + more.proof,
+    )
+    group = msgspec.structs.replace(
+        submission.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),)
+    )
+    return msgspec.structs.replace(submission, groups=(group,)), lease
+
+
+TWO_TURNS = played_otherwise(MANIFEST, max_turns=2)
+
+
+async def test_what_a_worker_says_that_a_tool_said_is_its_fault_where_the_tool_says_it_never() -> (
+    None
+):
+    checked = verifier(Talking("here 1f"), {3: {}}, TWO_TURNS)
+    assert await reasons(checked, *of_two_turns(), 0.0) == {Reason.BAD_PROMPT: 1}
+    assert checked.fault == ""
+
+
+async def test_tools_that_say_something_else_each_time_are_nobodys_fault() -> None:
+    checked = verifier(Talking("here 1f", "here 2e"), {3: {}}, TWO_TURNS)
+    assert await reasons(checked, *of_two_turns(), 0.0) == {Reason.ENVIRONMENT_ERROR: 1}
+    assert "'sums' is not deterministic" in checked.fault
+    assert "deterministic_tools = false" in checked.fault
+
+
+async def test_claims_are_believed_only_where_the_manifest_says_so_and_of_the_right_task() -> None:
+    run = played_otherwise(TWO_TURNS, rewards="claimed")
+    checked = verifier(Talking("never asked"), {3: {}}, run)
+    assert await reasons(checked, *of_two_turns(), 0.0) == {}
+    submission, lease = of_two_turns()
+    other = counting_task(2)
+    lease = msgspec.structs.replace(lease, tasks=(TaskRef(other.index, other.digest),))
+    group = msgspec.structs.replace(
+        submission.groups[0], task_index=other.index, task_digest=other.digest
+    )
+    submission = msgspec.structs.replace(submission, groups=(group,))
+    assert await reasons(checked, submission, lease, 0.0) == {Reason.BAD_PROMPT: 1}
 
 
 async def test_an_environment_that_does_not_return_is_not_asked_for_all_of_a_submission() -> None:

@@ -31,6 +31,7 @@ RUN_ID = bytes(32)
 RUN: Any = SimpleNamespace(
     environments=[SimpleNamespace(sampling=SimpleNamespace(max_tokens=4, temperature=0.5))],
     model=SimpleNamespace(stop_token_ids=(STOP,)),
+    limits=SimpleNamespace(max_model_len=64),
 )
 
 
@@ -138,6 +139,25 @@ async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed()
     }
     assert {request.seed for request in engine.asked} == wanted
     assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 0, 1.0)}
+
+
+class Verbose(CountingEnvironment):
+    """Its prompts leave no room for a reply, but for task 9."""
+
+    async def prompt(self, task: Task) -> list[int]:
+        prompt = await super().prompt(task)
+        return prompt if task.index == 9 else prompt * 32
+
+
+async def test_a_conversation_that_has_outgrown_the_model_costs_its_rollout_alone() -> None:
+    engine = Engine()
+    played = await generation(engine, environment=Verbose()).generator.play(lease_of(5, 9))
+    outgrown, fits = played.groups
+    assert {one.error for one in outgrown.rollouts} == {
+        "the conversation has 64 tokens, and the run's model takes 64"
+    }
+    assert [one.reward for one in fits.rollouts] == [1.0] * 4
+    assert {len(one.prompt) for one in engine.asked} == {2}
 
 
 class SlowToSetUp(CountingEnvironment):

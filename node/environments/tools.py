@@ -1,0 +1,234 @@
+"""Tools of an environment: toolsets of `verifiers`, called in this process, and the calls that replies hold.
+
+The library serves every toolset over HTTP, from a process of its own. A node starts none for a stranger, so the
+same MCP server is called directly. Invariant: one reply has the same calls on every node. So calls are read by
+the parsers of `renderers`, which need no engine, whichever engine sampled the reply.
+"""
+
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.shared.exceptions import MCPError
+from pydantic import ValidationError
+from renderers.base import ParsedToolCall
+from renderers.parsers import get_tool_parser
+from verifiers.v1.harnesses.utils.compaction import truncate_tool_output
+from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content
+
+from .chat import CHARACTERS
+from .environment import EnvironmentFailed
+from .policies import PlayFailed
+
+PARSERS = {
+    "hermes": "qwen3",
+    "qwen3_coder": "qwen3.5",
+    "qwen3_xml": "qwen3.5",
+    "glm45": "glm",
+    "glm47": "glm",
+    "deepseek_v3": "deepseek-v3",
+}
+"""Forms of calls as vLLM names them, and the parser of `renderers` that reads each."""
+DETERMINISTIC = "DETERMINISTIC"
+"""An attribute of a toolset: False says that equal calls may have other results."""
+
+# The library's classes are generic over types that only a taskset knows.
+# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
+
+
+# -- calls in replies ------------------------------------------------------------------------------
+
+
+class CallParser:
+    """Reads the tool calls of a reply's text, in one of the forms of PARSERS."""
+
+    def __init__(self, form: str) -> None:
+        """Raises EnvironmentFailed for an unknown form."""
+        if form not in PARSERS:
+            raise EnvironmentFailed(
+                f"tool calls of the form {form[:80]!r} cannot be read: set environment.tool_call_parser "
+                f"to one of {', '.join(sorted(PARSERS))}"
+            )
+        self._marks = _MarkedText()
+        self._parser = get_tool_parser(PARSERS[form], self._marks)
+
+    def read(self, text: str) -> tuple[str, list[ParsedToolCall]]:
+        """What a reply says beside its calls, and the calls. Thoughts hold none; one that cannot be read as a
+        call of a name is none."""
+        thoughts, close, rest = text.rpartition("</think>")
+        if not close and "<think>" in text:
+            return text, []
+        try:
+            ids, calls = self._parser.extract(self._marks.encode(rest))
+        except (ValueError, RecursionError):  # numbers too long, or brackets too deep, for JSON
+            return text, []
+        named = [call for call in calls if isinstance(call.name, str)]
+        for call in named:
+            held = json.dumps([call.name, call.arguments], ensure_ascii=False)
+            call.name, call.arguments = json.loads(_printable(held))
+        return thoughts + close + self._marks.decode(ids), named
+
+
+class _MarkedText:
+    """A tokenizer as the parsers need one: their marks are tokens, and so is every other character."""
+
+    unk_token_id = None
+
+    def __init__(self) -> None:
+        self._marks: list[str] = []
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """Ask for a mark."""
+        if token not in self._marks:
+            self._marks.append(token)
+        return CHARACTERS + self._marks.index(token)
+
+    def encode(self, text: str) -> list[int]:
+        pattern = "|".join(re.escape(mark) for mark in sorted(self._marks, key=len, reverse=True))
+        found: list[int] = []
+        for number, piece in enumerate(re.split(f"({pattern})", text)):
+            found += [self.convert_tokens_to_ids(piece)] if number % 2 else map(ord, piece)
+        return found
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(it) if it < CHARACTERS else self._marks[it - CHARACTERS] for it in ids)
+
+
+# -- toolsets --------------------------------------------------------------------------------------
+
+
+def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> None:
+    """Raise EnvironmentFailed for toolsets that cannot be called in this process, and, where they have to be
+    `deterministic`, for those that say that they are not."""
+    for one in toolsets:
+        name = type(one).__name__
+        if getattr(one.config, "url", None):
+            raise EnvironmentFailed(
+                f"the toolset {name} is a server somewhere else, which nodes do not call: use another"
+            )
+        if getattr(one.config.runtime, "type", "subprocess") != "subprocess":
+            raise EnvironmentFailed(
+                f"the toolset {name} needs a container, which nodes do not start: use another"
+            )
+        if deterministic and not getattr(one, DETERMINISTIC, True):
+            raise EnvironmentFailed(
+                f"the toolset {name} says that equal calls may have other results, so nobody can recompute its "
+                "rollouts: to train on what workers claim, set environment.deterministic_tools = false"
+            )
+
+
+_calling: ContextVar[vf.Trace] = ContextVar("_calling")
+"""The rollout whose call is under way."""
+
+
+class Toolbox:
+    """Toolsets that are open, and the schemas of their tools."""
+
+    def __init__(self) -> None:
+        self.schemas: list[vf.Tool] = []
+        self._servers: dict[str, tuple[MCPServer, str]] = {}
+        """Name of a tool -> its server, and its name there."""
+
+    async def call(self, trace: vf.Trace, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool in a rollout. What the tool raises is its result, as an error in words."""
+        if name not in self._servers:
+            return f"error: unknown tool {name!r}"
+        server, raw = self._servers[name]
+        token = _calling.set(trace)
+        try:
+            result: Any = await server.call_tool(raw, arguments)
+        except MCPError:
+            raise
+        except Exception as error:  # a tool's own code raises what it likes
+            return _printable(_told(error))
+        finally:
+            _calling.reset(token)
+        content = mcp_content_to_chat_content(result.content)
+        if not isinstance(content, str):
+            raise PlayFailed(f"the tool {name!r} answers with something else than text")
+        return _printable(truncate_tool_output(content))
+
+    async def add(self, toolset: vf.Toolset) -> None:
+        """Raises EnvironmentFailed where two tools have one name."""
+        server = _server(toolset.server_name or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
+            if name in self._servers:
+                raise EnvironmentFailed(f"two tools have the name {name!r}: rename one")
+            self._servers[name] = server, tool.name
+            schema = vf.Tool(
+                name=name, description=tool.description or "", parameters=tool.input_schema
+            )
+            self.schemas.append(schema)
+
+    def shared(self) -> "Toolbox":
+        """Begin another with these tools."""
+        other = Toolbox()
+        other.schemas, other._servers = list(self.schemas), dict(self._servers)
+        return other
+
+
+@asynccontextmanager
+async def opened(
+    toolsets: Sequence[vf.Toolset],
+    *,
+    beside: Toolbox | None = None,
+    task: vf.TaskData | None = None,
+) -> AsyncGenerator[Toolbox]:
+    """Set toolsets up, for one `task` or for all, and close them at the end; with the tools `beside` them."""
+    box = Toolbox() if beside is None else beside.shared()
+    async with AsyncExitStack() as stack:
+        for one in toolsets:
+            _bind_state(one)
+            await stack.enter_async_context(one._exit_stack)  # pyright: ignore[reportPrivateUsage]
+            await one.setup()
+            if task is not None:
+                await one.setup_task(task)
+            await box.add(one)
+        yield box
+
+
+def _server(name: str) -> MCPServer:
+    """Make a server, which sets up logging for a whole program of its own where nobody else has."""
+    held = logging.NullHandler()
+    logging.root.addHandler(held)
+    try:
+        return MCPServer(name)
+    finally:
+        logging.root.removeHandler(held)
+
+
+def _bind_state(toolset: Any) -> None:
+    """Keep the state of a toolset in the trace that calls, copied each way as over the library's HTTP."""
+
+    async def pull() -> vf.State:
+        return toolset._state_adapter.validate_json(_calling.get().state.model_dump_json())
+
+    async def push(before: bytes) -> None:
+        after, trace = toolset._state_adapter.dump_json(toolset.state), _calling.get()
+        if after != before:
+            trace.state = type(trace.state).model_validate_json(after)
+
+    toolset._pull_state, toolset._push_state = pull, push
+
+
+def _told(error: Exception) -> str:
+    """What the model reads of a call that failed. Pydantic's own text names its release, which differs."""
+    cause = error.__cause__
+    if isinstance(error, ToolError) and isinstance(cause, ValidationError):
+        parts = [f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in cause.errors()]
+        return f"error: the arguments do not fit: {'; '.join(parts)}"
+    return str(error)
+
+
+def _printable(text: str) -> str:
+    """Text without lone surrogates, which JSON can hold and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()

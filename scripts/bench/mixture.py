@@ -1,0 +1,118 @@
+"""Train configs/mixture.toml with two workers, one of which lacks the environment with a tool.
+
+    python scripts/bench/mixture.py --seeds 0 1 2 --steps 60 --out DIR
+
+Trainer and workers are real processes over loopback. The calculator is played from a package of its own, as
+any environment of somebody else is: the second worker does not have it. Seed after seed it prints the mean
+reward of each environment in the first and the last tenth of the steps, and on held-out tasks before and after.
+With --warm RUN every seed begins where that run was after its warm-up (kept by --checkpoint.keep-first true).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKSETS = ROOT / "node" / "environments" / "tasksets"
+PACKAGE = "calc_tool"
+LONGEST_S = 3600.0
+
+
+def package(directory: Path) -> Path:
+    """Write the calculator as a package of another name; returns where it lies."""
+    own = directory / "packages" / PACKAGE
+    own.mkdir(parents=True, exist_ok=True)
+    shutil.copy(TASKSETS / "calculator.py", own / "__init__.py")
+    shutil.copy(TASKSETS / "draws.py", own / "draws.py")
+    return own.parent
+
+
+def config(directory: Path) -> Path:
+    """Write the recipe with that package in place of the bundled calculator."""
+    text = (ROOT / "configs" / "mixture.toml").read_text()
+    path = directory / "mixture.toml"
+    path.write_text(text.replace('id = "calculator"', 'name = "calculator"\nid = "calc-tool"'))
+    return path
+
+
+def start(log: Path, packages: Path | None, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start `primerl-node`, which finds the packages there."""
+    found = [os.environ.get("PYTHONPATH", ""), str(packages or "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, found)),
+        "OMP_NUM_THREADS": "1",
+        "XDG_RUNTIME_DIR": str(log.parent),
+    }
+    program = [sys.executable, "-m", "primerl.cli.main", *arguments]
+    with log.open("wb") as output:
+        return subprocess.Popen(program, stdout=output, stderr=output, env=environment)
+
+
+def run(directory: Path, seed: int, more: list[str]) -> dict[str, Any]:
+    """One run from its beginning to its summary."""
+    directory.mkdir(parents=True)
+    packages = package(directory)
+    train = ["train", "@", str(config(directory)), "--seed", str(seed), *more]
+    running = [start(directory / "trainer.log", packages, *train, "--output-dir", str(directory))]
+    own = directory / "mixture"
+    try:
+        while not (own / "ticket.txt").is_file():
+            if running[0].poll() is not None:
+                raise SystemExit((directory / "trainer.log").read_text())
+            time.sleep(1.0)
+        join = ["join", "--role", "inference", "--ticket", str(own / "ticket.txt")]
+        for name, has in (("all", packages), ("two", None)):
+            options = ["--data-dir", str(directory / name), "--allow-environment", "calc-tool"]
+            running.append(start(directory / f"{name}.log", has, *join, *options))
+        running[0].wait(LONGEST_S)
+    finally:
+        for one in running:
+            one.terminate()
+        for one in running:
+            one.wait(60.0)
+    return json.loads((own / "summary.json").read_text())
+
+
+def show(directory: Path, summary: dict[str, Any]) -> None:
+    """Print the rewards of a run, and what was accepted and rejected."""
+    rows = [json.loads(line) for line in (directory / "mixture" / "metrics.jsonl").open()]
+    for name, figures in summary["environments"].items():
+        curve = [row[f"reward/{name}"] for row in rows if row.get(f"reward/{name}") is not None]
+        part = max(1, len(curve) // 10)
+        first, last = sum(curve[:part]) / part, sum(curve[-part:]) / part
+        print(
+            f"  {name}: reward {first:.3f} -> {last:.3f} in training, "
+            f"{figures['reward_before']:.3f} -> {figures['reward_after']:.3f} held out, "
+            f"{figures['accepted']} accepted"
+        )
+    print(f"  rejected: {summary.get('rejected')}; workers: {json.dumps(summary.get('workers'))}")
+
+
+def main() -> None:
+    """Run seed after seed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--warm", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options, more = parser.parse_known_args()
+    more += ["--max-steps", str(options.steps)]
+    if options.warm is not None:
+        more += ["--resume.dir", str(options.warm.absolute()), "--resume.step", "0"]
+    for seed in options.seeds:
+        directory = options.out.absolute() / f"seed_{seed}"
+        began = time.monotonic()
+        summary = run(directory, seed, more)
+        print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
+        show(directory, summary)
+
+
+if __name__ == "__main__":
+    main()
