@@ -9,6 +9,7 @@ one here (any causal model of transformers).
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..models import huggingface
+from ..models.routers import RouterTap
 from ..models.tensors import to_torch
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
-from .model_output import LayerHooks, ModelOutput
+from .model_output import LayerHooks, ModelOutput, RouterHooks
 from .placement import write
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class CausalNetwork:
         head: Any = model.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(self._tap.feed)
+        self._routers = RouterTap(model)
         self._shown = True
         self._shown = _shows(self, self._tap)
 
@@ -68,9 +71,11 @@ class CausalNetwork:
         """Where the model is."""
         return self._model.device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["CausalSession", ModelOutput]:
+    def prefill(
+        self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
+    ) -> tuple["CausalSession", ModelOutput]:
         """See Network."""
-        session = CausalSession(self, mask)
+        session = CausalSession(self, mask, keep_routes)
         return session, session.extend(tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -87,7 +92,11 @@ class CausalNetwork:
         return self._tap.taken(), output.hidden_states if between else ()
 
     def packed(
-        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        taps: LayerHooks | None = None,
+        routes: RouterHooks | None = None,
     ) -> Tensor:
         """See Network. Neighbours of like length are padded to one: causal attention sees no padding."""
         found: list[Tensor] = []
@@ -95,7 +104,10 @@ class CausalNetwork:
         while rest:
             count = _alike([len(one) for one in rest])
             batch, rest = rest[:count], rest[count:]
-            hidden, between = self._seen(pad_sequence(batch, batch_first=True), taps is not None)
+            seen = None if routes is None else partial(_take_unpadded, routes, batch)
+            with self._routers.watched(seen):
+                padded = pad_sequence(batch, batch_first=True)
+                hidden, between = self._seen(padded, taps is not None)
             found += _unpadded(hidden, batch)
             if taps is not None:
                 for layer in sorted(taps.layers):
@@ -129,22 +141,31 @@ class CausalNetwork:
         """One plain pass: the model's own logits, and the tap is full."""
         return self._model(input_ids=tokens, use_cache=False).logits
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+    def run(
+        self, tokens: Tensor, mask: Tensor, cache: Any, keep_routes: bool = False
+    ) -> tuple[ModelOutput, Any]:
         """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
         extra: dict[str, Any] = {self._cache_name: cache}
         if self._takes_positions:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)
             extra["position_ids"] = positions[:, -tokens.shape[1] :]
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=mask.long(),
-            use_cache=True,
-            logits_to_keep=1,
-            **extra,
-        )
+        last: list[Tensor] = []
+
+        def take(_layer: int, _scores: Tensor, chosen: Tensor) -> None:
+            last.append(chosen.view(*tokens.shape, -1)[:, -1])
+
+        with self._routers.watched(take if keep_routes else None):
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=mask.long(),
+                use_cache=True,
+                logits_to_keep=1,
+                **extra,
+            )
         # contiguous: not a view that keeps the whole prompt's
         hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
-        return ModelOutput(hidden, output.logits[:, -1]), output[self._cache_name]
+        routes = torch.stack(last, 1) if last else None
+        return ModelOutput(hidden, output.logits[:, -1], routes), output[self._cache_name]
 
     def _check_shown(self) -> None:
         if not self._shown:
@@ -157,14 +178,15 @@ class CausalNetwork:
 class CausalSession:
     """A Session around the cache object that the model made."""
 
-    def __init__(self, network: CausalNetwork, mask: Tensor) -> None:
+    def __init__(self, network: CausalNetwork, mask: Tensor, keep_routes: bool) -> None:
         self._network = network
         self._mask = mask
+        self._keep_routes = keep_routes
         self._cache: Any = None
 
     def extend(self, tokens: Tensor) -> ModelOutput:
         """Append `tokens` [B, N], already counted in the mask."""
-        output, self._cache = self._network.run(tokens, self._mask, self._cache)
+        output, self._cache = self._network.run(tokens, self._mask, self._cache, self._keep_routes)
         return output
 
     def select(self, rows: Tensor) -> None:
@@ -243,6 +265,11 @@ def _shows(network: CausalNetwork, tap: Tap) -> bool:
         return same and network.hidden(tokens).equal(hidden)
 
 
+def _take_unpadded(routes: RouterHooks, batch: Sequence[Tensor], layer: int, *seen: Tensor) -> None:
+    scores, own = (torch.cat(_unpadded(one.unflatten(0, (len(batch), -1)), batch)) for one in seen)
+    routes.take(layer, scores, own)
+
+
 def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
     """The rows [T, d] of `padded` [B, T, d], each as long as its tokens."""
     return [row[: len(one)] for row, one in zip(padded, batch, strict=True)]
@@ -299,10 +326,13 @@ class LanguageModel(Protocol):
         """Where token ids go in and logits come out."""
         ...
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple[Session, ModelOutput]:
+    def prefill(
+        self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
+    ) -> tuple[Session, ModelOutput]:
         """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
 
-        Returns the session of these P sequences and what comes after each prompt.
+        Returns the session of these P sequences and what comes after each prompt; with `keep_routes` every
+        output of a mixture of experts has them.
         """
         ...
 
@@ -314,12 +344,17 @@ class LanguageModel(Protocol):
         ...
 
     def packed(
-        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        taps: LayerHooks | None = None,
+        routes: RouterHooks | None = None,
     ) -> Tensor:
         """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
 
         None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
-        `taps` see the states between layers; only `qwen3` continues from the values that they return.
+        `taps` see the states between layers; only `qwen3` continues from the values that they return. `routes`
+        see what routers of a mixture of experts choose.
         """
         ...
 

@@ -23,6 +23,18 @@ class LayerHooks(Protocol):
         ...
 
 
+class RouterHooks(Protocol):
+    """Sees what the routers of a mixture of experts choose."""
+
+    def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
+        """Read the scores [T, E] by which layer number `layer` of those with experts ranks them, and its choice
+        `own` [T, k].
+
+        A network may call several times for one pass, each time for the tokens after the last ones.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ModelOutput:
     """What a network says after the last token of B sequences."""
@@ -31,3 +43,5 @@ class ModelOutput:
     """[B, d], the state that led to `logits`; None where Network.hidden() raises EngineError."""
     logits: Tensor
     """[B, V], of the next token."""
+    routes: Tensor | None = None
+    """[B, layers with experts, k], the experts that read that token; None where they were not asked for."""

@@ -21,7 +21,7 @@ from ..models.tensors import to_torch, torch_dtype
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .device import compiles, upload
-from .model_output import LayerHooks, ModelOutput
+from .model_output import LayerHooks, ModelOutput, RouterHooks
 from .placement import write
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -244,15 +244,21 @@ class Qwen3Network:
         """Where the weights are."""
         return self._device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", ModelOutput]:
-        """See LanguageModel."""
+    def prefill(
+        self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
+    ) -> tuple["Qwen3Session", ModelOutput]:
+        """See LanguageModel. It has no experts, so there are no routes."""
         session = Qwen3Session(self, mask)
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
         hidden = self.run(tokens.flatten(), positions.flatten(), session.attend_prompt)
         return session, self.output(hidden.unflatten(0, tokens.shape)[:, -1])
 
     def packed(
-        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        taps: LayerHooks | None = None,
+        routes: RouterHooks | None = None,
     ) -> Tensor:
         """See LanguageModel."""
         positions = upload(torch.cat([torch.arange(length) for length in lengths]), self._device)

@@ -252,6 +252,7 @@ def _samples(
             branch.logprobs,
             advantage,
             observations(branch.mask) if echo else None,
+            branch.routes if rewarded else b"",
         )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches

@@ -31,6 +31,9 @@ class Sample:
     advantage: float
     echo: list[bool] | None = None
     """The environment's tokens that LossConfig.echo_alpha is for; none of them is in `mask`."""
+    routes: bytes = b""
+    """One route for each token with `mask`, in order, as they travel (protocol/rollouts.py: BranchRecord): that
+    of the token before it. Empty: the trainer's own routers choose."""
 
 
 Example = tuple[Sequence[int], Sequence[int]]

@@ -137,7 +137,7 @@ class Watched:
         self._frozen.append((time.monotonic() - began,) * 2)
         return written
 
-    def prefill(self, tokens: Any, mask: Any) -> Any:
+    def prefill(self, tokens: Any, mask: Any, **_: Any) -> Any:
         """As the network's, with a session that notes its steps, too."""
         session, logits = self._inner.prefill(tokens, mask)
         self._times.append(time.monotonic())

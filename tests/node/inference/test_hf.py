@@ -23,7 +23,7 @@ from primerl.node.inference.decoding import decode
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel, build_network
-from primerl.node.inference.model_output import LayerHooks, ModelOutput
+from primerl.node.inference.model_output import LayerHooks, ModelOutput, RouterHooks
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
@@ -70,7 +70,7 @@ class CountingNetwork:
     def device(self) -> torch.device:
         return self.inner.device
 
-    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         self.prefilled.append((tokens.shape[0], tokens.shape[1]))
         session, output = self.inner.prefill(tokens, mask)
         step = session.step
@@ -86,9 +86,13 @@ class CountingNetwork:
         return self.inner.hidden(tokens)
 
     def packed(
-        self, tokens: torch.Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        taps: LayerHooks | None = None,
+        routes: RouterHooks | None = None,
     ) -> torch.Tensor:
-        return self.inner.packed(tokens, lengths, taps)
+        return self.inner.packed(tokens, lengths, taps, routes)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner.logits(hidden)
@@ -330,7 +334,7 @@ async def test_what_cannot_be_written_in_place_is_loaded_whole(
 
 
 class BrokenNetwork(CountingNetwork):
-    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         raise RuntimeError("out of memory")
 
 
