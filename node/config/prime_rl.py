@@ -147,7 +147,7 @@ trainer.scheduler.min_lr | training.min_lr_ratio | raw min_lr | min_lr / lr
 trainer.scheduler.decay_steps | - | | the rate falls from the warm-up to max_steps
 trainer.data.fake.* | - | | no fake batches: `python scripts/bench/trainer.py`
 trainer.dist_timeout_seconds | training.fsdp.timeout_s
-trainer.enable_router_replay | - | off false | experts are chosen again in training
+trainer.enable_router_replay | training.enable_router_replay
 trainer.enable_token_export | - | off false | nearest: rollouts.keep, `primerl-node rollouts`
 trainer.matmul_precision | . | | TF32 where a GPU has it
 trainer.gc.* | . | | Python's own
@@ -254,7 +254,7 @@ inference.vllm.chat_template | - | | the model's own is used
 inference.vllm.quantization | - | off null | every run audits, and other numbers would fail every audit
 inference.vllm.enable_eplb | - | off false | experts stay where an update finds them
 inference.vllm.enable_dbo | - | off false | every run audits, and other numbers would fail every audit
-inference.vllm.enable_return_routed_experts | - | off false | experts are chosen again in training
+inference.vllm.enable_return_routed_experts | . | | training.enable_router_replay switches it on in every worker
 inference.vllm.rope_scaling | - | | the run's model decides that
 inference.vllm.* | engine.vllm.* | | all other arguments of vLLM's engine
 inference.server.host | api.host

@@ -23,6 +23,11 @@ def unpack_routes(data: bytes | NDArray[np.uint8], shape: RouteShape) -> NDArray
     return values.reshape(-1, shape.layers, shape.top_k).astype(np.int16)
 
 
+def route_columns(shape: RouteShape) -> int:
+    """Numbers of 4 bytes that hold a route."""
+    return -(-shape.token_bytes // 4)
+
+
 def route_fault(data: bytes, tokens: int, shape: RouteShape) -> str:
     """Why `data` are no routes of `tokens` tokens; empty if they are.
 
