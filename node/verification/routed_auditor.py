@@ -1,5 +1,4 @@
-"""An Auditor over two: vLLM's for whole engines, hf's for what came out of a pipeline over several nodes, and for
-routes of mixtures of experts."""
+"""An Auditor over two: vLLM's for whole engines, hf's for pipelines over nodes and for routes of experts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

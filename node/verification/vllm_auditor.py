@@ -141,7 +141,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             **(vllm.get("compilation_config") or {}),
             "cudagraph_mode": "NONE",
         }
-    return config.model_copy(update={"vllm": vllm})
+    return config.model_copy(update={"vllm": vllm, "enable_return_routed_experts": False})
 
 
 def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
