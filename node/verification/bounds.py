@@ -43,7 +43,7 @@ PROVISIONAL = Thresholds(0.4, 0.15, 3.0, 0.5, 4.0, 1e9, 0.2, 4.0)
 against prefill) measure at most 0.035, 0.003, -, 0.028, 0.13; the noisiest that was seen, a random mixture of
 experts whose router flips, 0.13 and 0.61 for a logprob. A random or foreign proof is about 1.4 off; tokens of
 another seed score several nats below the best; of a neighbouring version (the sixth) nothing can be told.
-Honest routes of random mixtures of 8 layers are off in 0.058 of their experts at most, and by 1.5 (vLLM's against
+Honest routes of random mixtures of 8 layers are off in 0.058 of their experts at most, and by 1.5 (vLLM's, by
 the embedded auditor); random ones in 0.87, and by 3 to 8."""
 BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
 """In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""

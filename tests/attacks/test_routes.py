@@ -16,16 +16,18 @@ from numpy.typing import NDArray
 from support.auditor_cases import OWN, Case, make_case, measured
 from support.engine_cases import FP32, SHAPE, make_qwen3
 from support.prefill_core import PrefillCore
+from support.protocol_cases import ADAPTED, BRANCH, LEASE, MANIFEST, ROUTED_BRANCH, SUBMISSION
 from torch import Tensor
 
+from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.model import build_network
 from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import AuditItem, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
-from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.verification.judge import Judgement, judge
 from primerl.protocol.errors import Reason
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import Evidence, RolloutRecord
 
 MIXTURE = SHAPE.model_copy(
     update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -167,3 +169,37 @@ def test_an_item_without_routes_is_measured_as_before(case: Case, honest: list[M
     [bare] = audit(case, replace(case.item, routes=b""))
     assert (bare.routing, bare.routing_max) == (0.0, 0.0)
     assert bare.fingerprint == pytest.approx(honest[0].fingerprint, abs=0.02)
+
+
+# -- before anything is computed ---------------------------------------------------------------------
+
+
+PROVED = structs.replace(
+    BRANCH, proof=Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
+)
+TAKEN = ROUTED_BRANCH.routes
+
+
+@pytest.mark.parametrize(
+    ("routes", "wanted"),
+    [
+        (b"", True),
+        (TAKEN, True),
+        (TAKEN[:-1], False),
+        (TAKEN + b"\0\0", False),
+        (bytes([44, 1, 43, 1, 0, 0, 1, 0]), False),  # expert 300 of 300
+        (bytes([7, 0, 7, 0, 0, 0, 1, 0]), False),  # the same expert twice
+    ],
+    ids=["none", "two routes", "cut short", "too long", "of no expert", "of one expert twice"],
+)
+def test_routes_of_another_form_cost_their_rollout(routes: bytes, wanted: bool) -> None:
+    branch = structs.replace(PROVED, routes=routes)
+    group = structs.replace(SUBMISSION.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),) * 2)
+    submission = structs.replace(SUBMISSION, groups=(group, *SUBMISSION.groups[1:]))
+    run = structs.replace(MANIFEST, routes=ADAPTED.routes)
+    found = check_submission(submission, LEASE, run, 4)
+    assert [one.branches[0].routes for one in found.rollouts] == [routes] * 2 * wanted
+    reasons = {one.reason for one in found.rejections if one.group == 0}
+    assert (Reason.BAD_ROUTES in reasons) is not wanted
+    unasked = check_submission(submission, LEASE, MANIFEST, 4)
+    assert bool(unasked.rollouts) is (routes == b"")
