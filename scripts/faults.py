@@ -447,7 +447,7 @@ FAULTS = (
     # -- verification
     Fault(
         "routes are not replayed in training",
-        "training",
+        "training: experts",
         "node/training/experts.py",
         "self.routes = whole.transpose(0, 1).long()",
         "self.routes = None",
@@ -455,7 +455,7 @@ FAULTS = (
     ),
     Fault(
         "experts that a router did not choose are no fault of a route",
-        "verification",
+        "verification: audits",
         "node/models/routers.py",
         "outside = ~(claimed[:, :, None] == own[:, None, :]).any(2) & (claimed >= 0)",
         "outside = claimed < 0",
