@@ -129,14 +129,18 @@ def check_model(config: "RunConfig | SftConfig") -> None:
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
 
 
-def show_missing_environments(config: "RunConfig", *, as_json: bool = False) -> None:
-    """Say after a dry run which of a run's environments are not installed here, a comment each."""
-    from ..node.ops.doctor import check_environments
+def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
+    """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
+    code is confined."""
+    from ..node.config.evaluation import EvalConfig
+    from ..node.ops.doctor import check_environments, check_sandbox
 
-    for one in check_environments(config):
-        if one.state != "ok":
-            line = f"{one.name}: {one.advice}"
-            typer.echo(line if as_json else f"# {line}", err=as_json)
+    environments = [] if isinstance(config, EvalConfig) else check_environments(config)
+    lines = [f"{one.name}: {one.advice}" for one in environments if one.state != "ok"]
+    for one in check_sandbox(config):
+        lines.append(f"{one.name}: {one.advice if one.state == 'problem' else one.found}")
+    for line in lines:
+        typer.echo(line if as_json else f"# {line}", err=as_json)
 
 
 # -- the node to ask -------------------------------------------------------------------------------

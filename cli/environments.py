@@ -13,6 +13,7 @@ import typer
 from .command import AsJson, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
+    from ..node.config.sandbox import WorkerSandboxConfig
     from ..node.environments.allowed import Package
     from ..node.environments.trial import EnvironmentTrial
 
@@ -681,6 +682,14 @@ def run_test(
     memory_gib: Annotated[
         float, typer.Option("--memory-gib", min=0.1, help="Its memory (sandbox.memory_gib).")
     ] = 4.0,
+    sandbox: Annotated[
+        str,
+        typer.Option("--sandbox", help="auto, bubblewrap or limits (sandbox.type of a worker)."),
+    ] = "auto",
+    readable: Annotated[
+        list[Path] | None,
+        typer.Option("--readable", help="Show it this file or directory (sandbox.readable)."),
+    ] = None,
     sampled_rewards: Annotated[
         bool,
         typer.Option(
@@ -695,8 +704,8 @@ def run_test(
     """Play an environment with scripted replies, in the process and the sandbox of a worker, twice.
 
     Each task gets its right answer where one is known, an empty reply, noise, and noise that a limit cut off.
-    Tasks and rewards have to be the same in both processes. No model is needed. Its code runs, and may read
-    and write your files.
+    Tasks and rewards have to be the same in both processes. No model is needed. Its code runs: without
+    bubblewrap it may read and write your files.
 
     \b
     Examples:
@@ -715,9 +724,7 @@ def run_test(
         max_turns=max_turns,
         timeout_s=timeout_s,
         limit_s=limit_s,
-        network=network,
-        processes=processes,
-        memory_gib=memory_gib,
+        sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         sampled_rewards=sampled_rewards,
         replies=tuple(reply or ()),
     )
@@ -728,6 +735,24 @@ def run_test(
     tried = EnvironmentTrial(options)
     run_to_end(tried.run())
     _report(tried, show=show, as_json=as_json)
+
+
+def _sandbox(
+    kind: str, readable: list[Path], network: bool, processes: int, memory_gib: float
+) -> "WorkerSandboxConfig":
+    from pydantic import ValidationError
+
+    from ..node.config.sandbox import WorkerSandboxConfig
+    from ..node.ops.errors import UsageError
+
+    values = {"type": kind, "readable": readable, "network": network}
+    values |= {"processes": processes, "memory_gib": memory_gib}
+    try:
+        return WorkerSandboxConfig.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"--sandbox, --processes or --memory-gib: {error.errors()[0]['msg']}"
+        ) from error
 
 
 def _options(text: str) -> dict[str, Any]:

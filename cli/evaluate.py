@@ -19,6 +19,7 @@ from .command import (
     read_config,
     run_to_end,
     show_config,
+    show_environments,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def run(
         check_engine(config, proven=False)
     if dry_run:
         show_config(config, as_json=as_json)
+        show_environments(config, as_json=as_json)
         return
     from ..node.app.eval import evaluate
     from .tables import ProgressView

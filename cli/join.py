@@ -22,6 +22,7 @@ from .command import (
     read_config,
     run_to_end,
     show_config,
+    show_environments,
 )
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def run(
         if config.ticket not in ("", "-"):
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
+        show_environments(config, as_json=as_json)
         return
     from ..node.app.daemon import check_present
     from ..node.environments.allowed import EnvironmentNotAllowed

@@ -19,7 +19,7 @@ from .command import (
     read_config,
     run_to_end,
     show_config,
-    show_missing_environments,
+    show_environments,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
-        show_missing_environments(config, as_json=as_json)
+        show_environments(config, as_json=as_json)
         return
     from .live import open_view, print_summary
 
@@ -118,9 +118,9 @@ def rl(
     placement = place(config, usable(os.environ))
     if dry_run:
         show_config(placement.applied(config), as_json=as_json)
-        show_missing_environments(config, as_json=as_json)
         for line in placement.lines():
             typer.echo(line if as_json else f"# {line}", err=as_json)
+        show_environments(config, as_json=as_json)
         return
     from ..node.launch.launcher import launch
     from .live import open_view, print_summary

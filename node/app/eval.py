@@ -8,14 +8,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
+from ..config.sandbox import SandboxConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.sandbox import Sandbox, choose
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -41,7 +44,9 @@ BATCHES = 2
 """Rollouts in flight, in batches of the engine: the next one waits while one is generated."""
 
 
-def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
+def make_text_environment(
+    config: EnvironmentConfig, seed: int, temperature: float, *, sandbox: Sandbox | None = None
+) -> Environment:
     """An environment for models that take and give text, not started."""
     return HostedEnvironment(
         config,
@@ -50,6 +55,7 @@ def make_text_environment(config: EnvironmentConfig, seed: int, temperature: flo
         max_tokens=MAX_CHARACTERS,
         temperature=temperature,
         text=True,
+        sandbox=sandbox,
     )
 
 
@@ -62,6 +68,15 @@ class EvalFactories:
         make_environment
     )
     text_environment: Callable[[EnvironmentConfig, int, float], Environment] = make_text_environment
+
+    @classmethod
+    def sandboxed(cls, config: SandboxConfig) -> "EvalFactories":
+        """The real ones, whose environments run in the sandbox of `config`. Raises UsageError."""
+        sandbox = choose(config)
+        return cls(
+            environment=partial(make_environment, sandbox=sandbox),
+            text_environment=partial(make_text_environment, sandbox=sandbox),
+        )
 
 
 async def evaluate(
@@ -83,7 +98,9 @@ async def evaluate(
         _begin(config)
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, suite, factories or EvalFactories())
+        evaluation = _Evaluation(
+            config, suite, factories or EvalFactories.sandboxed(config.sandbox)
+        )
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)

@@ -13,10 +13,10 @@ from typing import Protocol
 from ...crypto.keys import SecretKey
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
-from ..config.sandbox import SandboxConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.gpus import usable_here
@@ -75,9 +75,9 @@ def make_environment(
     max_tokens: int,
     temperature: float,
     *,
-    sandbox: SandboxConfig | None = None,
+    sandbox: Sandbox | None = None,
 ) -> Environment:
-    """The environment of a run, not started."""
+    """The environment of a run, not started; by default its process has the default limits."""
     return HostedEnvironment(
         config,
         model_dir=model_dir,
@@ -185,5 +185,17 @@ class Factories:
 
 
 def sandboxed(config: RunConfig | JoinConfig) -> Factories:
-    """The real factories of a node, whose environments run in its own sandbox."""
-    return Factories(environment=partial(make_environment, sandbox=config.sandbox))
+    """The real factories of a node, whose environments run in its own sandbox. Raises UsageError."""
+    if isinstance(config, JoinConfig) and config.role == "validator":
+        return Factories()  # plays nothing
+    return Factories(environment=partial(make_environment, sandbox=own_sandbox(config)))
+
+
+def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:
+    """The sandbox of a node's environments, which never shows its own directories. Raises UsageError."""
+    hidden = [config.data_dir or Path.home() / ".primerl"]
+    if isinstance(config, RunConfig):
+        hidden.append(config.run_dir)
+    found = choose(config.sandbox, hidden)
+    logger.log(logging.WARNING if found.missing else logging.INFO, "environments run in %s", found)
+    return found

@@ -10,6 +10,7 @@ from pydantic_config import BaseConfig
 
 from .engine import EngineConfig, Positive
 from .run import EvaluatedEnvironment, LogConfig, check_names
+from .sandbox import SandboxConfig
 
 
 def _check_url(text: str) -> str:
@@ -107,6 +108,7 @@ class EvalConfig(BaseConfig):
     """Directory or hub id of that model, where the run's own config.json does not say."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     log: LogConfig = LogConfig()
 
     @property

@@ -118,6 +118,12 @@ def module_of(environment: str) -> str:
     return environment.replace("-", "_").lower()
 
 
+def source_of(environment: str) -> Path | None:
+    """Where the code of an environment lies; None for a bundled one, and if no import would find it."""
+    known = environment in BUNDLED or not NAME.fullmatch(environment)
+    return None if known else root_of(module_of(environment))
+
+
 def name_taken(environment: str) -> str:
     """Why a package of this name would never be played as an environment; empty if it would.
 

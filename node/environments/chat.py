@@ -23,6 +23,14 @@ Message = Mapping[str, Any]
 
 UNREADABLE = "\ufffd"
 NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
+CHAT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""What ChatFormat.load() reads of a model's directory."""
 _MARK = "primerl-reply-ends-here"
 _TEMPLATE_FAULTS = (
     ArithmeticError,

@@ -24,6 +24,8 @@ from ..ops.errors import NodeError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE, kill_group
+from .allowed import source_of
+from .chat import CHAT_FILES
 from .environment import (
     Branch,
     EnvironmentFailed,
@@ -61,15 +63,17 @@ from .host import (
     unpack_mark,
 )
 from .policies import PlayFailed, RememberedPolicy
-from .sandbox import OFFLINE, SANDBOX_VARIABLE, holds, overrun
+from .sandbox import Sandbox, python_path
 
 logger = logging.getLogger(__name__)
 
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
-PRIVATE = frozenset({"PRIMERL_PASSPHRASE"})
-"""Variables that are hidden from a taskset's code."""
+PRIVATE = frozenset({"PRIMERL_PASSPHRASE", PARENT_VARIABLE})
+"""Variables of the node that a taskset's process does not get: a secret, and what is the node's own ..."""
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)
+"""... and, without a network, names of those that hold what only a service takes."""
 LOOKED_TASKS = 4096
 """Tasks kept with their prompt tokens."""
 MOST_LOSSES = 5
@@ -102,26 +106,29 @@ class EnvironmentChild(ChildProcess):
     def __init__(
         self,
         config: EnvironmentConfig,
-        sandbox: SandboxConfig,
-        program: Sequence[str],
+        sandbox: Sandbox,
+        command: Sequence[str],
         environ: Mapping[str, str],
+        pass_fds: Sequence[int],
     ) -> None:
         self._mark_file = _shared_file()
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
-        variables = {name: value for name, value in environ.items() if name not in PRIVATE}
+        variables = {
+            name: value
+            for name, value in environ.items()
+            if name not in PRIVATE and (sandbox.config.network or not SECRET.search(name))
+        }
         variables |= {
-            PARENT_VARIABLE: str(os.getpid()),
             MARK_VARIABLE: str(self._mark_file.fileno()),
-            SANDBOX_VARIABLE: sandbox.model_dump_json(include=set(SandboxConfig.model_fields)),
             # the order of a set is the same on every machine
             "PYTHONHASHSEED": "0",
-            # what can be imported here can be imported there
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            **({} if sandbox.network else OFFLINE),
+            "PYTHONPATH": python_path(),
+            **sandbox.variables(),
         }
-        super().__init__("environment", f"environment {config.id!r}", program, variables)
+        super().__init__("environment", f"environment {config.id!r}", command, variables)
         self._config = config
         self._sandbox = sandbox
+        self._pass_fds = (self._mark_file.fileno(), *pass_fds)
         self._guarding: asyncio.Task[None] | None = None
         self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
@@ -129,7 +136,7 @@ class EnvironmentChild(ChildProcess):
 
     async def start(self, set_up: EnvironmentSetUp) -> None:
         """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
-        await self.spawn([self._mark_file.fileno()])
+        await self.spawn(self._pass_fds)
         self._guarding = asyncio.create_task(self._guard(), name="environment guard")
         limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
         self._watch(lambda: EnvironmentPing(0), PING_S, limit_s)
@@ -214,7 +221,7 @@ class EnvironmentChild(ChildProcess):
     async def _guard(self) -> None:
         """Declare it lost once what it started exceeds the sandbox, and end all of it."""
         while self._failure is None and self.pid is not None:
-            if fault := overrun(self.pid, self._sandbox):
+            if fault := self._sandbox.overrun(self.pid):
                 kill_group(self.pid)
                 await self._lose(fault)
             await asyncio.sleep(GUARD_S)
@@ -230,7 +237,7 @@ class EnvironmentChild(ChildProcess):
                 f"the environment's code did not return within {late[9:].rstrip(')!')}{_where(lines)}: mend "
                 "it, or raise environment.timeout_s (start_timeout_s while it loads tasks)"
             )
-        return exit_reason("the environment's process", code, lines)
+        return exit_reason("the environment's process", self._sandbox.exit_code(code), lines)
 
 
 class HostedEnvironment:
@@ -245,16 +252,18 @@ class HostedEnvironment:
         max_tokens: int,
         temperature: float,
         text: bool = False,
-        sandbox: SandboxConfig | None = None,
+        sandbox: Sandbox | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
         """Prepare the environment of a run: nothing of it is imported or run before start().
 
         `model_dir` holds tokenizer.json and the chat template, and is not read with `text`, where
         characters are tokens. `seed` is the taskset's unless its options name one; `max_tokens` bounds a turn.
+        Without a `sandbox` the process has the default limits.
         """
         self._config = config
-        self._sandbox = sandbox or SandboxConfig()
+        self._sandbox = sandbox or Sandbox(SandboxConfig())
+        self._model_files = [] if text else [model_dir / name for name in CHAT_FILES]
         self._set_up = EnvironmentSetUp(
             SET_UP,
             # leaves out the keys of a subclass, which its process does not know
@@ -276,6 +285,8 @@ class HostedEnvironment:
         self._given_up = ""
         self._fault = ""
         self.restarts = 0
+        self.pass_fds: Sequence[int] = ()
+        """Open files that its process inherits, if they are named before start()."""
 
     @property
     def name(self) -> str:
@@ -295,8 +306,6 @@ class HostedEnvironment:
 
     async def start(self) -> None:
         """Start its process and load the taskset. Raises EnvironmentFailed."""
-        if missing := holds():
-            logger.warning("environment %s: %s", self.name, missing)
         await self._start()
 
     async def close(self) -> None:
@@ -412,10 +421,11 @@ class HostedEnvironment:
             return replacement
 
     async def _start(self) -> EnvironmentChild:
+        command = await asyncio.to_thread(self._command)
         if self._closed:
             raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
         child = self._starting = EnvironmentChild(
-            self._config, self._sandbox, self._program, os.environ
+            self._config, self._sandbox, command, os.environ, self.pass_fds
         )
         try:
             await child.start(self._set_up)
@@ -426,6 +436,12 @@ class HostedEnvironment:
         finally:
             self._starting = None
         return child
+
+    def _command(self) -> list[str]:
+        """The program of its process, in its sandbox."""
+        source = source_of(self.name)
+        needed = [*self._model_files, *([source] if source else [])]
+        return self._sandbox.command(self._program, needed)
 
 
 def _shared_file() -> BinaryIO:

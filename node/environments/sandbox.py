@@ -1,10 +1,11 @@
-"""Confine the process of an environment: no sockets, no other processes, bounded memory, nobody to signal.
+"""Confine the process of an environment: its files, sockets, processes and memory.
 
-Linux filters system calls (seccomp), which needs no privilege and holds for root, too, where RLIMIT_NPROC does
-not. Other systems have none of it: holds() says so. Invariant: enter() runs before any code of an environment
-and cannot be undone from inside, as a filter is inherited and never removed.
-
-What the code may read and write in the file system is not limited beyond the rights of its user.
+Sandbox limits the process, on every Linux: seccomp filters its system calls, which needs no privilege and holds
+for root, too, where RLIMIT_NPROC does not. Files are not confined. Bubblewrap adds namespaces, made by the
+program of that name: the process sees some of the file system, read-only, and no other process. Invariants:
+- enter() runs before any code of an environment and cannot be undone from inside, as a filter is inherited and
+  never removed;
+- bubblewrap shows what is named here and nothing else: of a home or a node's directory only what is needed.
 """
 
 import ctypes
@@ -12,20 +13,47 @@ import errno
 import os
 import platform
 import resource
+import shutil
 import struct
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ... import __path__ as root
 from ..config.sandbox import SandboxConfig
+from ..ops.errors import UsageError, one_line
+from ..process.spawn import PARENT_VARIABLE
 
 SANDBOX_VARIABLE = "PRIMERL_ENVIRONMENT_SANDBOX"
 """Holds a SandboxConfig as JSON for the process of an environment."""
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 MARGIN = 64
 """Descendants that are counted beyond the limit, before the rest of a fork bomb is left uncounted."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Without sockets: data sets come from the cache at once, not after attempts to reach a hub."""
+
+BWRAP = "bwrap"
+MISSING = "bubblewrap is not installed: install it (Debian, Ubuntu: apt install bubblewrap)"
+BROKEN = "it needs release 0.7 or newer, and a system or container that allows user namespaces"
+PROBE_S = 20.0
+TEMPORARY = Path("/tmp")
+SCRATCH = 512 * MIB
+"""Bytes that may be written to /tmp, to the home directory, and to a cache outside of it, until it ends."""
+SHARED = 64 * MIB
+"""Bytes of shared memory."""
+PARTS = ("__init__.py", "crypto", "protocol", "node")
+"""What a process needs of this package, whose root may have the directories of runs beside them."""
+OWN_DATA = Path(".primerl") / "datasets"
+"""Data sets of the machine's owner, below the home directory; see tasksets/math_env.py."""
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+"""Directories of the system, on most of them links into /usr."""
+SYSTEM = (
+    "/usr /nix/store /gnu/store /etc/alternatives /etc/group /etc/hosts /etc/ld.so.cache /etc/localtime "
+    "/etc/nsswitch.conf /etc/passwd /etc/pki/ca-trust /etc/pki/tls/certs /etc/resolv.conf /etc/ssl/certs"
+).split()
+SIGNALLED = 128
+"""Exit codes of bwrap above this one tell the signal that ended the process."""
 
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 SECCOMP_MODE_FILTER = 2
@@ -42,15 +70,15 @@ _NAMES = (
     "clone clone3 fork vfork socket kill tgkill prlimit64 tkill rt_sigqueueinfo rt_tgsigqueueinfo "
     "pidfd_send_signal pidfd_getfd ptrace process_vm_readv process_vm_writev io_uring_setup setsid setpgid "
     "unshare setns mount umount2 bpf perf_event_open keyctl add_key request_key init_module finit_module "
-    "reboot"
+    "reboot memfd_create memfd_secret shmget"
 ).split()
 _X86_64 = (
     "56 435 57 58 41 62 234 302 200 129 297 424 438 101 310 311 425 112 109 272 308 165 166 321 298 250 248 "
-    "249 175 313 169"
+    "249 175 313 169 319 447 29"
 )
 _AARCH64 = (
     "220 435 - - 198 129 131 261 130 138 240 424 438 117 270 271 425 157 154 97 268 40 39 280 241 219 217 "
-    "218 105 273 142"
+    "218 105 273 142 279 447 194"
 )
 _SYSTEMS: dict[str, tuple[int, str]] = {
     "x86_64": (0xC000003E, _X86_64),
@@ -58,19 +86,181 @@ _SYSTEMS: dict[str, tuple[int, str]] = {
 }
 """Machine -> its AUDIT_ARCH and the numbers of _NAMES there, from the kernel's headers; - where it has none."""
 _ALWAYS_REFUSED = _NAMES[_NAMES.index("tkill") :]
-"""What reaches into other processes, leaves the process group, or is the kernel's own business."""
+"""What reaches into other processes, leaves the process group, is the kernel's own business, or makes memory
+that belongs to no process."""
 
 _Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant: struct sock_filter."""
 
 
-def holds() -> str:
-    """What of a sandbox this system cannot enforce, for the operator; empty where all of it holds."""
-    if sys.platform != "linux":
-        return "only Linux keeps an environment from sockets, other processes and more memory"
-    if platform.machine() not in _SYSTEMS:
-        return f"sockets and processes of environments are not confined on {platform.machine()}"
-    return ""
+class Sandbox:
+    """Limits of the environment's process. Its files are not confined."""
+
+    name = "limits"
+    wrapping = 0
+    """Processes of its own, above the environment's."""
+    confines_files = False
+
+    def __init__(self, config: SandboxConfig, missing: str = "") -> None:
+        """Take the limits from `config`; `missing` says why a stronger sandbox is not used."""
+        self.config = config
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.name, "; ".join(self.gaps()))))
+
+    def gaps(self) -> Iterator[str]:
+        """Say what is not confined."""
+        if sys.platform != "linux":
+            yield "only Linux keeps an environment from sockets, other processes and more memory"
+        elif platform.machine() not in _SYSTEMS:
+            yield f"sockets and processes of environments are not confined on {platform.machine()}"
+        elif self.config.network:
+            yield "the network is open (sandbox.network)"
+        if not self.confines_files:
+            why = f" ({self.missing})" if self.missing else ""
+            yield f"files are not confined, so that it can read this node's key{why}"
+
+    def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
+        """Make the command that runs `program`, which reads `needed`, files and directories."""
+        return list(program)
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the process, for enter() and leave_with_parent()."""
+        told = self.config.model_dump_json(include=set(SandboxConfig.model_fields))
+        found = {SANDBOX_VARIABLE: told, PARENT_VARIABLE: str(os.getpid())}
+        return found if self.config.network else {**found, **OFFLINE}
+
+    def exit_code(self, code: int | None) -> int | None:
+        """The environment's exit code, negative for a signal, given that of the command."""
+        return code
+
+    def overrun(self, pid: int) -> str:
+        """Why the environment of this process id has to be ended; empty while it keeps its limits.
+
+        Sees Linux alone. All descendants are counted, and the memory that they hold.
+        """
+        config = self.config
+        found = _descendants(pid, config.processes + self.wrapping + MARGIN)
+        if len(found) > config.processes + self.wrapping:
+            return (
+                f"the environment's code has more than {config.processes} processes running: mend it, or raise "
+                "sandbox.processes"
+            )
+        if sum(map(_resident, [pid, *found])) > config.memory_gib * GIB:
+            return (
+                f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
+                "sandbox.memory_gib"
+            )
+        return ""
+
+
+class Bubblewrap(Sandbox):
+    """The same limits in namespaces that `bwrap` makes: few files, read-only; no network, no other process."""
+
+    name = "bubblewrap"
+    wrapping = 2
+    """bwrap twice: outside, and as the first process of the namespace, which takes all others along."""
+    confines_files = True
+
+    def __init__(self, config: SandboxConfig, program: str, hidden: Iterable[Path] = ()) -> None:
+        """Run `program`, a path of bwrap. What is below `hidden` is not shown even if something above is."""
+        super().__init__(config)
+        self._program = program
+        self._hidden = {one for path in hidden for one in (path.absolute(), path.resolve())}
+
+    def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
+        """See Sandbox."""
+        options = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+        if self.config.network:
+            options.append("--share-net")
+        options += ["--proc", "/proc", "--dev", "/dev", *_scratch(Path("/dev/shm"), SHARED)]
+        view = self._view(needed)
+        for path in sorted(view, key=lambda path: len(path.parts)):  # what lies above comes first
+            options += view[path]
+        here = str(Path.cwd())
+        options += ["--dir", here]
+        for path in ("/dev", *map(str, self._hidden & view.keys()), "/"):
+            options += ["--remount-ro", path]
+        return [self._program, *options, "--chdir", here, "--", *program]
+
+    def variables(self) -> dict[str, str]:
+        """See Sandbox. The process cannot see its parent; bwrap ends it with the node."""
+        found = super().variables()
+        del found[PARENT_VARIABLE]
+        return found
+
+    def exit_code(self, code: int | None) -> int | None:
+        """See Sandbox."""
+        return SIGNALLED - code if code is not None and code > SIGNALLED else code
+
+    def failure(self) -> str:
+        """Start Python in it; why that fails, or empty."""
+        program = [sys.executable, "-P", "-c", f"import {__package__}"]
+        try:
+            ran = subprocess.run(
+                self.command(program),
+                env={**os.environ, **self.variables(), "PYTHONPATH": python_path()},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=PROBE_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return one_line(error)
+        said = ran.stderr.decode(errors="replace").strip().splitlines()
+        return (said or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
+
+    def _view(self, needed: Iterable[Path]) -> dict[Path, list[str]]:
+        """What is mounted, by path."""
+        writable = _writable()
+        above = _above(writable)
+        view = {path: _scratch(path, SCRATCH) for path in writable} | _system()
+        shown = [Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+        shown += [Path(root[0]).resolve() / part for part in PARTS]
+        shown += [*_data_sets(), *map(Path.expanduser, self.config.readable), *needed]
+        for path in sorted(path.absolute() for path in shown if path.exists()):
+            if path in above or (real := path.resolve()) in above:
+                continue
+            view[real] = ["--ro-bind", str(real), str(real)]
+            # within a directory that is shown a link is there, and leads to what is shown
+            if not view.keys() & {path, *path.parents} - above:
+                view[path] = ["--ro-bind", str(real), str(path)]
+        for path in self._hidden:
+            if path.is_dir() and view.keys() & {path, *path.parents} - above:
+                view[path] = ["--tmpfs", str(path)]
+        return view
+
+
+def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
+    """The strongest sandbox that `config` asks for and that works here; it shows nothing below `hidden`.
+
+    Raises UsageError if the one that is asked for by name does not work.
+    """
+    for path in map(Path.expanduser, config.readable):
+        if not path.exists():
+            raise UsageError(f"sandbox.readable: {path} does not exist")
+        if {path.absolute(), path.resolve()} & _above(_writable()):
+            raise UsageError(
+                f"sandbox.readable: {path} has the home directory or {TEMPORARY} in it, which are never shown: "
+                "name what is to be read there"
+            )
+    if config.type == "limits":
+        return Sandbox(config)
+    missing = MISSING
+    if (program := shutil.which(BWRAP)) is not None:
+        bubblewrap = Bubblewrap(config, program, hidden)
+        if not (failure := bubblewrap.failure()):
+            return bubblewrap
+        missing = f"bubblewrap does not work here ({failure}): {BROKEN}"
+    if config.type == "bubblewrap":
+        raise UsageError(f'sandbox.type is "bubblewrap", and {missing}, or set it to "auto"')
+    return Sandbox(config, missing)
+
+
+def python_path() -> str:
+    """PYTHONPATH of the process: what can be imported here can be imported there."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def enter(config: SandboxConfig) -> None:
@@ -85,25 +275,6 @@ def enter(config: SandboxConfig) -> None:
         _install(_filter(config, os.getpid()))
 
 
-def overrun(pid: int, config: SandboxConfig) -> str:
-    """Why the environment with this process id has to be ended; empty while it keeps its limits.
-
-    Sees Linux alone. Its process and descendants are counted, and the memory that they hold.
-    """
-    found = _descendants(pid, config.processes + MARGIN)
-    if len(found) > config.processes:
-        return (
-            f"the environment's code has more than {config.processes} processes running: mend it, or raise "
-            "sandbox.processes"
-        )
-    if found and sum(map(_resident, [pid, *found])) > config.memory_gib * GIB:
-        return (
-            f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
-            "sandbox.memory_gib"
-        )
-    return ""
-
-
 def _limit(kind: int, most: int) -> None:
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
@@ -116,6 +287,55 @@ def _prctl(option: int, *arguments: object) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, *filled):
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+# -- what bubblewrap shows ------------------------------------------------------------------------
+
+
+def _scratch(path: Path, nbytes: int) -> list[str]:
+    return ["--size", str(nbytes), "--tmpfs", str(path)]
+
+
+def _system() -> dict[Path, list[str]]:
+    """Programs and libraries of the system, and what they read of /etc; no secret is among it."""
+    view = {Path(path): ["--ro-bind", path, path] for path in SYSTEM if Path(path).exists()}
+    for path in map(Path, LINKS):
+        if path.is_symlink():
+            view[path] = ["--symlink", str(path.readlink()), str(path)]
+        elif path.exists():
+            view[path] = ["--ro-bind", str(path), str(path)]
+    return view
+
+
+def _writable() -> set[Path]:
+    """Directories that begin empty and take what is written: /tmp, the home, caches of the hub elsewhere."""
+    home = Path.home()
+    elsewhere = {path for path in _hub_caches() if home not in path.parents}
+    return {TEMPORARY, home, *elsewhere} - {Path("/")}
+
+
+def _above(paths: Iterable[Path]) -> set[Path]:
+    """These directories, and all in which they lie."""
+    named = {one for path in paths for one in (path, path.resolve())}
+    return {*named, *(parent for path in named for parent in path.parents)}
+
+
+def _hub_caches() -> tuple[Path, Path]:
+    """Where the libraries of Hugging Face keep what they fetched, and the data sets that they made of it."""
+    given = os.environ.get
+    cache = Path(given("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    cache = Path(given("HF_HOME") or cache)
+    fetched = Path(given("HF_HUB_CACHE") or cache / "hub")
+    return fetched.absolute(), Path(given("HF_DATASETS_CACHE") or cache / "datasets").absolute()
+
+
+def _data_sets() -> Iterator[Path]:
+    """The owner's own data sets and those in the caches, but not the hub's token and the models beside them."""
+    yield Path.home() / OWN_DATA
+    fetched, made = _hub_caches()
+    yield from fetched.glob("datasets--*")
+    # one by one, as the library writes its locks beside them
+    yield from (file.parent for file in made.glob("*/*/*/*/dataset_info.json"))
 
 
 # -- the filter ------------------------------------------------------------------------------------
@@ -199,9 +419,10 @@ def _descendants(pid: int, most: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds by itself; 0 if it has ended."""
+    """Bytes of memory that a process holds, files aside; 0 if it has ended."""
     try:
-        pages = Path(f"/proc/{pid}/statm").read_text().split()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+    held = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(held.get(kind, "0").split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))

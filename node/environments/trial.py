@@ -5,6 +5,7 @@ Python's audit events. Nothing of the environment is imported into the process t
 """
 
 import asyncio
+import inspect
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ... import __version__
 from ..config.run import EnvironmentConfig
@@ -29,7 +30,7 @@ from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
 from .environment import Environment, EnvironmentFailed, Episode, ScoreMismatch, Split, Task
 from .host import EnvironmentSetUp, main, make_environment
 from .hosted import HostedEnvironment
-from .sandbox import holds
+from .sandbox import Sandbox, choose
 
 COUNTED = 1000
 """Tasks of a split that are looked at, to count and to compare them ..."""
@@ -64,9 +65,7 @@ class TrialOptions:
     max_turns: int
     timeout_s: float
     limit_s: float
-    network: bool
-    processes: int
-    memory_gib: float
+    sandbox: WorkerSandboxConfig
     sampled_rewards: bool
     replies: tuple[str, ...]
     """What the model says, turn by turn, the last one from then on; empty: the usual scripts."""
@@ -169,21 +168,22 @@ class EnvironmentTrial:
     async def run(self) -> None:
         """Make all checks, or as many as there is time for. Raises UsageError."""
 
-        if missing := holds():
-            self.checks.append(Check("sandbox", missing))
-        with tempfile.TemporaryDirectory(prefix="primerl-env-") as directory:
-            notes = Path(directory) / "notes"
-            notes.touch()
+        sandbox = await asyncio.to_thread(choose, self.options.sandbox)
+        self.checks.append(Check("sandbox", str(sandbox)))
+        with tempfile.TemporaryFile() as notes:
             try:
-                async with self._hosted(notes) as one, self._hosted(notes) as other:
-                    async with asyncio.timeout(self.options.limit_s):
-                        await self._check_all(one, other)
+                async with (
+                    self._hosted(notes, sandbox) as one,
+                    self._hosted(notes, sandbox) as other,
+                    asyncio.timeout(self.options.limit_s),
+                ):
+                    await self._check_all(one, other)
             except TimeoutError:
                 self._fail_late()
-            self._check_outside(_read_notes(notes))
+            self._check_outside(_read_notes(notes), sandbox)
 
     @asynccontextmanager
-    async def _hosted(self, notes: Path) -> AsyncGenerator[Environment]:
+    async def _hosted(self, notes: BinaryIO, sandbox: Sandbox) -> AsyncGenerator[Environment]:
 
         options = self.options
         environment = HostedEnvironment(
@@ -199,13 +199,13 @@ class EnvironmentTrial:
             max_tokens=MAX_TOKENS,
             temperature=1.0,
             text=options.model is None,
-            sandbox=WorkerSandboxConfig(
-                network=options.network,
-                processes=options.processes,
-                memory_gib=options.memory_gib,
+            sandbox=sandbox,
+            program=(
+                *(sys.executable, "-P", "-m", __name__),
+                *(str(notes.fileno()), *map(str, self._roots)),
             ),
-            program=(sys.executable, "-P", "-m", __name__, str(notes), *map(str, self._roots)),
         )
+        environment.pass_fds = [notes.fileno()]
         try:
             yield environment
         finally:
@@ -378,11 +378,11 @@ class EnvironmentTrial:
             "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
         )
 
-    def _check_outside(self, notes: "list[Note]") -> None:
-        options = self.options
+    def _check_outside(self, notes: "list[Note]", sandbox: Sandbox) -> None:
+        allows = self.options.sandbox
         for kind, allowed, key in (
-            ("sockets", options.network, "--sandbox.network true"),
-            ("processes", options.processes > 0, "--sandbox.processes N"),
+            ("sockets", allows.network, "--sandbox.network true"),
+            ("processes", allows.processes > 0, "--sandbox.processes N"),
         ):
             found = [note for note in notes if note.kind == kind]
             said = _some([str(note) for note in found])
@@ -397,7 +397,8 @@ class EnvironmentTrial:
                 )
             )
         files = [str(note) for note in notes if note.kind == "files"]
-        self.checks.append(Check("files", f"not confined: {_some(files)}" if files else "none"))
+        state = "confined" if sandbox.confines_files else "not confined"
+        self.checks.append(Check("files", f"{state}: {_some(files)}" if files else "none"))
 
 
 def _text(chat: Chat, tokens: Sequence[int]) -> str:
@@ -451,10 +452,10 @@ class Note:
         return f"{self.what} ({self.where})" if self.where else self.what
 
 
-def _read_notes(path: Path) -> "list[Note]":
+def _read_notes(file: BinaryIO) -> "list[Note]":
     """Read what both processes noted, each thing once. The code that is tested may have written there, too."""
-    with path.open("rb") as file:
-        lines = file.read(MAX_NOTES).splitlines()[: 2 * MAX_NOTED]
+    file.seek(0)
+    lines = file.read(MAX_NOTES).splitlines()[: 2 * MAX_NOTED]
     found: dict[Note, None] = {}
     for line in lines:
         try:
@@ -496,7 +497,7 @@ class Notes:
         """Find the innermost line of the environment's own, else the innermost outside of Python's library, and
         say which it is; nothing for what `verifiers` does by itself, such as to ask git for its release."""
         fallback = ""
-        for frame, line in traceback.walk_stack(None):
+        for frame, line in traceback.walk_stack(inspect.currentframe()):
             file = frame.f_code.co_filename
             if file == __file__ or file.startswith("<"):
                 continue
@@ -560,10 +561,10 @@ def _opened(path: str, *, writes: bool) -> str:
     return f"{'writes' if writes else 'reads'} {path}"
 
 
-def _play_noted(path: str, roots: Sequence[str]) -> None:
+def _play_noted(descriptor: int, roots: Sequence[str]) -> None:
     """Be the environment's process, as host.py is, and note from the set-up on what its code does."""
 
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    os.set_inheritable(descriptor, False)
     notes = Notes(descriptor, roots, str(root_of("verifiers")))
     sys.addaudithook(notes.take)
 
@@ -575,4 +576,4 @@ def _play_noted(path: str, roots: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _play_noted(sys.argv[1], sys.argv[2:])
+    _play_noted(int(sys.argv[1]), sys.argv[2:])

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..ops.errors import EngineError
 from .engine import GenerateRequest, narrowing
-from .model import LanguageModel, Session
-from .model_output import ModelOutput
+from .model import LanguageModel, ModelOutput, Session
 from .sampler import Narrowed, SampledTokens, draw
 
 COMPACT_AT = 0.75

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ...protocol.manifests import RouteShape
     from .decoding import DecodedReply
     from .fingerprint import Projection
-    from .model import LanguageModel, NetworkBuilder
+    from .model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,9 @@ class HfEngine:
     one during an update.
     """
 
-    def __init__(self, config: EngineConfig, *, build: "NetworkBuilder | None" = None) -> None:
+    def __init__(self, config: EngineConfig, *, model: "type[LanguageModel] | None" = None) -> None:
         self._config = config
-        self._build = build
+        self._model = model
         self._model_dir: Path | None = None
         self._fingerprint: Projection | None = None
         self._route_shape: RouteShape | None = None
@@ -236,13 +236,13 @@ class HfEngine:
     # -- in the compute thread ---------------------------------------------------------------------
 
     def _load(self, version: int, state: State) -> None:
-        from .model import build_network
+        from .model import LanguageModel
 
         self._check_open()
         assert self._model_dir is not None  # start() sets it
-        config, build = self._config, self._build or build_network
+        config, model = self._config, self._model or LanguageModel
         try:
-            network = build(self._model_dir, state, dtype=config.dtype, device=config.device)
+            network = model.build(self._model_dir, state, dtype=config.dtype, device=config.device)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(
                 f"policy {version} cannot be loaded ({one_line(error)}): "

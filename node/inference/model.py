@@ -1,17 +1,17 @@
-"""Networks: weights and a forward pass with a key-value cache, one thread, no asyncio.
+"""A causal model of transformers as the hf engine and the hf auditor use it: one thread, no asyncio.
 
 A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
-Only update() changes a network, between sessions, and checks everything before it writes anything:
-a refused update leaves the old weights untouched. Implementations: qwen3.py (fast, dense Qwen3), and the
-one here (any causal model of transformers).
+Only update() changes a model, between sessions, and checks everything before it writes anything: a refused
+update leaves the old weights untouched.
 """
 
 import inspect
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ..models.routers import RouterTap
 from ..models.tensors import to_torch
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
-from .model_output import LayerHooks, ModelOutput, RouterHooks
 from .placement import write
 
 if TYPE_CHECKING:
@@ -36,8 +35,48 @@ FILLED = 0.75
 """Least share of the longest one's width that each sequence of a batch fills."""
 
 
-class CausalNetwork:
-    """A Network around a model in eval mode that was just made of `state`.
+class LayerHooks(Protocol):
+    """Sees the residual stream between layers, and may replace it."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Layer counts after which take() is called: at least 1, fewer than the model has."""
+        ...
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """Read the residual stream `x` [T, d] after `layer` layers; return `x` or its replacement.
+
+        One pass may make several calls for a layer, each for the tokens after the last ones.
+        """
+        ...
+
+
+class RouterHooks(Protocol):
+    """Sees what the routers of a mixture of experts choose."""
+
+    def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
+        """Read the scores [T, E] by which layer number `layer` of those with experts ranks them, and its choice
+        `own` [T, k].
+
+        One pass may make several calls for a layer, each for the tokens after the last ones.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model says after the last token of B sequences."""
+
+    hidden: Tensor | None
+    """[B, d], the state that led to `logits`; None where LanguageModel.hidden() raises EngineError."""
+    logits: Tensor
+    """[B, V], of the next token."""
+    routes: Tensor | None = None
+    """[B, layers with experts, k], the experts that read that token; None where they were not asked for."""
+
+
+class LanguageModel:
+    """A transformers model in eval mode that was just made of `state`.
 
     hidden() and logits() hold for a head (get_output_embeddings()) that is called once a pass with the
     states as its first argument. Whatever the architecture does to the head's output (caps, scales) it
@@ -61,6 +100,15 @@ class CausalNetwork:
         self._shown = True
         self._shown = _shows(self, self._tap)
 
+    @classmethod
+    def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
+        """Build the model in `model_dir` with the weights `state`.
+
+        Raises EngineError if the tensors of `state` are not exactly those of the architecture.
+        """
+        place = pick_device(device)
+        return cls(huggingface.model_from_state(model_dir, state, dtype=dtype, device=place), state)
+
     @property
     def vocab_size(self) -> int:
         """Rows of the input embedding."""
@@ -73,23 +121,24 @@ class CausalNetwork:
 
     def prefill(
         self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
-    ) -> tuple["CausalSession", ModelOutput]:
-        """See Network."""
-        session = CausalSession(self, mask, keep_routes)
+    ) -> tuple["Session", ModelOutput]:
+        """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
+
+        Returns the session of these P sequences and what comes after each prompt; with `keep_routes` every
+        output of a mixture of experts has them.
+        """
+        session = Session(self, mask, keep_routes)
         return session, session.extend(tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """See Network."""
-        return self._seen(tokens, False)[0]
+        """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
 
-    def _seen(self, tokens: Tensor, between: bool) -> tuple[Tensor, Sequence[Tensor]]:
-        """The states [B, T, d] that feed the head; those before each layer, too, if asked for."""
+        Raises EngineError for an architecture that does not show them.
+        """
         self._check_shown()
         with self._tap.cut():  # logits of every position would be large and are not needed
-            output = self._model(
-                input_ids=tokens, use_cache=False, output_hidden_states=between or None
-            )
-        return self._tap.taken(), output.hidden_states if between else ()
+            self._model(input_ids=tokens, use_cache=False)
+        return self._tap.taken()
 
     def packed(
         self,
@@ -98,39 +147,75 @@ class CausalNetwork:
         taps: LayerHooks | None = None,
         routes: RouterHooks | None = None,
     ) -> Tensor:
-        """See Network. Neighbours of like length are padded to one: causal attention sees no padding."""
+        """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
+
+        None of them sees another one: neighbours of like length are padded to one width, and causal attention
+        sees no padding. On a GPU nothing here waits for it. `taps` see the states between layers, `routes` what
+        routers of a mixture of experts choose. Raises as hidden().
+        """
         found: list[Tensor] = []
         rest = list(tokens.split(list(lengths)))
         while rest:
             count = _alike([len(one) for one in rest])
             batch, rest = rest[:count], rest[count:]
-            seen = None if routes is None else partial(_take_unpadded, routes, batch)
-            with self._routers.watched(seen):
-                padded = pad_sequence(batch, batch_first=True)
-                hidden, between = self._seen(padded, taps is not None)
+            watched = None if routes is None else partial(_take_unpadded, routes, batch)
+            hooked = nullcontext() if taps is None else self._hooked(taps, batch)
+            with hooked, self._routers.watched(watched):
+                hidden = self.hidden(pad_sequence(batch, batch_first=True))
             found += _unpadded(hidden, batch)
-            if taps is not None:
-                for layer in sorted(taps.layers):
-                    taps.take(layer, torch.cat(_unpadded(between[layer], batch)))
         return torch.cat(found)
 
+    @contextmanager
+    def _hooked(self, taps: LayerHooks, batch: Sequence[Tensor]) -> Generator[None]:
+        """Show `taps` the states between layers of the sequences of `batch`, which are padded."""
+
+        def take(layer: int, states: Tensor) -> Tensor:
+            seen = torch.cat(_unpadded(states, batch))
+            replaced = taps.take(layer, seen)
+            if replaced is seen:
+                return states
+            return pad_sequence(list(replaced.split([len(one) for one in batch])), batch_first=True)
+
+        def hook(layer: int) -> Any:
+            def seen(_: Any, __: Any, output: Any) -> Any:
+                if isinstance(output, tuple):
+                    return take(layer, output[0]), *output[1:]
+                return take(layer, output)
+
+            return seen
+
+        blocks = huggingface.layers_of(self._model)
+        handles = [blocks[one - 1].register_forward_hook(hook(one)) for one in taps.layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Network. The model reads one token and finds `hidden` before its head."""
+        """Logits [..., V] of states [..., d], as the model makes them. Raises as hidden().
+
+        The model reads one token and finds `hidden` before its head.
+        """
         self._check_shown()
         with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
             found = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         return found.view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See Network."""
+        """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
         logits = self.read(tokens)
         self._tap.forget()
         return logits
 
     def update(self, state: State, changed: Changed) -> bool:
-        """See Network. A model that keeps a tensor in another layout has no place for it."""
+        """Write those elements of `state` in place that `changed` names, see check_update().
+
+        False, and nothing written, if a tensor has no place of its own because the model keeps it in another
+        layout, or if `state` does not fit: building another model reports the error. Sessions must be over.
+        """
         if {name: tensor.shape for name, tensor in state.items()} != self._shapes:
-            return False  # building a new network reports the error
+            return False
         if not changed.keys() <= self._places.keys():
             return False
         for name, positions in changed.items():
@@ -175,10 +260,10 @@ class CausalNetwork:
             )
 
 
-class CausalSession:
-    """A Session around the cache object that the model made."""
+class Session:
+    """Sequences that are generated together, and the cache object that the model made for them."""
 
-    def __init__(self, network: CausalNetwork, mask: Tensor, keep_routes: bool) -> None:
+    def __init__(self, network: LanguageModel, mask: Tensor, keep_routes: bool) -> None:
         self._network = network
         self._mask = mask
         self._keep_routes = keep_routes
@@ -190,7 +275,7 @@ class CausalSession:
         return output
 
     def select(self, rows: Tensor) -> None:
-        """See Session."""
+        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
         self._mask = self._mask[rows]
         for layer in self._cache.layers:
             # states of linear attention can only be reordered, which takes fewer rows, too (transformers 5.24)
@@ -198,7 +283,7 @@ class CausalSession:
             select(rows)
 
     def step(self, tokens: Tensor) -> ModelOutput:
-        """See Session."""
+        """Append `tokens` [B] and read them."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         return self.extend(tokens[:, None])
 
@@ -248,7 +333,7 @@ class Tap:
             self._instead = None
 
 
-def _shows(network: CausalNetwork, tap: Tap) -> bool:
+def _shows(network: LanguageModel, tap: Tap) -> bool:
     """Whether the head can be tapped, and what it makes of the states are the model's logits."""
     tokens = torch.arange(PROBE, device=network.device)[None] % network.vocab_size
     with torch.inference_mode():
@@ -260,9 +345,10 @@ def _shows(network: CausalNetwork, tap: Tap) -> bool:
         if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
             return False
         found = network.logits(hidden)
-        near = 1e-3 * float(wanted.abs().max())
+        near = 1e-3 * float(wanted.abs().nan_to_num(0.0, 0.0).max())
         same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
-        return same and network.hidden(tokens).equal(hidden)
+        again = network.hidden(tokens)
+        return same and torch.allclose(again, hidden, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _take_unpadded(routes: RouterHooks, batch: Sequence[Tensor], layer: int, *seen: Tensor) -> None:
@@ -299,103 +385,6 @@ def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:
         if own.equal(to_torch(tensor, own.device, own.dtype)):
             places[name] = own.view(-1)
     return places
-
-
-class Session(Protocol):
-    """The cache of B sequences that grow by one token a step."""
-
-    def select(self, rows: Tensor) -> None:
-        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
-        ...
-
-    def step(self, tokens: Tensor) -> ModelOutput:
-        """Append `tokens` [B] and read them."""
-        ...
-
-
-class LanguageModel(Protocol):
-    """Call under torch.inference_mode(), from one thread at a time."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V; token ids are below it."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in and logits come out."""
-        ...
-
-    def prefill(
-        self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
-    ) -> tuple[Session, ModelOutput]:
-        """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
-
-        Returns the session of these P sequences and what comes after each prompt; with `keep_routes` every
-        output of a mixture of experts has them.
-        """
-        ...
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
-
-        Raises EngineError for an architecture that does not show them.
-        """
-        ...
-
-    def packed(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        taps: LayerHooks | None = None,
-        routes: RouterHooks | None = None,
-    ) -> Tensor:
-        """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
-
-        None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
-        `taps` see the states between layers; only `qwen3` continues from the values that they return. `routes`
-        see what routers of a mixture of experts choose.
-        """
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of such states [..., d], as the model makes them. Raises as hidden()."""
-        ...
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
-        ...
-
-    def update(self, state: State, changed: Changed) -> bool:
-        """Write those elements of `state` in place that `changed` names, see check_update().
-
-        False, and nothing written, if one of them has no place of its own: build another network.
-        Sessions must be over. Raises EngineError, and writes nothing, if `state` does not fit.
-        """
-        ...
-
-
-class NetworkBuilder(Protocol):
-    """How a state becomes a network, see build_network()."""
-
-    def __call__(self, model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
-        """Raises EngineError."""
-        ...
-
-
-def build_network(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
-    """The fastest network that computes `model_dir`'s architecture, holding the weights `state`.
-
-    Raises EngineError if the tensors of `state` are not exactly those of the architecture.
-    """
-    from .qwen3 import Qwen3Network, computes
-
-    config = huggingface.load_config(model_dir)
-    place = pick_device(device)
-    if computes(config):
-        return Qwen3Network(config, state, dtype=dtype, device=place)
-    model = huggingface.model_from_state(model_dir, state, dtype=dtype, device=place)
-    return CausalNetwork(model, state)
 
 
 def pick_device(device: str) -> torch.device:

@@ -297,8 +297,8 @@ def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> Engine
 def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
     """Plan the hf engine on a GPU or a CPU.
 
-    It holds two networks during a load, and a dense cache that stands beside the one before it while it
-    grows; hidden states are kept, joined, and converted to fp32.
+    It holds two models during a load, and a dense cache, twice in the worst case: where prompts are padded,
+    attention repeats key heads. Hidden states are kept, joined, and converted to fp32.
     """
     gpu, element = device.kind == "cuda", ELEMENT[config.dtype]
     free = device.nbytes - device.taken - RESERVE * gpu

@@ -52,6 +52,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+"""Of a state that a model is made of."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 MARKUP_TOKENS = (
@@ -334,6 +336,10 @@ def model_from_state(
     config = load_config(directory)
     family = _model_class(config)
     wanted = torch_dtype(dtype)
+    if odd := next((name for name, one in state.items() if one.dtype not in FLOATS), ""):
+        raise EngineError(
+            f"the state's {odd} is {state[odd].dtype}: load a state of floating-point numbers"
+        )
     # cloned: transformers keeps tensors that have the right dtype already, and ours are shared
     weights = {name: to_torch(tensor).clone() for name, tensor in state.items()}
     try:
@@ -362,6 +368,17 @@ def _model_class(config: Any) -> Any:
         raise EngineError(
             f"transformers has no causal language model {config.model_type!r}: choose another model"
         ) from error
+
+
+def layers_of(causal: Any) -> "list[torch.nn.Module]":
+    """The blocks of a model, one after the other. Raises EngineError."""
+    names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())
+    found = [one for one in causal.modules() if type(one).__name__ in names]
+    if not found:
+        raise EngineError(
+            f"{type(causal).__name__} does not say what its layers are: choose a causal model of transformers"
+        )
+    return found
 
 
 def policy_state(model: "PreTrainedModel") -> State:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
-from ..config.run import NodeConfig, RunConfig
+from ..config.evaluation import EvalConfig
+from ..config.run import JoinConfig, NodeConfig, RunConfig
 from ..environments.allowed import find_package
+from ..environments.sandbox import choose
 from ..inference.numerics import engine_class
 from ..inference.vllm_arguments import check_family, check_release, installed_release
 from ..memory_plan.memory import (
@@ -76,6 +78,7 @@ def examine(
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         *check_exact_numerics(config),
         *check_environments(config),
+        *check_sandbox(config),
         check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
         *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
         check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
@@ -151,6 +154,20 @@ def check_environments(config: NodeConfig) -> Iterator[MachineCheck]:
             yield MachineCheck(name, "problem", "not installed", str(error))
         else:
             yield MachineCheck(name, "ok", str(package) if package else "bundled")
+
+
+def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
+    """Start the sandbox in which the code of environments would run, and say what it does not confine."""
+    if not isinstance(config, RunConfig | JoinConfig | EvalConfig):
+        return
+    try:
+        found = choose(config.sandbox)
+    except UsageError as error:
+        yield MachineCheck("sandbox", "problem", config.sandbox.type, str(error))
+        return
+    gaps = "; ".join(found.gaps())
+    state = "warning" if found.missing else "ok"
+    yield MachineCheck("sandbox", state, f"{found.name}{': ' * bool(gaps)}{gaps}", found.missing)
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:

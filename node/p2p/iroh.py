@@ -217,6 +217,8 @@ class IrohConnection:
         self._accept_turn = asyncio.Lock()
         self._heard = (0, 0.0)
         self._loop = asyncio.get_running_loop()
+        self.accepted_from = ""
+        """`host:port` that the handshake came from; empty over a relay, or if this side dialed."""
         connection.set_max_concurrent_uni_streams(0)  # we read none of those
 
     @property
@@ -233,11 +235,6 @@ class IrohConnection:
     def closed(self) -> bool:
         """Whether either side closed it or it timed out."""
         return self._connection.close_reason() is not None
-
-    @property
-    def address(self) -> str:
-        """`host:port` of the peer; empty over a relay, or when the connection is gone."""
-        return next((path.remote_addr for path in self._connection.paths() if path.is_ip), "")
 
     async def open_stream(self) -> IrohStream:
         """A new stream; waits while the peer's stream limit (100) is reached."""
@@ -462,7 +459,7 @@ class IrohTransport:
 
     def prefer(self, connection: Connection) -> None:
         """No limit of handshakes by time holds for the address that this connection came from."""
-        address = connection.address if isinstance(connection, IrohConnection) else ""
+        address = connection.accepted_from if isinstance(connection, IrohConnection) else ""
         if address:
             self._preferred[address] = None
             self._preferred.move_to_end(address)
@@ -530,11 +527,12 @@ class IrohTransport:
     async def _accept_all(self, endpoint: "iroh.Endpoint") -> None:
         try:
             while (incoming := await endpoint.accept_next()) is not None:
-                if not self._admits(await self._address_of(incoming), time.monotonic()):
+                address = await self._address_of(incoming)
+                if not self._admits(address, time.monotonic()):
                     await self._refuse(incoming)
                     continue
                 self._handshakes += 1
-                self._spawn(self._handshake(incoming))
+                self._spawn(self._handshake(incoming, address))
         finally:
             self._end_incoming()
 
@@ -568,12 +566,13 @@ class IrohTransport:
         except self._iroh_error as error:
             logger.debug("refusing a handshake failed: %s", cause(error))
 
-    async def _handshake(self, incoming: "iroh.Incoming") -> None:
+    async def _handshake(self, incoming: "iroh.Incoming", address: str) -> None:
         """See one handshake through. Its failure is the peer's matter alone."""
         assert self._handshaker is not None
         work = asyncio.run_coroutine_threadsafe(_shake_hands(incoming), self._handshaker)
         try:
             connection = self._adopt(await asyncio.wrap_future(work))
+            connection.accepted_from = address
         except (TimeoutError, self._iroh_error) as error:
             logger.debug("an incoming handshake failed: %s", cause(error))
             return

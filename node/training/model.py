@@ -229,7 +229,7 @@ class TrainedModel(nn.Module):
         )
         if not frozen:  # another policy has routes of its own
             model.replay = replay
-        for layer in layers_of(causal):
+        for layer in huggingface.layers_of(causal):
             layer.forward = _prepared(layer.forward, config, world)
         return model._shard(config, world, owned)
 
@@ -296,7 +296,7 @@ class TrainedModel(nn.Module):
                 self._masters = Masters(self.causal, dtype)
             return self
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in layers_of(self.causal):
+        for layer in huggingface.layers_of(self.causal):
             fully_shard(
                 layer,
                 mesh=world.mesh,
@@ -337,17 +337,6 @@ def compute_dtype(config: TrainingConfig, world: World) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if world.device.type == "cpu" else torch.bfloat16
     return torch_dtype(config.dtype)
-
-
-def layers_of(causal: Any) -> list[nn.Module]:
-    """The blocks of a model, one after the other. Raises EngineError."""
-    names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())
-    found = [one for one in causal.modules() if type(one).__name__ in names]
-    if not found:
-        raise EngineError(
-            f"{type(causal).__name__} does not say what its layers are: choose a causal model of transformers"
-        )
-    return found
 
 
 def logit_cap(causal: Any) -> float:

@@ -330,11 +330,11 @@ class Calibrator:
         return found
 
     async def _network(self, state: State) -> "LanguageModel":
-        from ..inference.model import build_network
+        from ..inference.model import LanguageModel
 
         engine = self._config.engine
         return await asyncio.to_thread(
-            build_network, self._model_dir, state, dtype=engine.dtype, device=engine.device
+            LanguageModel.build, self._model_dir, state, dtype=engine.dtype, device=engine.device
         )
 
 

@@ -21,7 +21,7 @@ from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import COLUMNS, signs
-from ..inference.model import LanguageModel, build_network
+from ..inference.model import LanguageModel
 from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
@@ -293,7 +293,9 @@ class Replay:
         while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
-        network = build_network(self._model_dir, whole, dtype=terms.dtype, device=terms.device)
+        network = LanguageModel.build(
+            self._model_dir, whole, dtype=terms.dtype, device=terms.device
+        )
         return _Kept(network, SameState(state), size)
 
     def _merged(self, state: State) -> State:
@@ -467,11 +469,11 @@ class BoundaryChecker:
 
     @property
     def layers(self) -> frozenset[int]:
-        """See Taps."""
+        """See LayerHooks."""
         return frozenset(self._encodings)
 
     def take(self, layer: int, x: Tensor) -> Tensor:
-        """See Taps."""
+        """See LayerHooks."""
         encoding = self._encodings[layer]
         seen = x if encoding == "raw" else rounded(x, encoding)
         start = self._passed[layer]

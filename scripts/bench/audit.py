@@ -39,7 +39,7 @@ from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.model import build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, SampledSpan
@@ -93,15 +93,16 @@ def make_bench(directory: Path, options: argparse.Namespace) -> Bench:
     )
     vocabulary = state["model.embed_tokens.weight"].shape[0]
     none = digest(b"")
+    sampling = SamplingContract(1.0, options.length)
+    environment = EnvironmentContract("bench", "bench", b"", 0, "", 8, 1, sampling)
     run = RunManifest(
         name="bench",
         created=0,
         software="",
         trainer=none,
         model=ModelContract("bench", (), none, vocabulary, ()),
-        environment=EnvironmentContract("bench", b"", 0, ""),
-        sampling=SamplingContract(1.0, options.length),
-        limits=RunLimits(2, 8, 1, config.max_model_len),
+        environments=(environment,),
+        limits=RunLimits(2, config.max_model_len),
         proofs=proof_contract(RunConfig(engine=config), none.hex()),
         max_steps=1,
         nonce=none,
@@ -205,7 +206,7 @@ async def busy_seconds(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
 
 async def parts(bench: Bench, items: list[AuditItem], rows: int = 256) -> dict[str, float]:
     """Microseconds a token of the parts of an audit, of `rows` logits at a time."""
-    network = build_network(
+    network = LanguageModel.build(
         bench.model_dir, bench.states[OWN], dtype=bench.config.dtype, device="auto"
     )
     limit = BATCH_TOKENS[network.device.type]

@@ -11,6 +11,7 @@ times the largest distance of half of the honest rollouts to reject, and their 9
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,7 @@ from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import signs
-from primerl.node.inference.model import pick_device
-from primerl.node.inference.model_output import LayerHooks
-from primerl.node.inference.qwen3 import Attend, Qwen3Network
+from primerl.node.inference.model import LanguageModel, pick_device
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.verification.auditor import (
@@ -66,15 +65,15 @@ class Setting:
 
 
 class Watch:
-    """Taps that keep what is projected, pass by pass."""
+    """Keeps what is projected, pass by pass."""
 
     def __init__(self, layers: Sequence[int], raw: bool = False) -> None:
         self.layers = frozenset(layers)
         self._raw = raw
         self.passes: list[dict[int, Tensor]] = []
 
-    def take(self, layer: int, x: Tensor) -> Tensor:
-        """See Taps."""
+    def take(self, layer: int, x: Tensor) -> None:
+        """Project the states [T, d] after `layer` layers."""
         if layer == min(self.layers):
             self.passes.append({})
         if self._raw:
@@ -82,19 +81,21 @@ class Watch:
             self.passes[-1][layer] = x.float() @ matrix
         else:
             self.passes[-1][layer] = project(x)
-        return x
 
 
-class Watched(Qwen3Network):
+class Watched(LanguageModel):
     """What the stages of a pipeline compute together, looked at where they meet."""
 
     watch: Watch
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
-    ) -> Tensor:
-        """See Qwen3Network."""
-        return super().run(tokens, positions, attend, self.watch)
+    def __init__(self, model: Any, state: State, cuts: Sequence[int]) -> None:
+        super().__init__(model, state)
+        blocks = huggingface.layers_of(model)
+        for cut in cuts:
+            blocks[cut - 1].register_forward_hook(functools.partial(self._see, cut))
+
+    def _see(self, cut: int, _: Any, __: Any, output: Any) -> None:
+        self.watch.take(cut, output.flatten(0, 1))
 
 
 def coarse(state: State, layers: range, bits: int) -> State:
@@ -144,9 +145,11 @@ def with_massive_channel(state: State, factor: float) -> State:
 
 def play(setting: Setting, state: State, raw: bool = False) -> list[AuditItem]:
     """Rollouts drawn by stages that hold `state` together."""
-    config = huggingface.load_config(setting.model_dir)
     device = pick_device(setting.device)
-    network = Watched(config, state, dtype=setting.dtype, device=device)
+    model = huggingface.model_from_state(
+        setting.model_dir, state, dtype=setting.dtype, device=device
+    )
+    network = Watched(model, state, setting.cuts)
     requests = [
         GenerateRequest(
             prompt=tuple(setting.corpus.text([3, number], PROMPT)),

@@ -18,9 +18,7 @@ import torch
 from boundaries import with_massive_channel
 from torch import Tensor
 
-from primerl.node.inference.model import pick_device
-from primerl.node.inference.qwen3 import Qwen3Network
-from primerl.node.models import huggingface
+from primerl.node.inference.model import LanguageModel, pick_device
 from primerl.node.pipeline.activations import pack, rounded
 from primerl.protocol.pipelines import Encoding
 from primerl.scripts.bench.trained_model import recipe, trained_model
@@ -31,7 +29,7 @@ ENCODINGS: tuple[Encoding, ...] = ("raw", "fp8", "int8")
 
 
 class Rounding:
-    """Taps that pass on what the next stage would see."""
+    """Passes on what the next stage would see."""
 
     def __init__(self, layers: tuple[int, ...], encoding: Encoding) -> None:
         self.layers = frozenset(layers)
@@ -39,14 +37,14 @@ class Rounding:
         self.bytes_a_token = 0.0
 
     def take(self, layer: int, x: Tensor) -> Tensor:
-        """See Taps."""
+        """See LayerHooks."""
         if not self.bytes_a_token:
             arrays = pack(x, self._encoding)
             self.bytes_a_token = sum(one.nbytes for one in arrays) / len(x)
         return rounded(x, self._encoding)
 
 
-def logprobs(network: Qwen3Network, tokens: Tensor, taps: Rounding | None) -> Tensor:
+def logprobs(network: LanguageModel, tokens: Tensor, taps: Rounding | None) -> Tensor:
     """[T, V] of texts [N, LENGTH], one after the other."""
     rows, columns = tokens.shape
     hidden = network.packed(tokens.flatten(), [columns] * rows, taps)
@@ -54,7 +52,7 @@ def logprobs(network: Qwen3Network, tokens: Tensor, taps: Rounding | None) -> Te
 
 
 def measure(
-    network: Qwen3Network, texts: Tensor, cuts: tuple[int, ...], encoding: Encoding
+    network: LanguageModel, texts: Tensor, cuts: tuple[int, ...], encoding: Encoding
 ) -> dict[str, float]:
     """Means over all tokens, and the worst percent."""
     taps = Rounding(cuts, encoding)
@@ -99,9 +97,7 @@ def main() -> None:
     )
     for massive in map(float, asked.massive.split(",")):
         state = with_massive_channel(made.state, massive)
-        network = Qwen3Network(
-            huggingface.load_config(made.directory), state, dtype=asked.dtype, device=device
-        )
+        network = LanguageModel.build(made.directory, state, dtype=asked.dtype, device=asked.device)
         for stages in map(int, asked.stages.split(",")):
             cuts = tuple(asked.layers * rank // stages for rank in range(1, stages))
             for encoding in ENCODINGS:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -32,8 +32,7 @@ from primerl.node.config.run import EXPERT_FIELDS, EngineConfig, ModelCreateConf
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.handover import HostedPolicy
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.model import build_network
-from primerl.node.inference.qwen3 import shapes
+from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.vllm import VllmCore, sampling_arguments
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State, Tensor
@@ -82,9 +81,31 @@ def make_model(directory: Path, shape: str, **changes: Any) -> dict[str, Tensor]
 
 def all_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Checkpoint names and shapes of a Qwen3, or of a Qwen3-MoE whose layers all have experts."""
-    found = shapes(config)
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (width,),
+        "self_attn.k_norm": (width,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    matrix = (config.vocab_size, hidden)
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": matrix,
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = matrix
+    for index in range(config.num_hidden_layers):
+        found |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
     experts, inner = getattr(config, "num_experts", 0), getattr(config, "moe_intermediate_size", 0)
-    hidden = config.hidden_size
     sizes = {
         "gate_proj": (inner, hidden),
         "up_proj": (inner, hidden),
@@ -119,33 +140,38 @@ def moved(state: State, share: float) -> tuple[State, Changed]:
 # -- engines whose tokens are watched --------------------------------------------------------------
 
 
-class Watched:
-    """A network of the embedded engine that notes when each step of a batch ends."""
+class Watched(LanguageModel):
+    """Notes when each step of a batch ends, and how long a load or an update takes."""
 
-    def __init__(self, inner: Any, times: Times, frozen: Frozens) -> None:
-        self._inner = inner
-        self._times = times
-        self._frozen = frozen
+    times: ClassVar[Times] = []
+    frozen: ClassVar[Frozens] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    @classmethod
+    def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
+        """See LanguageModel."""
+        began = time.monotonic()
+        made = super().build(model_dir, state, dtype=dtype, device=device)
+        took = time.monotonic() - began
+        cls.frozen.append((took, took))
+        return made
 
     def update(self, state: State, changed: Changed) -> bool:
-        """As the network's, timed."""
+        """See LanguageModel."""
         began = time.monotonic()
-        written = self._inner.update(state, changed)
-        self._frozen.append((time.monotonic() - began,) * 2)
+        written = super().update(state, changed)
+        took = time.monotonic() - began
+        self.frozen.append((took, took))
         return written
 
     def prefill(self, tokens: Any, mask: Any, **_: Any) -> Any:
-        """As the network's, with a session that notes its steps, too."""
-        session, logits = self._inner.prefill(tokens, mask)
-        self._times.append(time.monotonic())
+        """See LanguageModel; the session notes its steps, too."""
+        session, logits = super().prefill(tokens, mask)
+        self.times.append(time.monotonic())
         step = session.step
 
         def timed(tokens: Any) -> Any:
             logits = step(tokens)
-            self._times.append(time.monotonic())
+            self.times.append(time.monotonic())
             return logits
 
         session.step = timed
@@ -234,23 +260,15 @@ class Frozen(logging.Handler):
 def make_bench(options: argparse.Namespace) -> Bench:
     """The bench of the engine that was asked for, not started."""
     cuda = torch.cuda.is_available()
-    steps: Times = []
-    frozen: Frozens = []
-    common = {
+    steps, frozen = Watched.times, Watched.frozen
+    common: dict[str, Any] = {
         "dtype": "bfloat16" if cuda else "float32",
         "max_batch": options.requests,
         "max_model_len": 1024,
     }
     if options.engine == "hf":
-
-        def build(model_dir: Path, state: State, *, dtype: str, device: str) -> Any:
-            began = time.monotonic()
-            network = build_network(model_dir, state, dtype=dtype, device=device)
-            frozen.append((time.monotonic() - began,) * 2)
-            return Watched(network, steps, frozen)
-
         torch.set_num_threads(options.threads)
-        engine: Any = HfEngine(EngineConfig(**common), build=build)
+        engine: Any = HfEngine(EngineConfig(**common), model=Watched)
     else:
         engine = Here(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
         log = logging.getLogger("primerl.node.inference.handover")

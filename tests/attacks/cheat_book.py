@@ -6,20 +6,16 @@ they would say.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.inference.model import LanguageModel, NetworkBuilder, pick_device
-from primerl.node.inference.model_output import LayerHooks
-from primerl.node.inference.qwen3 import Attend, Qwen3Network
-from primerl.node.models import huggingface
+from primerl.node.inference.model import LanguageModel, ModelOutput
 from primerl.node.verification.cheats import int4, int8
-from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import (
@@ -33,58 +29,64 @@ from primerl.protocol.rollouts import (
 from .cheat_world import Groups, Sampler, Sent, Workshop, worth
 
 
-class RoundedCache(Qwen3Network):
+class Float8Cache(DynamicCache):
     """Keys and values go through float8 (e4m3) before anything attends to them."""
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
-    ) -> Tensor:
-        """See Qwen3Network."""
-
-        def rounded(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(layer, q, _through_float8(k), _through_float8(v))
-
-        return super().run(tokens, positions, rounded, taps)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See DynamicCache."""
+        rounded = _through_float8(key_states), _through_float8(value_states)
+        return super().update(*rounded, *args, **kwargs)
 
 
-class BestOnly(Qwen3Network):
+class RoundedCache(LanguageModel):
+    """Generates with a Float8Cache."""
+
+    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+        """See LanguageModel."""
+        return super().run(tokens, mask, Float8Cache() if cache is None else cache)
+
+
+class Narrowed(LanguageModel):
+    """Generates with fewer tokens than there are."""
+
+    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+        """See LanguageModel."""
+        output, cache = super().run(tokens, mask, cache)
+        return replace(output, logits=self.narrow(output.logits)), cache
+
+    def narrow(self, logits: Tensor) -> Tensor:
+        """Exclude tokens by minus infinity."""
+        raise NotImplementedError
+
+
+class BestOnly(Narrowed):
     """Only the `kept` likeliest tokens can be drawn."""
 
     kept = 20
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See Qwen3Network."""
-        found = super().logits(hidden)
-        least = found.topk(self.kept, -1).values[..., -1:]
-        return found.masked_fill(found < least, -torch.inf)
+    def narrow(self, logits: Tensor) -> Tensor:
+        """See Narrowed."""
+        least = logits.topk(self.kept, -1).values[..., -1:]
+        return logits.masked_fill(logits < least, -torch.inf)
 
 
-class Nucleus(Qwen3Network):
+class Nucleus(Narrowed):
     """Only the likeliest tokens that together make up `kept` of the probability can be drawn."""
 
     kept = 0.98
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See Qwen3Network."""
-        found = super().logits(hidden)
-        likely, order = found.float().softmax(-1).sort(-1, descending=True)
+    def narrow(self, logits: Tensor) -> Tensor:
+        """See Narrowed."""
+        likely, order = logits.float().softmax(-1).sort(-1, descending=True)
         tail = likely.cumsum(-1) - likely > self.kept
-        return found.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+        return logits.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
 
 
 def _through_float8(values: Tensor) -> Tensor:
     """As a cache in e4m3 without scales keeps them; 448 is its largest number."""
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype)
-
-
-def builder(kind: type[Qwen3Network]) -> NetworkBuilder:
-    """Build networks of this kind."""
-
-    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
-        config: Any = huggingface.load_config(model_dir)
-        return kind(config, state, dtype=dtype, device=pick_device(device))
-
-    return build
 
 
 MakeSampler = Callable[[Workshop], Awaitable[Sampler]]
@@ -131,15 +133,15 @@ async def int4_weights(shop: Workshop) -> Sampler:
 async def fp8_cache(shop: Workshop) -> Sampler:
     """Half the memory for keys and values."""
     state = shop.world.states[shop.world.version]
-    return await shop.engine("fp8 cache", state, build=builder(RoundedCache))
+    return await shop.engine("fp8 cache", state, model=RoundedCache)
 
 
-def narrowed(kind: type[Qwen3Network]) -> MakeSampler:
+def narrowed(kind: type[Narrowed]) -> MakeSampler:
     """Only likely tokens, which are oftener right; the logprobs are those of the whole distribution."""
 
     async def make(shop: Workshop) -> Sampler:
         state = shop.world.states[shop.world.version]
-        return retold(await shop.engine(kind.__name__, state, build=builder(kind)), shop, forged)
+        return retold(await shop.engine(kind.__name__, state, model=kind), shop, forged)
 
     return make
 

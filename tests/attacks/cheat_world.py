@@ -48,7 +48,7 @@ from primerl.protocol.rollouts import (
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 
 if TYPE_CHECKING:
-    from primerl.node.inference.model import LanguageModel, NetworkBuilder
+    from primerl.node.inference.model import LanguageModel
 
 
 SHORTEST, LONGEST = 16, 48
@@ -225,16 +225,16 @@ class Workshop:
         state: State,
         *,
         model_dir: Path | None = None,
-        build: "NetworkBuilder | None" = None,
+        model: "type[LanguageModel] | None" = None,
     ) -> Sampler:
         """Generates with `state`, and claims that it were the newest policy."""
-        if self._main is not None and model_dir is None and build is None:
+        if self._main is not None and model_dir is None and model is None:
             if self._main_holds != name:
                 await self._main.load(self.world.version, state)
                 self._main_holds = name
             return self._main.generate
         if name not in self._engines:
-            engine = HfEngine(self.world.engine, build=build)
+            engine = HfEngine(self.world.engine, model=model)
             await engine.start(
                 model_dir or self.world.model_dir, fingerprint=self.world.run.proofs.fingerprint
             )
@@ -312,12 +312,12 @@ class Workshop:
         )
 
     def _right_network(self) -> "LanguageModel":
-        from primerl.node.inference.model import build_network
+        from primerl.node.inference.model import LanguageModel
 
         if self._network is None:
             world, config = self.world, self.world.engine
             state = world.states[world.version]
-            self._network = build_network(
+            self._network = LanguageModel.build(
                 world.model_dir, state, dtype=config.dtype, device=config.device
             )
         return self._network

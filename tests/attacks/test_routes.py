@@ -20,7 +20,7 @@ from support.protocol_cases import ADAPTED, BRANCH, LEASE, MANIFEST, ROUTED_BRAN
 from torch import Tensor
 
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.model import build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import AuditItem, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
@@ -85,7 +85,7 @@ class Scores:
 def forged(case: Case, item: AuditItem, forge: Forge) -> AuditItem:
     shape = case.run.routes
     assert shape is not None
-    network = build_network(
+    network = LanguageModel.build(
         case.model_dir, case.states[OWN], dtype=case.run.proofs.dtype, device="cpu"
     )
     scores = Scores()

@@ -43,6 +43,26 @@ def test_a_machine_is_examined_also_without_a_model_that_can_be_read(cli: Cli, h
     cli("doctor", "--engine.max-model-length", "4").refused(2)
 
 
+def test_the_sandbox_of_environments_is_named_with_what_it_leaves_open(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(home))
+    missing = (
+        "files are not confined, so that it can read this node's key (bubblewrap is not installed"
+    )
+    checks = json.loads(cli("doctor", "--json").out)["machine"]
+    (check,) = [one for one in checks if one["name"] == "sandbox"]
+    assert check["state"] == "warning"
+    assert missing in check["found"]
+    assert "apt install bubblewrap" in check["advice"]
+    assert f"# sandbox: limits: {missing}" in cli("join", "--dry-run").out
+    shown = cli("train", "--sandbox.type", "bubblewrap", "--dry-run").out
+    assert '# sandbox: sandbox.type is "bubblewrap", and bubblewrap is not installed' in shown
+    ran = cli("doctor", "--sandbox.type", "limits", "--json")
+    (check,) = [one for one in json.loads(ran.out)["machine"] if one["name"] == "sandbox"]
+    assert check["state"] == "ok"
+
+
 def test_a_plan_says_whether_worker_and_trainer_fit_and_by_how_much(cli: Cli, model: str) -> None:
     given = ("doctor", "--model.name", model, *WORKER, "--gpu-memory")
     out = cli(*given, "24").out

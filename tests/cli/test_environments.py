@@ -11,12 +11,11 @@ from support.chat_model import make_chat_model
 from support.installed import install
 
 from primerl.node.environments.allowed import find_package, is_remembered
-from primerl.node.environments.sandbox import holds
 
 from .conftest import Cli, Ran
 
 TASKSETS = Path(__file__).parents[1] / "node" / "environments" / "tasksets"
-confined = pytest.mark.skipif(bool(holds()), reason=holds())
+confined = pytest.mark.skipif(sys.platform != "linux", reason="only Linux refuses sockets")
 
 
 @pytest.fixture
@@ -206,6 +205,7 @@ def unruly(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     return run
 
 
+@pytest.mark.slow
 @confined
 def test_what_reaches_out_of_its_process_is_named(unruly: Cli, home: Path) -> None:
     ran = unruly("socket process good", "--reply", "yes", file=str(home / "left"))
@@ -216,11 +216,12 @@ def test_what_reaches_out_of_its_process_is_named(unruly: Cli, home: Path) -> No
     assert "unruly.py line" in found["sockets"][1]
     assert "--sandbox.network true" in found["sockets"][1]
     assert "run ['/bin/true'] (scored, unruly.py line" in found["processes"][1]
-    assert f"not confined: writes {home / 'left'} (load, unruly.py line" in found["files"][0]
+    assert f"confined: writes {home / 'left'} (load, unruly.py line" in found["files"][0]
     assert found["rollouts"] == ("3 played, 1 turn(s) each", "")
     assert found["rewards"] == ("as given 0 to 1", "")
 
 
+@pytest.mark.slow
 def test_rollouts_without_a_score_are_named_and_waiting_ends(unruly: Cli) -> None:
     ran = unruly("nan waits raises good", "--reply", "yes", "--timeout-s", "1")
     found = checks(ran)

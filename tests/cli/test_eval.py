@@ -52,6 +52,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run / "weights"
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_run_are_measured_and_found_again(
     cli: Cli, home: Path, weights: Path
 ) -> None:

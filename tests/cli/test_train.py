@@ -107,9 +107,9 @@ def four_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def placed(ran: Ran) -> list[str]:
-    """The lines about processes; keys that are not set are comments too."""
-    lines = ran.out.splitlines()
-    return [line[2:] for line in lines if line.startswith("# ") and not line.endswith(" not set")]
+    """The lines about processes; keys that are not set, and the sandbox, are comments too."""
+    lines = [line[2:] for line in ran.out.splitlines() if line.startswith("# ")]
+    return [line for line in lines if not line.endswith(" not set") and "sandbox: " not in line]
 
 
 @pytest.mark.usefixtures("four_gpus")

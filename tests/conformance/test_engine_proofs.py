@@ -13,7 +13,7 @@ from support.scripted_engine import scripted_hidden
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
-from primerl.node.inference.model import build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
@@ -42,7 +42,7 @@ def hidden_states(case: Case, state: State, asked: GenerateRequest, done: Comple
     """What led to each token of a completion, by one pass over prompt and completion."""
     if not case.factory.real:
         return scripted_hidden(done.policy_first + (state is not case.states[0]), done.token_ids)
-    network = build_network(case.model_dir, state, dtype="float32", device="cpu")
+    network = LanguageModel.build(case.model_dir, state, dtype="float32", device="cpu")
     tokens = torch.tensor([[*asked.prompt, *done.token_ids]])
     with torch.inference_mode():
         return network.hidden(tokens)[0, len(asked.prompt) - 1 : -1].numpy()

@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
+import pytest
 from support.drift_cases import LineTrainer, drifted
 from support.memory_network import MemoryNetwork
 from support.swarm import Running, Swarm, until
@@ -77,6 +78,7 @@ def kill_in_the_middle(directory: Path, model: Path) -> set[bytes]:
     return held(directory) & wanted
 
 
+@pytest.mark.slow
 async def test_sigkill_in_the_middle_of_a_version_refetches_nothing_that_is_held(
     tmp_path: Path, model_dir: Path
 ) -> None:

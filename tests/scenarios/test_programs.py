@@ -93,6 +93,7 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_busy_port_is_named(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken, nodes(tmp_path) as run:
         taken.bind(("127.0.0.1", 0))
@@ -103,6 +104,7 @@ def test_a_busy_port_is_named(tmp_path: Path) -> None:
         assert "Traceback" not in trainer.output()
 
 
+@pytest.mark.slow
 def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
     with nodes(tmp_path) as run:
         first = run.trainer()

@@ -17,7 +17,7 @@ from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.model import build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.models.routers import route_shape
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
@@ -58,7 +58,7 @@ class Case:
 
     def prefill(self, item: AuditItem, version: int = OWN) -> tuple[Tensor, Tensor]:
         """Of the sampled tokens, the states [S, d] that led to them and their logprobs [S]."""
-        network = build_network(
+        network = LanguageModel.build(
             self.model_dir, self.states[version], dtype=self.run.proofs.dtype, device="cpu"
         )
         places = [place for reply in item.replies for place in range(reply.start, reply.end)]
@@ -234,7 +234,7 @@ def staged(
 ) -> AuditItem:
     """`item` as stages with these weights, one state each, would have told of it; its tokens stay."""
     places = [place for reply in item.replies for place in range(reply.start, reply.end)]
-    network = build_network(
+    network = LanguageModel.build(
         case.model_dir, _mixed(states, cuts), dtype=case.run.proofs.dtype, device="cpu"
     )
     sent = Sent(cuts, encoding, torch.tensor(places) - 1)

@@ -11,7 +11,7 @@ from support.auditor_cases import measured
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import TOKEN_BYTES
-from primerl.node.inference.model import LanguageModel, build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.noise import gumbel
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.verification.auditor import AuditItem, Auditor, SampledSpan
@@ -140,7 +140,7 @@ async def near_ties(
     The version of all is the first of the first one. The logprob is corrected by what `auditor` measures.
     """
     version = items[0].versions[0]
-    network = build_network(model_dir, state, dtype=dtype, device=device)
+    network = LanguageModel.build(model_dir, state, dtype=dtype, device=device)
     cut = [_tied(network, item, device, temperature) for item in items]
     for sign in (1.0, -1.0):  # where the first correction goes the wrong way, the error doubles
         found = measured(await auditor.audit(cut, {version: state}, {}))

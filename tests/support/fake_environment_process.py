@@ -5,6 +5,8 @@ Run as a program by HostedEnvironment; all but the environment is that of the re
 
 import asyncio
 import ctypes
+import errno
+import mmap
 import os
 import re
 import resource
@@ -14,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from support.counting_environment import ASK, STOP, counting_task
 
@@ -33,10 +36,12 @@ from primerl.node.environments.policies import EpisodeStuck, Exchange, RecordedR
 
 PROMPT = [ASK, 40]
 """Of every task."""
+SECRET = Path(os.environ.get("HOSTILE_FILE", ""))
+"""A file that is none of its business."""
 
 
 class Moody:
-    """Single turns; every reply earns 1, if its task lets it."""
+    """Single turns; a reply of two tokens earns 1, if its task lets it."""
 
     def __init__(self, set_up: EnvironmentSetUp) -> None:
         self._config = EnvironmentConfig.model_validate_json(set_up.config)
@@ -90,7 +95,8 @@ class Moody:
         mask = [False] * len(prompt) + [True] * len(said.token_ids)
         logprobs = [0.0] * len(prompt) + said.logprobs
         return Episode(
-            [Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])], Score(1.0)
+            [Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])],
+            Score(float(len(said.token_ids) == 2)),
         )
 
     def _mood(self, index: int) -> str:
@@ -120,11 +126,13 @@ async def behave(mood: str) -> None:
         case "blocks":
             time.sleep(3600)  # noqa: ASYNC251
         case "dies":
-            os.kill(os.getpid(), signal.SIGSEGV)
+            ctypes.string_at(0)
         case "exits":
             os._exit(3)
         case "allocates":
             bytearray(4 << 30)
+        case "holds":
+            bytearray(128 << 20)
         case "connects":
             socket.create_connection(("127.0.0.1", int(os.environ["HOSTILE_PORT"])), 5.0).close()
         case "asks":
@@ -132,8 +140,22 @@ async def behave(mood: str) -> None:
         case "runs":
             subprocess.run(["true"], check=True)  # noqa: ASYNC221
         case "bombs":
-            while True:
-                os.fork()
+            bomb()
+        case "shares":
+            share(5 << 30)
+        case "memfds":
+            os.memfd_create("memory")
+        case "steals":
+            steal()
+        case "writes":
+            SECRET.with_name("planted").write_text("planted")
+        case "fills":
+            fill()
+        case "tells":
+            if "HF_TOKEN" not in os.environ:
+                raise PermissionError("there is no token")
+        case "looks":
+            look_at_others()
         case "hides":
             hide()
         case "hoards":
@@ -154,6 +176,49 @@ async def behave(mood: str) -> None:
             pass
 
 
+def bomb() -> None:
+    """Double the processes again and again: 512, should nothing stop them, for half a minute."""
+    for _ in range(9):
+        os.fork()
+    time.sleep(30)
+    os._exit(1)
+
+
+def share(nbytes: int) -> None:
+    """Hold memory that counts as shared with other processes."""
+    with mmap.mmap(-1, nbytes) as held:
+        for at in range(0, nbytes, 1 << 20):
+            held[at : at + (1 << 20)] = b"x" * (1 << 20)
+        time.sleep(30)
+
+
+def steal() -> None:
+    """Read a file that is none of its business."""
+    SECRET.read_bytes()
+
+
+def fill() -> None:
+    """Write 700 MiB to each place that takes files; an error if none has room."""
+    full = 0
+    for place in ("/tmp", Path.home(), "/dev/shm", "/dev", "/"):
+        try:
+            with (Path(place) / "filling").open("wb") as file:
+                for _ in range(700):
+                    file.write(bytes(1 << 20))
+        except OSError:
+            full += 1
+    if full == 5:
+        raise OSError(errno.ENOSPC, "no room anywhere")
+
+
+def look_at_others() -> None:
+    """Find a process that is not one's own, by the files about it."""
+    own = {os.getpid(), 1, 2}
+    others = {int(path.name) for path in Path("/proc").glob("[0-9]*")} - own
+    if not others:
+        raise PermissionError("nobody else is there")
+
+
 def hide() -> None:
     """Leave a grandchild behind whose parent has ended, in a session of its own if that can be had."""
     if not (child := os.fork()):
@@ -166,10 +231,10 @@ def hide() -> None:
 
 
 def hoard() -> None:
-    """Hold 160 MiB in each of 8 children."""
+    """Hold 100 MiB in each of 8 children."""
     for _ in range(8):
         if not os.fork():
-            held = bytearray(os.urandom(1 << 20)) * 160
+            held = bytearray(os.urandom(1 << 20)) * 100
             time.sleep(3600)
             del held
     time.sleep(3600)

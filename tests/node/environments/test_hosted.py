@@ -14,6 +14,7 @@ from primerl.node.config.run import EnvironmentConfig
 from primerl.node.config.sandbox import WorkerSandboxConfig
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
+from primerl.node.environments.sandbox import choose
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -34,6 +35,7 @@ async def says(environment: Environment, text: str, index: int = 0) -> float | s
     return episode.score.reward
 
 
+@pytest.mark.slow
 async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +47,7 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
         seed=0,
         max_tokens=16,
         temperature=1.0,
-        sandbox=WorkerSandboxConfig(),
+        sandbox=choose(WorkerSandboxConfig()),
     )
     try:
         async with asyncio.timeout(300.0):
@@ -65,7 +67,9 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
             assert (len(trained), len(held_out)) == (200, 20)
             assert not trained & held_out
             (process,) = (
-                child for child in psutil.Process().children() if PROGRAM[-1] in child.cmdline()
+                child
+                for child in psutil.Process().children(recursive=True)
+                if PROGRAM[-1] in child.cmdline() and "bwrap" not in child.name()
             )
             assert not [one.path for one in process.memory_maps() if "libtorch" in one.path]
             stuck = await says(environment, "spin", 1)

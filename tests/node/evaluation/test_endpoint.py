@@ -287,6 +287,7 @@ def guessing(body: dict[str, Any]) -> web.StreamResponse:
     return said(str(3 + len(hints)))
 
 
+@pytest.mark.slow
 async def test_an_api_plays_games_of_several_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ async def test_an_api_plays_games_of_several_turns(
     assert len(server.bodies) == 9
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     down = False
 

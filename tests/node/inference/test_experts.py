@@ -9,7 +9,7 @@ import torch
 from support.engine_cases import SHAPE, blended, make_qwen3, request
 
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.model import CausalNetwork, LanguageModel, build_network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.models.routers import RouterTap
 from primerl.node.ops.errors import EngineError
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
 
 
 def network(model: tuple[Path, State]) -> LanguageModel:
-    return build_network(*model, dtype="float32", device="cpu")
+    return LanguageModel.build(*model, dtype="float32", device="cpu")
 
 
 def test_a_state_of_single_experts_becomes_the_network_of_transformers(
@@ -34,7 +34,6 @@ def test_a_state_of_single_experts_becomes_the_network_of_transformers(
 ) -> None:
     assert "model.layers.1.mlp.experts.4.down_proj.weight" in model[1]
     made = network(model)
-    assert isinstance(made, CausalNetwork)
     reference: Any = huggingface.load_model(model[0])
     with torch.no_grad():  # fixtures sharpen matrices
         fresh: Any = huggingface.model_from_state(*model)

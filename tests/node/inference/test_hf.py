@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,8 +22,7 @@ from primerl.node.inference.build import build_engine
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.model import LanguageModel, build_network
-from primerl.node.inference.model_output import LayerHooks, ModelOutput, RouterHooks
+from primerl.node.inference.model import LanguageModel, ModelOutput
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
@@ -48,31 +47,26 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
 
 
 def network(model: tuple[Path, State], dtype: str = "float32") -> LanguageModel:
-    return build_network(*model, dtype=dtype, device="cpu")
+    return LanguageModel.build(*model, dtype=dtype, device="cpu")
 
 
 # -- decoding -------------------------------------------------------------------------------------
 
 
-class CountingNetwork:
-    """Records the shapes that reach a real network."""
+class Counting(LanguageModel):
+    """Records the shapes that reach it."""
 
-    def __init__(self, inner: LanguageModel) -> None:
-        self.inner = inner
+    made: ClassVar[list["Counting"]] = []
+
+    def __init__(self, model: Any, state: State) -> None:
+        super().__init__(model, state)
         self.prefilled: list[tuple[int, int]] = []
         self.stepped: list[int] = []
-
-    @property
-    def vocab_size(self) -> int:
-        return self.inner.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.inner.device
+        self.made.append(self)
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         self.prefilled.append((tokens.shape[0], tokens.shape[1]))
-        session, output = self.inner.prefill(tokens, mask)
+        session, output = super().prefill(tokens, mask)
         step = session.step
 
         def counted(tokens: torch.Tensor) -> ModelOutput:
@@ -82,37 +76,20 @@ class CountingNetwork:
         session.step = counted
         return session, output
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.inner.hidden(tokens)
 
-    def packed(
-        self,
-        tokens: torch.Tensor,
-        lengths: Sequence[int],
-        taps: LayerHooks | None = None,
-        routes: RouterHooks | None = None,
-    ) -> torch.Tensor:
-        return self.inner.packed(tokens, lengths, taps, routes)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner.logits(hidden)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.inner.forward(tokens)
-
-    def update(self, state: State, changed: Changed) -> bool:
-        return self.inner.update(state, changed)
+def counting(model: tuple[Path, State]) -> Counting:
+    return Counting.build(*model, dtype="float32", device="cpu")
 
 
-def run(inner: LanguageModel, requests: Sequence[Any]) -> CountingNetwork:
-    counting = CountingNetwork(inner)
-    decode(counting, requests, max_length=256, cancelled=lambda: False)
-    return counting
+def run(model: tuple[Path, State], requests: Sequence[Any]) -> Counting:
+    counted = counting(model)
+    decode(counted, requests, max_length=256, cancelled=lambda: False)
+    return counted
 
 
 def test_equal_prompts_are_read_once(tied: tuple[Path, State]) -> None:
     requests = [request(text, seed=seed) for text in ("abc", "de") for seed in range(8)]
-    assert run(network(tied), requests).prefilled == [(2, 3)]
+    assert run(tied, requests).prefilled == [(2, 3)]
 
 
 def test_the_last_token_is_not_fed_back_and_finished_rows_are_dropped(
@@ -120,14 +97,14 @@ def test_the_last_token_is_not_fed_back_and_finished_rows_are_dropped(
 ) -> None:
     requests = [request(seed=n, max_tokens=n, stop=()) for n in (1, 2, 2, 2, 6)]
     # five rows, the first of them finished at once: too few to drop
-    assert run(network(tied), requests).stepped == [5, 1, 1, 1, 1]
+    assert run(tied, requests).stepped == [5, 1, 1, 1, 1]
 
 
 def test_a_step_is_not_begun_once_cancelled(tied: tuple[Path, State]) -> None:
-    counting = CountingNetwork(network(tied))
+    counted = counting(tied)
     with pytest.raises(EngineError, match="closed"):
-        decode(counting, [request()], max_length=256, cancelled=lambda: len(counting.stepped) == 2)
-    assert len(counting.stepped) == 2
+        decode(counted, [request()], max_length=256, cancelled=lambda: len(counted.stepped) == 2)
+    assert len(counted.stepped) == 2
 
 
 async def test_weights_that_are_not_numbers_fail_the_request_and_not_the_engine(
@@ -241,19 +218,14 @@ async def test_more_requests_than_the_queue_holds_are_refused(tied: tuple[Path, 
 async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
     tied: tuple[Path, State],
 ) -> None:
-    made: list[CountingNetwork] = []
-
-    def build(*arguments: Any, **named: Any) -> Any:
-        made.append(CountingNetwork(build_network(*arguments, **named)))
-        return made[-1]
-
-    engine = await started(HfEngine(FP32, build=build), *tied)
+    engine = await started(HfEngine(FP32, model=Counting), *tied)
+    counted = Counting.made[-1]
     try:
         long = [request(seed=seed, max_tokens=250, stop=()) for seed in (1, 2)]
         tasks = [asyncio.create_task(engine.generate(one)) for one in long]
         async with asyncio.timeout(60.0):
             while True:
-                if made[0].stepped:
+                if counted.stepped:
                     break
                 await asyncio.sleep(0.001)
         for task in tasks:
@@ -263,8 +235,8 @@ async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
     finally:
         await engine.close()
     assert len(found.token_ids) == 2
-    assert made[0].stepped.count(2) < 249  # of the two, and then one of the other
-    assert made[0].stepped[-1] == 1
+    assert counted.stepped.count(2) < 249  # of the two, and then one of the other
+    assert counted.stepped[-1] == 1
 
 
 async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> None:
@@ -302,14 +274,14 @@ async def test_an_engine_that_is_not_started_or_started_twice_says_so(
     await engine.close()
 
 
-class Unwritable(CountingNetwork):
+class Unwritable(Counting):
     """Fails or refuses in the middle of an update."""
 
-    error: RuntimeError | None = None
+    fault: RuntimeError | None = None
 
     def update(self, state: State, changed: Changed) -> bool:
-        if self.error:
-            raise self.error
+        if self.fault:
+            raise self.fault
         return False
 
 
@@ -317,35 +289,28 @@ class Unwritable(CountingNetwork):
 async def test_what_cannot_be_written_in_place_is_loaded_whole(
     tied: tuple[Path, State], error: RuntimeError | None
 ) -> None:
-    built: list[Unwritable] = []
+    class Broken(Unwritable):
+        fault = error
 
-    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
-        built.append(Unwritable(build_network(model_dir, state, dtype=dtype, device=device)))
-        built[-1].error = error
-        return built[-1]
-
-    engine = await started(HfEngine(FP32, build=build), *tied)
+    before = len(Counting.made)
+    engine = await started(HfEngine(FP32, model=Broken), *tied)
     try:
         await engine.update(1, tied[1], {})
-        assert (len(built), engine.policy_version) == (2, 1)
+        assert (len(Counting.made) - before, engine.policy_version) == (2, 1)
         assert (await engine.generate(request())).policy_first == 1
     finally:
         await engine.close()
 
 
-class BrokenNetwork(CountingNetwork):
+class Exhausted(LanguageModel):
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         raise RuntimeError("out of memory")
-
-
-def build_broken(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
-    return BrokenNetwork(build_network(model_dir, state, dtype=dtype, device=device))
 
 
 async def test_an_engine_whose_batch_crashes_is_dead_and_says_so(
     tied: tuple[Path, State],
 ) -> None:
-    engine = await started(HfEngine(FP32, build=build_broken), *tied)
+    engine = await started(HfEngine(FP32, model=Exhausted), *tied)
     try:
         results = await asyncio.gather(
             engine.generate(request()), engine.generate(request()), return_exceptions=True

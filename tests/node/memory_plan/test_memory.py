@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
@@ -189,32 +190,20 @@ def test_the_embedded_engine_needs_room_for_two_networks() -> None:
     assert not plan_engine(EngineConfig(), Q8B, Device("cpu", 60 * GIB)).fits
 
 
-def test_the_embedded_engines_cache_is_what_a_session_holds() -> None:
-    """At most twice keys and values, while it grows; and hidden states: held, joined, and in fp32."""
-    import torch
+def test_the_hf_engines_cache_is_within_its_plan(tmp_path: Path) -> None:
+    from primerl.node.inference.model import LanguageModel
 
-    from primerl.node.inference.qwen3 import Qwen3Session
-
-    torch.set_num_threads(1)
-
-    class Sizes:
-        """The sizes that a session asks a network for."""
-
-        layers, kv_heads, head_dim = 2, 2, 32
-
-        def empty_cache(self, rows: int, slots: int) -> torch.Tensor:
-            return torch.empty(self.layers, rows, self.kv_heads, slots, self.head_dim)
-
-    session: Any = Qwen3Session(Sizes(), torch.ones(3, 100, dtype=torch.bool))  # pyright: ignore[reportArgumentType]
-    used = 100
-    while used < 1024:  # as step() does it
-        if used == session._keys.shape[3]:
-            before = session._keys.nbytes + session._values.nbytes
-            session._grow(max(64, used // 2))
-            peak = before // 2 + session._keys.nbytes + session._values.nbytes
-            plan = plan_engine(EngineConfig(max_model_len=used + 1), TINY, Device("cpu", GIB))
-            assert peak <= 3 * plan.sequence * 1.02
-        used += 1
+    huggingface.create(tmp_path, ModelCreateConfig(), seed=0)
+    model = huggingface.load_model(tmp_path)
+    mask = torch.ones(3, 100, dtype=torch.bool)
+    with torch.inference_mode():
+        session, _ = LanguageModel(model, huggingface.policy_state(model)).prefill(
+            mask.long(), mask
+        )
+    cache: Any = session._cache  # pyright: ignore[reportPrivateUsage]
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    plan = plan_engine(EngineConfig(max_model_len=100), TINY, Device("cpu", GIB))
+    assert 2 * held <= 3 * plan.sequence < 4 * held
 
 
 def test_a_breakdown_adds_up_and_leaves_out_what_is_nothing() -> None:

@@ -326,6 +326,7 @@ async def test_nothing_to_learn_from_is_said(make: Any) -> None:
         await sft(make(data={}), watch=quiet, factories=Backends().factories())
 
 
+@pytest.mark.slow
 async def test_an_environment_teaches_and_its_weights_begin_a_run(
     make: Any, tmp_path: Path
 ) -> None:

@@ -162,19 +162,20 @@ def test_distillation_compares_with_the_teacher_that_is_named(
 
 def test_a_policy_becomes_like_its_teacher(model_dir: Path, tmp_path: Path) -> None:
     teacher = teacher_of(tmp_path / "teacher")
-    subject, wanted = learner(model_dir, distilling(teacher)), learner(teacher)
-    prompt = [5, 6, 7]
-    ids = list(range(256))
-    every = [Sample([*prompt, one], [False] * 3 + [True], [0.0] * 4, 0.0) for one in ids]
+    long = {"seq_len": 1024}
+    subject = learner(model_dir, distilling(teacher).model_copy(update=long))
+    wanted = learner(teacher, FAST.model_copy(update=long))
+    ids = range(256)
+    every = [Sample([5, 6, 7, one], [False] * 3 + [True], [0.0] * 4, 0.0) for one in ids]
 
     def distance() -> float:
-        pi, other = ([one[3] for one in logprobs(model, every)] for model in (subject, wanted))
+        pi, other = (model.packed_logprobs(every) for model in (subject, wanted))
         return sum(math.exp(a) * (a - b) for a, b in zip(pi, other, strict=True))
 
     before = distance()
     rng = random.Random(3)
     for step in range(1, 21):
-        pi = [one[3] for one in logprobs(subject, every)]
+        pi = subject.packed_logprobs(every)
         drawn = rng.choices(ids, [math.exp(one) for one in pi], k=64)
         rows = [replace(every[one], logprobs=[0.0] * 3 + [pi[one]]) for one in drawn]
         subject.step(TrainBatch(step, rows))

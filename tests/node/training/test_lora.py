@@ -22,7 +22,7 @@ from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.learner import Learner
-from primerl.node.training.model import TrainedModel, layers_of
+from primerl.node.training.model import TrainedModel
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import State, digests
@@ -215,7 +215,7 @@ def test_sharded_with_a_base_in_bf16_the_gradient_is_that_of_adapters(
     spread(model)
     assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in layers_of(model):
+    for layer in huggingface.layers_of(model):
         fully_shard(layer, mesh=world.mesh, mp_policy=policy)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
     before = {name: whole(one).clone() for name, one in lora.adapter_tensors(model).items()}

@@ -27,6 +27,8 @@ from primerl.node.training.learner_state import (
 )
 from primerl.node.training.world import RankChannel, World
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 120
 WIDTH = 5
 EXACT = FAST.model_copy(update={"dtype": "float32"})

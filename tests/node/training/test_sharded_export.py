@@ -19,6 +19,8 @@ from primerl.node.training.snapshot import SnapshotReader
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State
 
+pytestmark = pytest.mark.slow
+
 CASES = [f"{kind}-{how}" for kind in ("tied", "experts") for how in ("sharded", "replicated")]
 
 

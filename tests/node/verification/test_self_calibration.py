@@ -318,6 +318,7 @@ def replayed(seed: int, rollouts: int = 100_000) -> tuple[int, int, list[Reputat
     return rejected, judged, workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_of_100000_honest_rollouts_none_is_rejected_and_nobody_is_banned_while_bounds_are_renewed(
     seed: int,

@@ -1,4 +1,4 @@
-"""Networks from inside: equal to transformers, open about hidden states, updated in place."""
+"""LanguageModel: equal to transformers, open about hidden states, updated in place."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,7 @@ import torch
 from support.engine_cases import SHAPE, blended, make_llama, make_qwen3, request
 
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.model import CausalNetwork, LanguageModel, build_network
-from primerl.node.inference.qwen3 import Qwen3Network
+from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
@@ -47,14 +46,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
 
 
 def network(model: tuple[Path, State], dtype: str = "float32") -> LanguageModel:
-    return build_network(*model, dtype=dtype, device="cpu")
-
-
-def test_dense_qwen3_takes_the_fast_network_and_others_the_general_one(
-    tied: tuple[Path, State], llama: tuple[Path, State]
-) -> None:
-    assert isinstance(network(tied), Qwen3Network)
-    assert isinstance(network(llama), CausalNetwork)
+    return LanguageModel.build(*model, dtype=dtype, device="cpu")
 
 
 def test_forward_equals_transformers(model: tuple[Path, State]) -> None:
@@ -117,7 +109,7 @@ def test_packed_sequences_do_not_see_each_other(
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
-def test_the_general_network_pads_no_short_sequence_to_a_long_one(
+def test_packing_pads_no_short_sequence_to_a_long_one(
     llama: tuple[Path, State],
 ) -> None:
     """So that memory grows with the tokens, and not with the longest times their number."""
@@ -153,7 +145,7 @@ def test_each_step_s_hidden_state_is_that_of_a_whole_pass(model: tuple[Path, Sta
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite"])
 def test_what_an_architecture_does_behind_its_head_is_done_to_given_states(kind: str) -> None:
-    """Caps and scales of logits: the general network knows none of them."""
+    """Caps and scales of logits: LanguageModel knows none of them."""
     made = tiny(kind)
     tokens = torch.arange(12)[None] + 5
     with torch.inference_mode():
@@ -164,7 +156,7 @@ def test_what_an_architecture_does_behind_its_head_is_done_to_given_states(kind:
     assert not torch.allclose(plain, wanted, atol=1e-3)
 
 
-class Tiny(CausalNetwork):
+class Tiny(LanguageModel):
     """A network of random weights, and its head."""
 
     def __init__(self, model: Any) -> None:
@@ -193,10 +185,10 @@ def tiny(kind: str) -> Tiny:
     return Tiny(model)
 
 
-def untapped(model: tuple[Path, State], twist: Callable[[Any], None]) -> CausalNetwork:
+def untapped(model: tuple[Path, State], twist: Callable[[Any], None]) -> LanguageModel:
     loaded: Any = huggingface.model_from_state(*model)
     twist(loaded)
-    return CausalNetwork(loaded, model[1])
+    return LanguageModel(loaded, model[1])
 
 
 def _no_head(model: Any) -> None:
@@ -244,7 +236,7 @@ def test_a_network_does_not_share_memory_with_its_state(model: tuple[Path, State
     directory, state = model
     mine = {name: replace(tensor, data=tensor.data.copy()) for name, tensor in state.items()}
     for dtype in ("float32", "bfloat16"):
-        made = build_network(directory, mine, dtype=dtype, device="cpu")
+        made = LanguageModel.build(directory, mine, dtype=dtype, device="cpu")
         tokens = torch.arange(5)[None]
         with torch.inference_mode():
             before = made.forward(tokens).clone()
@@ -280,7 +272,7 @@ def test_a_tensor_that_the_model_keeps_in_another_form_is_not_written(
     with torch.no_grad():
         weight = loaded.get_parameter(turned)
         weight.copy_(weight.t().clone())
-    made = CausalNetwork(loaded, state)
+    made = LanguageModel(loaded, state)
     before = weight.clone()
     assert not made.update(state, {kept: None, turned: None})
     assert weight.equal(before)
