@@ -226,7 +226,7 @@ def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, .
 
 def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() -> None:
     def branch(*boundaries: float) -> Measured:
-        return Measured(2, *[0.0] * 8, boundaries)
+        return Measured(2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
 
     assert boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
     assert boundary_distances([branch(0.1), branch()]) == ()
