@@ -13,11 +13,14 @@ import typer
 from .command import AsJson, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
+    from ..node.config.chat_api import JudgeConfig
     from ..node.config.sandbox import WorkerSandboxConfig
     from ..node.environments.allowed import Package
     from ..node.environments.trial import EnvironmentTrial
 
 INSTALL_S = 3600.0
+TEMPLATE = Path(__file__).parent / "template"
+"""Files of a new environment; NAME, MODULE and Title stand for its own names."""
 
 DataDir = Annotated[
     Path | None,
@@ -75,15 +78,17 @@ def init(
     if directory.exists():
         raise UsageError(f"{directory} exists already: choose another name or another --path")
     title = "".join(word.capitalize() for word in module.split("_"))
+    kind = "multi_turn" if multi_turn else "single_turn"
     files = {
-        "pyproject.toml": PYPROJECT,
-        "README.md": README,
-        f"{module}/__init__.py": MULTI_TURN if multi_turn else SINGLE_TURN,
-        f"tests/test_{module}.py": MULTI_TURN_TEST if multi_turn else SINGLE_TURN_TEST,
+        "pyproject.toml": "pyproject.toml",
+        "README.md": "README.md",
+        f"{module}/__init__.py": f"{kind}.py.txt",
+        f"tests/test_{module}.py": f"{kind}_test.py.txt",
     }
     if not multi_turn:
-        files["rl.toml"] = RUN
-    for file, text in files.items():
+        files["rl.toml"] = "rl.toml"
+    for file, template in files.items():
+        text = (TEMPLATE / template).read_text(encoding="utf-8")
         text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)
         try:
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
@@ -92,290 +97,6 @@ def init(
             raise file_error(error, directory / file) from error
         typer.echo(directory / file)
     typer.echo(f"next: primerl-node env install {directory}; primerl-node env test {name}")
-
-
-PYPROJECT = """\
-[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "NAME"
-version = "0.1.0"
-description = "An environment to train language models in"
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["verifiers>=0.4,<0.5"]
-
-[project.optional-dependencies]
-test = ["pytest>=8"]
-
-[tool.setuptools]
-packages = ["MODULE"]
-
-[tool.setuptools.package-data]
-MODULE = ["*.json", "*.jsonl", "*.txt"]
-"""
-
-README = """\
-# NAME
-
-An environment for `verifiers` v1. `MODULE/__init__.py` has the tasks, what the environment says between
-turns, and the rewards.
-
-    primerl-node env install .
-    pytest
-    primerl-node env test NAME
-
-Name it in the config of a run as `environment.id`, with its options as `environment.args`.
-
-Two rules make it fit for a run on many machines: tasks are a function of the options, and rewards are a
-function of task and replies. Nothing may depend on the time, the machine, the network or unseeded randomness.
-"""
-
-RUN = """\
-# primerl-node rl @ rl.toml
-# A tiny model learns the task on two CPU cores: it is shown answers until a fifth of its own are right,
-# then it learns from rewards. For a model that can read, set model.name, without [model.create] and [warmup].
-
-name = "NAME"
-max_steps = 60
-
-[network]
-host = "127.0.0.1"
-
-[model]
-name = "tiny-qwen3"
-
-[model.create]
-hidden_size = 96
-num_hidden_layers = 2
-
-[environment]
-id = "NAME"
-args = { digits = 4 }
-
-[sampling]
-max_tokens = 8
-
-[rollouts]
-group_size = 8
-groups_per_batch = 16
-max_off_policy_steps = 2
-
-[warmup]
-lr = 3e-3
-target = 0.2
-eval_interval = 5
-
-[training]
-lr = 8e-4
-betas = [0.9, 0.99]
-weight_decay = 0.0
-threads = 1
-
-[launch]
-workers = 1
-"""
-
-SINGLE_TURN = '''\
-"""Sort the digits of a number: one prompt, one reply."""
-
-import random
-from collections.abc import Iterator
-
-import verifiers.v1 as vf
-
-
-class TitleConfig(vf.TasksetConfig):
-    """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
-
-    seed: int = 0
-    digits: int = 4
-
-
-class TitleData(vf.TaskData):
-    """One task: `prompt` is asked. `answer` is a right reply, which a warm-up learns from."""
-
-    answer: str
-
-
-def score(reply: str, answer: str) -> float:
-    """Reward of a reply, from 0.0 to 1.0."""
-    return float(reply.strip() == answer)
-
-
-class TitleTask(vf.Task[TitleData]):
-    """Ends after one reply, and scores it."""
-
-    @vf.stop
-    async def answered(self, trace: vf.Trace) -> bool:
-        return trace.num_turns >= 1
-
-    @vf.reward(weight=1.0)
-    async def exact(self, trace: vf.Trace) -> float:
-        return score(trace.last_reply, self.data.answer)
-
-    @vf.metric
-    async def reply_length(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply))
-
-
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
-    """Task 7 is the eighth that load() gives, on every machine and each time."""
-
-    INFINITE = True
-
-    def load(self) -> Iterator[TitleTask]:
-        rng = random.Random(self.config.seed)
-        while True:
-            digits = "".join(rng.choices("0123456789", k=self.config.digits))
-            answer = "".join(sorted(digits))
-            data = TitleData.model_validate({"prompt": f"Sort: {digits}", "answer": answer})
-            yield TitleTask(data, self.config.task)
-
-
-__all__ = ["TitleTaskset"]
-'''
-
-SINGLE_TURN_TEST = """\
-from itertools import islice
-
-from MODULE import TitleConfig, TitleTaskset, score
-
-
-def first(count: int, **options: int) -> list[tuple[str, str]]:
-    config = TitleConfig.model_validate({"id": "NAME", **options})
-    tasks = islice(TitleTaskset(config).load(), count)
-    return [(task.data.prompt, task.data.answer) for task in tasks]
-
-
-def test_tasks_depend_on_the_options_alone():
-    assert first(20) == first(20)
-    assert first(20) != first(20, seed=1)
-
-
-def test_the_answer_alone_earns_the_reward():
-    for _, answer in first(20):
-        assert score(answer, answer) == 1.0
-        assert score("no", answer) == score("", answer) == 0.0
-"""
-
-MULTI_TURN = '''\
-"""Guess a number: after each guess the environment says whether the number is higher or lower."""
-
-import random
-import re
-from collections.abc import Iterator
-
-import verifiers.v1 as vf
-
-
-class TitleConfig(vf.TasksetConfig):
-    """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
-
-    seed: int = 0
-    highest: int = 16
-    guesses: int = 5
-
-
-class TitleData(vf.TaskData):
-    """One task: `prompt` is asked first."""
-
-    number: int
-    guesses: int
-
-
-class TitleState(vf.State):
-    """What a rollout remembers between its turns; each field needs a default."""
-
-    guesses: tuple[int, ...] = ()
-
-
-def read_guess(reply: str) -> int:
-    """The first whole number of a reply; -1 if there is none."""
-    found = re.search(r"[0-9]{1,9}", reply)
-    return int(found[0]) if found else -1
-
-
-def answer(guess: int, number: int) -> str:
-    """What the environment says to a wrong guess: a function of the task and of the replies."""
-    if guess < 0:
-        return "That is no number. Guess again."
-    return f"The number is {'higher' if guess < number else 'lower'}. Guess again."
-
-
-class TitleTask(vf.Task[TitleData, TitleState]):
-    """Scores a finished rollout."""
-
-    @vf.reward(weight=1.0)
-    async def found(self, trace: vf.Trace) -> float:
-        return float(self.data.number in trace.state.guesses)
-
-    @vf.metric
-    async def guesses(self, trace: vf.Trace) -> float:
-        return float(len(trace.state.guesses))
-
-
-class TitleEnv(vf.SingleAgentEnv):
-    """Plays a rollout turn by turn."""
-
-    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        async with agents.agent.interaction(task) as interaction:
-            segment = await interaction.turn()
-            for left in reversed(range(task.data.guesses)):
-                guess = read_guess(segment.last_reply)
-                interaction.trace.state.guesses += (guess,)
-                if segment.terminated or guess == task.data.number or not left:
-                    return
-                segment = await interaction.turn(answer(guess, task.data.number))
-
-
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
-    """Task 7 is the eighth that load() gives, on every machine and each time."""
-
-    INFINITE = True
-
-    def load(self) -> Iterator[TitleTask]:
-        config = self.config
-        rng = random.Random(config.seed)
-        for index, _ in enumerate(iter(int, 1)):
-            values = {
-                "idx": index,
-                "prompt": f"Guess my number from 1 to {config.highest}, in {config.guesses} guesses.",
-                "number": rng.randint(1, config.highest),
-                "guesses": config.guesses,
-            }
-            yield TitleTask(TitleData.model_validate(values), config.task)
-
-
-__all__ = ["TitleEnv", "TitleTaskset"]
-'''
-
-MULTI_TURN_TEST = """\
-from itertools import islice
-
-from MODULE import TitleConfig, TitleTaskset, answer, read_guess
-
-
-def numbers(count: int, **options: int) -> list[int]:
-    config = TitleConfig.model_validate({"id": "NAME", **options})
-    return [task.data.number for task in islice(TitleTaskset(config).load(), count)]
-
-
-def test_tasks_depend_on_the_options_alone():
-    assert numbers(50) == numbers(50)
-    assert numbers(50) != numbers(50, seed=1)
-    assert set(numbers(200, highest=3)) == {1, 2, 3}
-
-
-def test_what_it_says_depends_on_guess_and_number_alone():
-    assert read_guess("I say 12, or 13") == 12
-    assert read_guess("no idea") == -1
-    assert "higher" in answer(3, 5)
-    assert "lower" in answer(9, 5)
-    assert "no number" in answer(-1, 5)
-"""
 
 
 # -- list, trust -----------------------------------------------------------------------------------
@@ -696,6 +417,9 @@ def run_test(
             "--sampled-rewards", help="For a run with environment.deterministic_rewards = false."
         ),
     ] = False,
+    judge: Annotated[
+        str, typer.Option("--judge", metavar="JSON", help="environment.judge of a run.")
+    ] = "",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also what the environment prints.")
     ] = False,
@@ -712,20 +436,26 @@ def run_test(
       primerl-node env test my-env --args '{"digits": 6}' --tasks 50
       primerl-node env test my-env --model outputs/demo/weights/step_160
       primerl-node env test word-game --reply '[crane]' --reply '[about]' --show
+      primerl-node env test my-env --judge '{"url": "http://127.0.0.1:8000/v1", "model": "grader"}'
     """
+    from ..node.config.run import EnvironmentConfig
     from ..node.environments.trial import EnvironmentTrial, TrialOptions
 
     options = TrialOptions(
-        environment=environment,
-        args=_options(args),
+        environment=EnvironmentConfig(
+            id=environment,
+            args=_options("--args", args, {"digits": 6}),
+            max_turns=max_turns,
+            timeout_s=timeout_s,
+            start_timeout_s=limit_s / 3,  # the limit of all names no line of code
+            deterministic_rewards=not sampled_rewards,
+            judge=_judge(judge) if judge else None,
+        ),
+        sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         tasks=tasks,
         model=model.expanduser() if model is not None else None,
         seed=seed,
-        max_turns=max_turns,
-        timeout_s=timeout_s,
         limit_s=limit_s,
-        sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
-        sampled_rewards=sampled_rewards,
         replies=tuple(reply or ()),
     )
     if verbose:
@@ -755,15 +485,36 @@ def _sandbox(
         ) from error
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
     from ..node.ops.errors import UsageError
 
+    shown = f"for example '{json.dumps(example)}'"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--args is no JSON ({error}): for example '{{\"digits\": 6}}'") from error
+        raise UsageError(f"{flag} is no JSON ({error}): {shown}") from error
     if not isinstance(found, dict):
-        raise UsageError("--args is a JSON object, for example '{\"digits\": 6}'")
+        raise UsageError(f"{flag} is a JSON object, {shown}")
+    return found
+
+
+def _judge(text: str) -> "JudgeConfig":
+    from pydantic import ValidationError
+
+    from ..node.config.chat_api import JudgeConfig
+    from ..node.ops.errors import UsageError
+
+    example = {"url": "http://127.0.0.1:8000/v1", "model": "grader"}
+    try:
+        found = JudgeConfig.model_validate(_options("--judge", text, example))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"--judge: {where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
+    if not found.url:
+        raise UsageError(f"--judge has no url: for example '{json.dumps(example)}'")
     return found
 
 
@@ -791,4 +542,4 @@ def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
             typer.echo(visible(tried.shown()))
     if failed:
         names = ", ".join(check.name for check in failed)
-        raise NodeError(f"{tried.options.environment} failed: {names}")
+        raise NodeError(f"{tried.options.environment.id} failed: {names}")

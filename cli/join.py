@@ -96,12 +96,14 @@ def run(
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config.run import JoinConfig
+    from ..node.ops.monitors import check_monitors
 
     given = {"ticket": ticket, "role": role, "data-dir": data_dir, **parallel(tp, pp, dp)}
     if wait:
         given |= {"wait": "true", "wait-for-trainer-s": "inf"}
     config = with_allowed(read_config(JoinConfig, arguments(ctx, given)), allow_environment)
     check_engine(config)
+    check_monitors(config.monitors)
     if dry_run:
         if config.ticket not in ("", "-"):
             ticket_text(config.ticket)

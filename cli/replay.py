@@ -1,5 +1,6 @@
 """`primerl-node replay`: compute a finished run again, from what it kept."""
 
+from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,23 +44,23 @@ def run(
       primerl-node rl @ demo --checkpoint.keep-first --rollouts.keep.steps 0
       primerl-node replay outputs/demo
     """
-    from ..node.app.replay import KeptRun, ReplaySummary
+    from ..node.app.replay import KeptRun, follows
 
     kept = KeptRun.open(run_dir.expanduser())
     table = None if as_json else StepTable()
     steps = run_to_end(_replay(kept, tolerance, table))
-    summary = ReplaySummary.of(steps)
     if as_json:
         import msgspec
 
-        told = {"steps": steps, "follows": summary.follows}
+        told = {"steps": steps, "follows": follows(steps)}
         typer.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
     else:
+        found = Counter(one.outcome for one in steps)
         typer.echo(
-            f"{summary.equal} equal, {summary.close} close, {summary.departs} depart, "
-            f"{summary.unchecked} not checked"
+            f"{found['equal']} equal, {found['close']} close, {found['departs']} depart, "
+            f"{found['unchecked']} not checked"
         )
-    if not summary.follows:
+    if not follows(steps):
         raise typer.Exit(1)
 
 

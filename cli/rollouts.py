@@ -254,6 +254,7 @@ def _facts(one: "KeptRollout") -> list[tuple[str, str]]:
         for logprob, own in zip(one.completion_logprobs, one.completion_mask, strict=True)
         if own
     ]
+    agent = f", agent {one.agent}" if one.agent else ""
     mean = f", mean logprob {sum(sampled) / drawn:.4g}" if drawn else ""
     return [
         ("rollout", f"{one.place}, branch {one.branch}, task {one.task[:SHORT]}"),
@@ -261,7 +262,7 @@ def _facts(one: "KeptRollout") -> list[tuple[str, str]]:
         ("reward", f"{one.reward:.6g}{claimed}{advantage}"),
         (
             "made by",
-            f"worker {one.worker[:SHORT]}, lease {one.lease}, environment {one.environment}",
+            f"worker {one.worker[:SHORT]}, lease {one.lease}, environment {one.environment}{agent}",
         ),
         ("policies", f"{one.policy_first} to {one.policy_last}"),
         ("tokens", f"{len(one.prompt_ids)} + {len(one.completion_ids)}, {drawn} drawn{mean}"),

@@ -511,6 +511,22 @@ FAULTS = (
     ),
     # -- environments
     Fault(
+        "manifest says where a worker's variables are sent",
+        "environments: judges",
+        "node/environments/allowed.py",
+        "return options.published()",
+        "return options",
+        ("test_a_manifest_cannot_make_a_worker_send_a_variable_anywhere",),
+    ),
+    Fault(
+        "judge that is down is not waited for",
+        "environments: judges",
+        "node/environments/judge_model.py",
+        "while self._answered < since:",
+        "while False:",
+        ("test_a_judge_that_does_not_answer_is_waited_for_and_said",),
+    ),
+    Fault(
         "deadline of an environment is ignored",
         "environments",
         "node/environments/policies.py",

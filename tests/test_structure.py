@@ -57,7 +57,7 @@ APART: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 
 HEAVY = {
     "aiohttp": {"node.p2p.seeds", "node.api"},
-    "openai": {"node.evaluation.endpoint"},
+    "openai": {"node.environments.chat_api"},
     "iroh": {"node.p2p.iroh"},
     "libp2p": {"node.p2p.libp2p"},
     "multiaddr": {"node.p2p.libp2p"},

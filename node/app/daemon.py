@@ -66,6 +66,7 @@ async def join(config: JoinConfig) -> str:
     from .validator import ValidatorNode
     from .worker import WorkerNode
 
+    check_monitors(config.monitors)
     data_dir = config.data_dir or Path.home() / ".primerl"
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")

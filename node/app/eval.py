@@ -14,10 +14,11 @@ from pathlib import Path
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
-from ..config.sandbox import SandboxConfig
 from ..environments.chat import ChatFormat
+from ..environments.chat_api import read_key
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.judge_model import Judges
 from ..environments.sandbox import Sandbox, choose
 from ..evaluation.candidates import (
     Candidate,
@@ -45,17 +46,22 @@ BATCHES = 2
 
 
 def make_text_environment(
-    config: EnvironmentConfig, seed: int, temperature: float, *, sandbox: Sandbox | None = None
+    config: EnvironmentConfig,
+    seed: int,
+    temperature: float,
+    *,
+    sandbox: Sandbox | None = None,
+    judges: Judges | None = None,
 ) -> Environment:
     """An environment for models that take and give text, not started."""
     return HostedEnvironment(
         config,
-        model_dir=Path(),
+        model_dir=None,
         seed=seed,
         max_tokens=MAX_CHARACTERS,
         temperature=temperature,
-        text=True,
         sandbox=sandbox,
+        judges=judges,
     )
 
 
@@ -70,12 +76,14 @@ class EvalFactories:
     text_environment: Callable[[EnvironmentConfig, int, float], Environment] = make_text_environment
 
     @classmethod
-    def sandboxed(cls, config: SandboxConfig) -> "EvalFactories":
-        """The real ones, whose environments run in the sandbox of `config`. Raises UsageError."""
-        sandbox = choose(config)
+    def sandboxed(cls, config: EvalConfig, environ: Mapping[str, str]) -> "EvalFactories":
+        """The real ones, whose environments run in the sandbox of `config`. Judges keep answers beside the
+        results; `environ` holds their keys. Raises UsageError."""
+        sandbox = choose(config.sandbox)
+        judges = Judges(config.environments, config.directory, environ)
         return cls(
-            environment=partial(make_environment, sandbox=sandbox),
-            text_environment=partial(make_text_environment, sandbox=sandbox),
+            environment=partial(make_environment, sandbox=sandbox, judges=judges),
+            text_environment=partial(make_text_environment, sandbox=sandbox, judges=judges),
         )
 
 
@@ -91,7 +99,7 @@ async def evaluate(
     `environ` holds the keys of endpoints. Raises NodeError; finished cells are kept.
     """
     variables = os.environ if environ is None else environ
-    keys = [_key(one, variables) for one in config.endpoints]
+    keys = [read_key(one, variables) for one in config.endpoints]
     config = completed(config)
     local = await asyncio.to_thread(candidates, config)
     with held(config.directory):
@@ -99,7 +107,9 @@ async def evaluate(
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
         evaluation = _Evaluation(
-            config, suite, factories or EvalFactories.sandboxed(config.sandbox)
+            config,
+            suite,
+            factories or EvalFactories.sandboxed(config, variables),
         )
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
@@ -133,17 +143,6 @@ def _begin(config: EvalConfig) -> None:
     make_directory(directory)
     write(directory / CONFIG, config.model_dump_json(indent=2))
     configure(config.log, directory / "logs" / "eval.jsonl")
-
-
-def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
-    name = endpoint.key_variable
-    key = environ.get(name, "").strip() if name else ""
-    if name and not (key and key.isascii() and key.isprintable()):
-        raise UsageError(
-            f"the key for {endpoint.url} is to be in the environment variable {name}, which holds none: "
-            f"export {name}=..."
-        )
-    return key
 
 
 class _Evaluation:

@@ -16,6 +16,7 @@ from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkCon
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
+from ..environments.judge_model import Judges
 from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
@@ -76,8 +77,10 @@ def make_environment(
     temperature: float,
     *,
     sandbox: Sandbox | None = None,
+    judges: Judges | None = None,
 ) -> Environment:
-    """The environment of a run, not started; by default its process has the default limits."""
+    """The environment of a run, not started; by default its process has the default limits, and one that has a
+    judge is played and not scored."""
     return HostedEnvironment(
         config,
         model_dir=model_dir,
@@ -85,6 +88,7 @@ def make_environment(
         max_tokens=max_tokens,
         temperature=temperature,
         sandbox=sandbox,
+        judges=judges,
     )
 
 
@@ -184,11 +188,19 @@ class Factories:
         ]
 
 
-def sandboxed(config: RunConfig | JoinConfig) -> Factories:
-    """The real factories of a node, whose environments run in its own sandbox. Raises UsageError."""
+def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factories:
+    """The real factories of a node, whose environments run in its own sandbox.
+
+    `judged`: their judges are asked, which only the trainer does. Raises UsageError, also for want of a key.
+    """
     if isinstance(config, JoinConfig) and config.role == "validator":
         return Factories()  # plays nothing
-    return Factories(environment=partial(make_environment, sandbox=own_sandbox(config)))
+    judges = None
+    if judged and isinstance(config, RunConfig):
+        judges = Judges([*config.mixture, *config.evaluation.environments], config.run_dir)
+    return Factories(
+        environment=partial(make_environment, sandbox=own_sandbox(config), judges=judges)
+    )
 
 
 def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:

@@ -6,10 +6,12 @@ The roles' own parts are in `worker.py` and `validator.py`.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ... import __version__
 from ...crypto.hashing import short
@@ -42,6 +44,7 @@ from ..ops.errors import (
     one_line,
     printable,
 )
+from ..ops.monitors import MonitoredRun, Monitors, configured, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
 from ..p2p.rpc import Refused, receive
@@ -67,6 +70,11 @@ RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
 GOODBYE_S = 2.0
+MONITORED_EVERY_S = 30.0
+PUBLIC_OF_NODE = {
+    "engine": {"type", "dtype", "device", "tp", "pp", "dp", "max_batch", "max_model_len"}
+}
+"""Keys of a worker's config that its monitors get."""
 MAX_WORDS = 400
 """Characters of what a node says that it waits for."""
 Questions = WatchHeads | GetHeads | Hello
@@ -154,7 +162,9 @@ class PeerNode(Node):
                 if gossip is not None:
                     background.append(tasks.create_task(gossip.run()))
                 try:
-                    await self._take_part(await self._join(services, ticket, directory))
+                    joined = await self._join(services, ticket, directory)
+                    async with self._monitored(joined.documents):
+                        await self._take_part(joined)
                     self.farewell = printable(
                         f"the run has ended: {services.heads.ended}", MAX_NAME
                     )
@@ -192,6 +202,42 @@ class PeerNode(Node):
             await self._fetch_base(joined, run.adapters)
         self._obstacle = ""
         return joined
+
+    @asynccontextmanager
+    async def _monitored(self, documents: rundir.RunDocuments) -> AsyncGenerator[None]:
+        """Log to this node's monitors what its status says, and once more at the end. Raises StorageError."""
+        if not configured(self._config.monitors):
+            yield
+            return
+        run_id, node = documents.run_id, self.key.node_id
+        run = MonitoredRun(
+            name=f"{self._config.role}-{short(node)}",
+            id=f"{run_id.hex()[:16]}-{node.hex()[:16]}",
+            role=self._config.role,
+            group=group_of(documents.manifest.name, run_id),
+            directory=str(self.data_dir.absolute()),
+            config=self._config.model_dump(mode="json", include=PUBLIC_OF_NODE),
+            resumed=True,
+        )
+        monitors = await asyncio.to_thread(Monitors, self._config.monitors, run)
+
+        async def log() -> None:
+            status = await self._status()
+            if status.version >= 0:
+                monitors.log(status.version, node_metrics(status))
+
+        async def keep_logging() -> None:
+            while True:
+                await asyncio.sleep(MONITORED_EVERY_S)
+                await log()
+
+        task = asyncio.create_task(keep_logging(), name="monitors")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await log()
+            await asyncio.to_thread(monitors.close)
 
     async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
         """Fetch the base model of an adapter run, from other workers where they have it."""
@@ -415,6 +461,20 @@ class PeerNode(Node):
 
     async def _peers(self) -> list[PeerRow]:
         return peer_rows(self._services) if self._services is not None else []
+
+
+def node_metrics(status: Status) -> dict[str, object]:
+    """Name the figures of a worker's or validator's status as monitors show them."""
+    engine = msgspec.structs.asdict(status.engine) if status.engine else {}
+    return {
+        "rollouts/accepted": status.accepted,
+        "rollouts/rejected": sum(status.rejected.values()),
+        "leases/held": status.leases,
+        "trust": status.trust,
+        "network/bytes_sent": status.bytes_sent,
+        "network/bytes_received": status.bytes_received,
+        **{f"inference/{name}": value for name, value in engine.items()},
+    }
 
 
 def _check_welcome(welcome: Welcome, now: int) -> None:

@@ -9,13 +9,12 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from ...crypto.hashing import digest, short
@@ -39,7 +38,7 @@ from ..training.backend import Sample, TrainBackend, TrainBatch
 from ..training.checkpoint import Checkpoints
 from ..weights.chain import VersionChain
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
-from ..weights.state import CodecError, DigestMismatch, State, Tensor, WeightsError
+from ..weights.state import CodecError, DigestMismatch, State, WeightsError, floats
 from .factories import Factories
 from .rundir import RunDocuments, read_documents
 from .trainer import step_settings
@@ -72,25 +71,10 @@ class ReplayedStep:
     """Norm of all differences over that of the published way since the state that was loaded."""
 
 
-@dataclass(frozen=True)
-class ReplaySummary:
-    """How often each outcome was, over all steps."""
-
-    equal: int = 0
-    close: int = 0
-    departs: int = 0
-    unchecked: int = 0
-
-    @classmethod
-    def of(cls, steps: Sequence[ReplayedStep]) -> "ReplaySummary":
-        """Count."""
-        found = [one.outcome for one in steps]
-        return cls(*map(found.count, ("equal", "close", "departs", "unchecked")))
-
-    @property
-    def follows(self) -> bool:
-        """Whether something could be checked, and all of that follows."""
-        return self.equal + self.close > 0 and not self.departs
+def follows(steps: Sequence[ReplayedStep]) -> bool:
+    """Whether something could be checked, and all of that follows."""
+    found = {one.outcome for one in steps}
+    return bool(found & {"equal", "close"}) and "departs" not in found
 
 
 class _Lost(Exception):
@@ -110,14 +94,6 @@ class _Batch:
     head: bytes
     note: str
     """Of an advantage that its rewards do not give."""
-
-
-@dataclass(frozen=True)
-class _Base:
-    """A state that was loaded, and the newest published policy that is known from there on."""
-
-    start: State = field(default_factory=dict[str, Tensor])
-    policy: Policy = EMPTY
 
 
 class PublishedVersions:
@@ -256,7 +232,13 @@ class KeptRun:
             settings = record.settings or step_settings(self.config)
             training = TrainingConfig.model_validate(settings.training)
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
-            samples = credit(kept_batch(kept, record.groups), training, own).samples
+            if training.sft is not None:
+                raise _Lost("its demonstrations are not kept (training.sft)")
+            if training.loss.hint:
+                raise _Lost("its hints are not kept (training.loss.hint)")
+            samples = credit(
+                kept_batch(kept, record.groups), training, own, record.baselines
+            ).samples
         except StorageError as error:
             there = self.files.path(step).exists()
             raise _Lost(
@@ -313,7 +295,7 @@ def _altered(kept: Sequence[KeptRollout], samples: Sequence[Sample]) -> str:
     for one, sample in zip(trained, samples, strict=True):
         if one.advantage != sample.advantage:
             return (
-                f"rollout {one.place}: the kept rewards do not give the advantage that was trained"
+                f"rollout {one.place}: its kept reward does not give the advantage that was trained"
             )
     return ""
 
@@ -334,7 +316,10 @@ class RunReplay:
         """The version that the learner is; None: it is of no use."""
         self._untouched = False
         """Whether the learner is still the model that it was made of."""
-        self._base = _Base()
+        self._start: State = {}
+        """The state that was loaded last."""
+        self._known = EMPTY
+        """The newest published policy that is known from there on."""
 
     async def __aenter__(self) -> "RunReplay":
         return self
@@ -363,14 +348,9 @@ class RunReplay:
         self._untouched = False
         await backend.step(TrainBatch(step, batch.samples))
         made = await asyncio.to_thread(prove, step, await backend.state())
-        found = ReplayedStep(
-            step,
-            "unchecked",
-            batch.note,
-            len(batch.samples),
-            made.digest.hex(),
-            head.state.hex() if head else "",
-        )
+        signed = head.state.hex() if head else ""
+        count, digits = len(batch.samples), made.digest.hex()
+        found = ReplayedStep(step, "unchecked", batch.note, count, digits, signed)
         if head is None:
             return _with(found, "unchecked", "its signed head was not kept")
         return await asyncio.to_thread(self._compare, found, made, head, batch.settings)
@@ -380,25 +360,22 @@ class RunReplay:
     ) -> ReplayedStep:
         """Compare the state that was computed with the published one."""
         try:
-            held = self._run.published.weights(found.step, self._base.policy)
+            held = self._run.published.weights(found.step, self._known)
         except _Departs as error:
             return _with(found, "departs", str(error))
-        start = self._base.start
         if made.digest == head.state:
-            self._base = _Base(start, made)
+            self._known = made
             return replace(found, outcome="equal", weights=held is not None)
-        if held is None:
-            if self._allowed(settings):
-                return _with(
-                    found, "unchecked", "bits differ, and its weights are not held any more"
-                )
-            return _with(found, "departs", "the state is another than the published one")
-        largest, drift = difference(made.state, held.state, start)
-        self._base = _Base(start, held)
-        near = drift <= self._allowed(settings) and not found.note  # advantages are exact anywhere
-        outcome: Outcome = "close" if near else "departs"
-        note = "" if outcome == "close" else "the state is another than the published one"
-        return replace(_with(found, outcome, note), weights=True, largest=largest, drift=drift)
+        allowed = self._allowed(settings)
+        if held is None and allowed:
+            return _with(found, "unchecked", "bits differ, and its weights are not held any more")
+        if held is not None:
+            largest, drift = difference(made.state, held.state, self._start)
+            self._known = held
+            found = replace(found, weights=True, largest=largest, drift=drift)
+            if drift <= allowed and not found.note:  # advantages are exact anywhere
+                return replace(found, outcome="close")
+        return _with(found, "departs", "the state is another than the published one")
 
     def _allowed(self, settings: StepSettings) -> float:
         if self._tolerance is not None:
@@ -428,13 +405,12 @@ class RunReplay:
         state = await backend.state()
         policy = await asyncio.to_thread(prove, version, state)
         signed = run.published.digest_of(version)
-        if signed is None and not version and run.config.warmup is None:
-            signed = (
-                None if run.documents.manifest.adapters else run.documents.manifest.model.base_state
-            )
+        manifest = run.documents.manifest
+        if not version and run.config.warmup is None and not manifest.adapters:
+            signed = signed or manifest.model.base_state
         if signed is not None and signed != policy.digest:
             raise _Departs(f"the kept state of step {version} is not version {version}")
-        self._base = _Base(state, policy if signed else EMPTY)
+        self._start, self._known = state, policy if signed else EMPTY
         return backend
 
     async def _set_up(self, settings: StepSettings) -> TrainBackend:
@@ -490,17 +466,9 @@ def difference(computed: State, published: State, start: State) -> tuple[float, 
     largest = missed = moved = 0.0
     for name, tensor in published.items():
         with np.errstate(over="ignore", invalid="ignore"):  # a wrong state may hold any bits
-            theirs = _values(tensor)
-            miss = np.abs(_values(computed[name]) - theirs)
+            theirs = floats(tensor).astype(np.float64)
+            miss = np.abs(floats(computed[name]) - theirs)
             largest = max(largest, float(miss.max(initial=0.0)))
             missed += float(np.square(miss).sum())
-            moved += float(np.square(theirs - _values(start[name])).sum())
+            moved += float(np.square(theirs - floats(start[name])).sum())
     return largest, math.sqrt(missed / moved) if moved else math.inf
-
-
-def _values(tensor: Tensor) -> NDArray[np.float64]:
-    """Read the numbers of a bf16, fp16 or fp32 tensor; bits of other types as they are."""
-    if tensor.dtype == "BF16":
-        return (tensor.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(tensor.dtype)
-    return (tensor.data if kind is None else tensor.data.view(kind)).astype(np.float64)

@@ -19,6 +19,7 @@ from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
+from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
@@ -29,12 +30,14 @@ from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..ops.monitors import Monitors
+from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
+from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
+from ..trainer.demonstrations import Demonstrations, Hints
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
@@ -230,13 +233,15 @@ class TrainerNode(Node):
         self.farewell = Farewell()
         self._config = config
         self._announce = announce
-        self._factories = factories or sandboxed(config)
+        self._factories = factories or sandboxed(config, judged=True)
         self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._services: NodeServices | None = None
         self._role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()
+        self._mixed: MixedReader | None = None
+        self._hints: Hints | None = None
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -258,6 +263,8 @@ class TrainerNode(Node):
     async def _work(self, ledger: Ledger) -> None:
         if self._config.goes_on:
             check_ledger(open_checkpoints(self._config), ledger)
+        if self._config.training.sft is not None:
+            check_mixed(self._config.training.sft)
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.
@@ -286,7 +293,8 @@ class TrainerNode(Node):
             )
             self._announce(self._tickets.current().text)
             environments = self._environments = self._factories.mixture(self._config, model_dir)
-            monitors = await asyncio.to_thread(Monitors, self._config)
+            group = group_of(documents.manifest.name, documents.run_id)
+            monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
             # a cancellation while one part closes must not keep the others open
             async with AsyncExitStack() as cleanup:
@@ -309,6 +317,22 @@ class TrainerNode(Node):
         names = [one.name for one in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
 
+    async def _open_hints(
+        self, environments: Sequence[Environment], model_dir: Path
+    ) -> Hints | None:
+        """Make what training.loss.hint needs, if it is set. Raises UsageError."""
+        template = self._config.training.loss.hint
+        if not template:
+            return None
+        try:
+            chat = await asyncio.to_thread(ChatFormat.load, model_dir)
+        except EnvironmentFailed as error:
+            raise UsageError(str(error)) from error
+        names = [one.name for one in self._config.mixture]
+        hints = Hints(template, chat, dict(zip(names, environments, strict=True)))
+        await hints.check()
+        return hints
+
     async def _train(
         self,
         services: NodeServices,
@@ -318,9 +342,13 @@ class TrainerNode(Node):
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
-            await asyncio.gather(
-                self._start_environments(environments), self._backend.start(model_dir)
+            rows = asyncio.to_thread(
+                open_mixed, self._config, model_dir, self._config.run_dir / "data"
             )
+            _, _, self._mixed = await asyncio.gather(
+                self._start_environments(environments), self._backend.start(model_dir), rows
+            )
+        self._hints = await self._open_hints(environments, model_dir)
         engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
@@ -436,7 +464,14 @@ class TrainerNode(Node):
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(
-            services, config, scheduler, submissions, self._backend, publisher, metrics, evaluation
+            config,
+            scheduler,
+            submissions,
+            self._backend,
+            publisher,
+            metrics,
+            evaluation,
+            Demonstrations(self._mixed, self._hints),
         )
         startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:

@@ -2,30 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
-from urllib.parse import urlsplit
+from typing import Annotated, Self, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
-from .engine import EngineConfig, Positive
-from .run import EvaluatedEnvironment, LogConfig, check_names
+from .chat_api import ChatApiConfig
+from .engine import EngineConfig
+from .run import EvaluatedEnvironment, LogConfig, check_judges, check_names
 from .sandbox import SandboxConfig
-
-
-def _check_url(text: str) -> str:
-    """The base URL of an API, without a slash at its end. Raises ValueError."""
-    try:
-        url = urlsplit(text)
-        good = url.scheme in ("http", "https") and url.hostname and not (url.query or url.fragment)
-        named = good and url.username is None and (url.port is None or url.port > 0)
-    except ValueError:
-        named = False
-    if not named or not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError(
-            "an endpoint is http(s)://HOST/v1, without a key or a password: name its variable in key_variable"
-        )
-    return text.rstrip("/")
 
 
 def _steps(value: object) -> object:
@@ -54,31 +39,13 @@ class EvalSamplingConfig(BaseConfig):
     """Of one reply; 0 takes those of the run of weights_dir, or 512."""
 
 
-class EndpointConfig(BaseConfig):
-    """A model behind an OpenAI-compatible API."""
+class EndpointConfig(ChatApiConfig):
+    """A model behind an API, to be evaluated."""
 
-    url: Annotated[str, AfterValidator(_check_url)]
-    """Base URL; /chat/completions is added to it."""
-    model: str
-    """As the API names it."""
     name: str = ""
     """Name in the results; else the model."""
-    key_variable: str = ""
-    """The environment variable that holds the key; empty sends none."""
-    concurrency: Positive = 16
-    """Requests at a time."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """For one reply."""
-    retries: Annotated[int, Field(ge=0)] = 7
-    """Further attempts after no answer or an error of the server, after 0.5, 1, 2, 4, 8, 8, .. seconds."""
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The API's field for the limit of a reply."""
     send_seed: bool = True
     """Send a seed, the same for the same prompt and sample."""
-    proxy: bool = False
-    """Go through the proxy that HTTP_PROXY and HTTPS_PROXY name."""
-    options: dict[str, Any] = {}
-    """Laid over the body of every request."""
 
 
 class EvalConfig(BaseConfig):
@@ -126,6 +93,7 @@ class EvalConfig(BaseConfig):
             raise ValueError("nothing to play: name [[environments]], each with its id")
         if self.steps and self.weights_dir is None:
             raise ValueError("steps are of weights_dir: name it, as outputs/RUN/weights")
+        check_judges(self.environments)
         check_names("environments", [one.title for one in self.environments])
         check_names("endpoints", [one.name or one.model for one in self.endpoints])
         return self

@@ -15,20 +15,20 @@ class WandbConfig(BaseConfig):
     entity: str | None = None
     """User or team; default: that of the login."""
     name: str | None = None
-    """Name of the run there; default: `name`."""
+    """Name of the run there; default: `name`; of `join` role and node id."""
     group: str | None = None
-    """Group of runs."""
+    """Group of runs; default: trainer and workers of a run are one."""
     tags: list[str] | None = None
     """Tags of the run."""
     offline: bool = False
-    """Write files in RUN_DIR/wandb alone; `wandb sync` sends them later."""
+    """Write files in RUN_DIR/wandb (of `join`: in the data directory) alone; `wandb sync` sends them later."""
 
 
 class TensorboardConfig(BaseConfig):
     """TensorBoard, by tensorboardX: `pip install primerl-node[tensorboard]`."""
 
     directory: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """Of the event files; default: RUN_DIR/tensorboard."""
+    """Of the event files; default: RUN_DIR/tensorboard, of `join` that in the data directory."""
 
 
 class TrackioConfig(BaseConfig):
@@ -37,9 +37,9 @@ class TrackioConfig(BaseConfig):
     project: str = "primerl"
     """Project that the run belongs to."""
     name: str | None = None
-    """Name of the run there; default: `name`."""
+    """Name of the run there; default: `name`; of `join` role and node id."""
     group: str | None = None
-    """Group of runs."""
+    """Group of runs; default: trainer and workers of a run are one."""
     space_id: str | None = None
     """Space of the Hugging Face hub that shows it as well, user/space; default: this machine alone."""
 

@@ -5,6 +5,7 @@ RunConfig, `join` reads JoinConfig; both hold NodeConfig's sections. Learner: tr
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .chat_api import JudgeConfig
 from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
@@ -78,6 +80,7 @@ class OwnRunConfig(BaseConfig):
     resume: Resume = None
     clean: bool = False
     """Delete what an earlier run of this name left."""
+    monitors: MonitorsConfig = MonitorsConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -220,19 +223,27 @@ class EnvironmentConfig(BaseConfig):
     max_turns: Positive = 8
     """Most replies of the model in one rollout."""
     timeout_s: EnvironmentSeconds = 60.0
-    """Longest time of a rollout's own code (hooks, rewards, judges) between two turns; a rollout that takes
-    longer is ended and lost."""
+    """Longest time of a rollout's own code (hooks, rewards) between two turns, without what it waits for a
+    judge; a rollout that takes longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
     """Longest that the taskset may take to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
     """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
-    trainer's own score. Set false for judges and random rewards: then only the trainer's score counts."""
+    trainer's own score. Set false for random rewards: then only the trainer's score counts."""
+    judge: JudgeConfig | None = None
+    """The model that rewards ask by a Judge of `verifiers`. With it all rewards are the trainer's: workers play
+    and do not score."""
 
     def options(self) -> "EnvironmentConfig":
-        """Return what of it decides how tasks are made and scored: the options that a manifest has."""
+        """Return what of it decides how tasks are made and scored."""
         return EnvironmentConfig(
             **{name: getattr(self, name) for name in EnvironmentConfig.model_fields}
         )
+
+    def published(self) -> "EnvironmentConfig":
+        """Return the options that a manifest has: all of them, without the way to the judge."""
+        judge = None if self.judge is None else self.judge.published()
+        return self.options().model_copy(update={"judge": judge})
 
 
 class OwnSamplingConfig(BaseConfig):
@@ -413,6 +424,15 @@ class OnlineEnvironment(EvaluatedEnvironment):
     """Steps between two evaluations on it; 0: evaluation.interval."""
 
 
+def check_judges(environments: Sequence[EnvironmentConfig]) -> None:
+    """Refuse judges that cannot be reached. Raises ValueError."""
+    for one in environments:
+        if one.judge is not None and not one.judge.url:
+            raise ValueError(
+                f"the judge of {one.id!r} has no url: set environment.judge.url to http(s)://HOST/v1"
+            )
+
+
 def check_names(what: str, names: list[str]) -> None:
     """Refuse empty and duplicate names. Raises ValueError."""
     for name in names:
@@ -536,6 +556,7 @@ class JoinConfig(NodeConfig):
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
     wait: bool = False
     """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
@@ -579,7 +600,6 @@ class RunConfig(NodeConfig, OwnRunConfig):
     verification: VerificationConfig = VerificationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    monitors: MonitorsConfig = MonitorsConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property
@@ -639,6 +659,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
                 "[environment] is for one environment alone: name all of them in [[environments]]"
             )
         check_names("environments", [one.name for one in self.mixture])
+        check_judges([*self.mixture, *self.evaluation.environments])
         if any("/" in one.name or one.name == "mean" for one in self.mixture):
             raise ValueError('the name of an environment has no "/" in it, and is not "mean"')
         if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):

@@ -4,17 +4,13 @@ The rules are run.py's. Everything about the learner is TrainingConfig's, with d
 supervised learning.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .monitors import MonitorsConfig
 from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig
-from .training import Fraction, Positive, TrainingConfig
-
-Role = Literal["assistant", "user", "system", "tool"]
-DatasetId = Annotated[str, Field(pattern=r"^([\w.-]+/)?[\w.-]*$", max_length=200)]
+from .training import Positive, RowsConfig, TrainingConfig
 
 
 class SftTrainingConfig(TrainingConfig):
@@ -22,6 +18,12 @@ class SftTrainingConfig(TrainingConfig):
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     scheduler: Literal["constant", "linear", "cosine"] = "linear"
+
+    @model_validator(mode="after")
+    def _learns_from_data_alone(self) -> Self:
+        if self.sft is not None:
+            raise ValueError("sft is of `train` and `rl`: give the data section here")
+        return self
 
 
 class SftCheckpointConfig(CheckpointConfig):
@@ -31,38 +33,11 @@ class SftCheckpointConfig(CheckpointConfig):
     """Steps between checkpoints; --resume goes on from the last."""
 
 
-class DataConfig(BaseConfig):
+class DataConfig(RowsConfig):
     """The source of demonstrations (one of files, hub, environment), and which parts of them are learned."""
 
-    files: list[str] = Field(default_factory=list[str])
-    """.jsonl, .json, either with .gz, and .parquet files, or directories of them."""
-    hub: DatasetId = ""
-    """A data set of the Hugging Face hub, as the `datasets` library reads it; its code is never run."""
-    subset: str = ""
-    """Of `hub`: the configuration, where the data set has several."""
-    revision: str = "main"
-    """Of `hub`: branch, tag or commit."""
-    split: str = "train"
-    """Of `hub`: a split that the data set names."""
     environment: EnvironmentConfig | None = None
     """Demonstrations of a taskset whose data has answers, of tasks that reinforcement learning never leases."""
-    strings: Literal["chat", "raw"] = "chat"
-    """What prompt and completion are when they are text: a user's message and the reply to it, or tokens as
-    they stand, without the chat template."""
-    renderer: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=40)] = "template"
-    """`template`: the model's own chat template, the tokens that `train` makes of a conversation; a name of the
-    `renderers` package (`qwen3`); `auto`: its renderer for model.name, else the template."""
-    loss_roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
-    """Roles whose messages are learned: of the assistant's everything that it would generate, the stop token
-    included; of others their text alone."""
-    too_long: Literal["drop", "truncate"] = "drop"
-    """Treatment of a row of more than training.seq_len tokens."""
-    shuffle: bool = True
-    """Another order every epoch, by `seed`."""
-    max_bad_rows: Fraction = 0.05
-    """Share of rows that may be unusable; more end the run."""
-    max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
-    """A longer row is a bad one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "DataConfig":
@@ -111,7 +86,6 @@ class SftConfig(OwnRunConfig):
     validation: ValidationConfig = ValidationConfig()
     training: SftTrainingConfig = SftTrainingConfig()
     checkpoint: SftCheckpointConfig = SftCheckpointConfig()
-    monitors: MonitorsConfig = MonitorsConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")

@@ -69,6 +69,12 @@ class LossConfig(BaseConfig):
     reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
+    teacher: Literal["reference", "policy"] = "reference"
+    """reverse_kl and its term: whom they compare with, `reference` or the policy itself as it is now, which
+    reads `hint` before the conversation."""
+    hint: Annotated[str, Field(max_length=4096)] = ""
+    """reverse_kl and its term: a system message that the teacher alone reads before each conversation, with
+    "{demonstration}" where the task's right reply belongs (OPSD)."""
     echo_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss: factor of the cross entropy of the environment's tokens after the first reply (ECHO), as
     tool output and further turns of the user. 0: these are only read; prime-rl's `alpha` is 0.1."""
@@ -85,11 +91,16 @@ class LossConfig(BaseConfig):
         return self.type == "reverse_kl" or self.ref_kl_tau > 0
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether a frozen model is held for that."""
+        return self.needs_reference and self.teacher == "reference"
+
+    @property
     def needs_sequences(self) -> bool:
         """Whether it may add up over all tokens of a sequence."""
         weighs = self.type == "reinforce" and self.importance == "sequence"
         rejects = self.rejection in ("sequence", "geometric")
-        return self.type in ("gspo", "custom") or weighs or rejects
+        return self.type in ("gspo", "custom") or weighs or rejects or bool(self.hint)
 
     @property
     def reads_advantages(self) -> bool:
@@ -109,6 +120,18 @@ class LossConfig(BaseConfig):
         if self.reference is not None and not self.needs_reference:
             raise ValueError(
                 'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+            )
+        if (self.teacher == "policy" or self.hint) and not self.needs_reference:
+            raise ValueError(
+                'teacher and hint are of type "reverse_kl" and of ref_kl_tau: set one, or leave them out'
+            )
+        if self.teacher == "policy" and (self.reference is not None or not self.hint):
+            raise ValueError(
+                'teacher "policy" needs a hint, which it alone reads, and has no reference: set hint alone'
+            )
+        if self.hint and "{demonstration}" not in self.hint:
+            raise ValueError(
+                'hint has no "{demonstration}" in it: say where the right reply belongs'
             )
         if self.type == "ce" and self.rejection != "none":
             raise ValueError('type "ce" reads no ratio: leave rejection out')
@@ -225,6 +248,57 @@ class CurriculumConfig(BaseConfig):
     leased again."""
 
 
+Role = Literal["assistant", "user", "system", "tool"]
+DatasetId = Annotated[str, Field(pattern=r"^([\w.-]+/)?[\w.-]*$", max_length=200)]
+
+
+class RowsConfig(BaseConfig):
+    """Rows of demonstrations, and which parts of them are learned."""
+
+    files: list[str] = Field(default_factory=list[str])
+    """.jsonl, .json, either with .gz, and .parquet files, or directories of them."""
+    hub: DatasetId = ""
+    """A data set of the Hugging Face hub, as the `datasets` library reads it; its code is never run."""
+    subset: str = ""
+    """Of `hub`: the configuration, where the data set has several."""
+    revision: str = "main"
+    """Of `hub`: branch, tag or commit."""
+    split: str = "train"
+    """Of `hub`: a split that the data set names."""
+    strings: Literal["chat", "raw"] = "chat"
+    """What prompt and completion are when they are text: a user's message and the reply to it, or tokens as
+    they stand, without the chat template."""
+    renderer: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=40)] = "template"
+    """`template`: the model's own chat template, the tokens that `train` makes of a conversation; a name of the
+    `renderers` package (`qwen3`); `auto`: its renderer for model.name, else the template."""
+    loss_roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
+    """Roles whose messages are learned: of the assistant's everything that it would generate, the stop token
+    included; of others their text alone."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """Treatment of a row of more than training.seq_len tokens."""
+    shuffle: bool = True
+    """Another order every epoch, by `seed`."""
+    max_bad_rows: Fraction = 0.05
+    """Share of rows that may be unusable; more end the run."""
+    max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
+    """A longer row is a bad one."""
+
+
+class MixedSftConfig(RowsConfig):
+    """Demonstrations that every step learns from beside its rollouts (training/losses.py: sft)."""
+
+    weight: Annotated[float, Field(gt=0)] = 0.1
+    """Factor of the mean cross entropy of their tokens. Rollouts keep the weight 1."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Their share of the tokens that a step reads, prompts included; at least one row a step."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.files) == bool(self.hub):
+            raise ValueError("give one of training.sft.files and training.sft.hub")
+        return self
+
+
 class LoraConfig(BaseConfig):
     """Low-rank adapters (Hu et al. 2021): only these are trained, and only these travel."""
 
@@ -270,7 +344,16 @@ class FsdpConfig(BaseConfig):
     """How often dead ranks are replaced from the same checkpoint before the run ends."""
 
 
-Advantage = Literal["grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"]
+Advantage = Literal[
+    "grpo",
+    "grpo_std",
+    "grpo_length",
+    "max_rl",
+    "rloo",
+    "reinforce_plus_plus",
+    "rae",
+    "hierarchical_grpo",
+]
 
 
 class TrainingConfig(BaseConfig):
@@ -304,7 +387,13 @@ class TrainingConfig(BaseConfig):
     advantage: Advantage = "grpo"
     """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
     `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward
-    minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation."""
+    minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation;
+    `rae`: reward minus a moving average of the agent's rewards; `hierarchical_grpo`: grpo, for the agents that
+    `episode_agents` names within each episode. Of several agents each is compared with itself alone."""
+    rae_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """rae: share of an agent's baseline that is left when another reward of it comes in."""
+    episode_agents: tuple[str, ...] = ()
+    """hierarchical_grpo: agents that play an episode several times, as the solvers of one proposed problem."""
     overlong: OverlongConfig | None = None
     """Take from the rewards of rollouts that come close to the longest reply."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
@@ -313,6 +402,8 @@ class TrainingConfig(BaseConfig):
     reference term act on them. A loss that reads no advantage has them all."""
     curriculum: CurriculumConfig = CurriculumConfig()
     loss: LossConfig = LossConfig()
+    sft: MixedSftConfig | None = None
+    """Learn from demonstrations beside the rollouts."""
     freeze_router: bool = False
     """Of a mixture of experts: who reads which token stays as it was."""
     enable_router_replay: bool = False
@@ -348,6 +439,18 @@ class TrainingConfig(BaseConfig):
         if self.optimizer == "muon" and self.fsdp.ranks * self.fsdp.nodes > 1:
             raise ValueError(
                 'optimizer "muon" needs whole matrices: set fsdp.ranks to 1, or optimizer to "adamw"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_compare(self) -> Self:
+        if self.advantage == "hierarchical_grpo" and not self.episode_agents:
+            raise ValueError(
+                'advantage "hierarchical_grpo" needs episode_agents, as ["solver"]: name them, or take "grpo"'
+            )
+        if self.advantage == "rae" and self.curriculum.gates:
+            raise ValueError(
+                'advantage "rae" compares no groups: leave curriculum.gates out, or take another'
             )
         return self
 

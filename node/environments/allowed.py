@@ -216,7 +216,7 @@ def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> Envir
     return EnvironmentContract(
         name=one.name,
         id=one.id,
-        config=one.options().model_dump_json().encode(),
+        config=_published(one),
         seed=config.seed,
         version=library,
         group_size=one.group_size,
@@ -224,12 +224,19 @@ def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> Envir
         sampling=SamplingContract(config.sampling.temperature, one.sampling.max_tokens),
         package=package.label if package else "",
         package_digest=package.digest if package else b"",
-        rewards="recomputed" if one.deterministic_rewards else "sampled",
+        rewards="recomputed" if one.deterministic_rewards and one.judge is None else "sampled",
     )
 
 
+def _published(one: TrainedEnvironment) -> bytes:
+    """The options that the manifest has, in JSON. Without a judge they are the bytes from before there were
+    judges, so that a run from then goes on."""
+    told = one.published()
+    return told.model_dump_json(exclude=None if told.judge else {"judge"}).encode()
+
+
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
-    """The options that a manifest has for its environment.
+    """The options that a manifest has for its environment; a way to a judge is not taken from there.
 
     Raises UsageError if this version does not know them, or if they name another environment than the manifest:
     the import uses their name, the permission the manifest's.
@@ -245,7 +252,7 @@ def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
             f"this run's environment is {printable(contract.id)!r}, and its options are of "
             f"{printable(options.id)!r}: refused"
         )
-    return options
+    return options.published()
 
 
 def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Path) -> None:

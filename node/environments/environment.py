@@ -101,13 +101,28 @@ def _join_spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
+class AgentScore:
+    """Reward of one agent's trace in a rollout of several agents."""
+
+    agent: str
+    """Its name in the environment's config; several traces of a rollout may have the same."""
+    reward: float
+    branches: int
+    """How many of the rollout's branches are this trace's: the next ones in order."""
+
+
+@dataclass(frozen=True)
 class Score:
     """Reward and named metrics (e.g. `exact`) of one rollout."""
 
     reward: float
+    """Of several agents: the mean of their traces' rewards."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     turns: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    """Turn numbers of each branch's replies, part of their seeds; set in a recomputed score only."""
+    """Turn numbers of each branch's replies, part of their seeds; set in a recomputed score, and where
+    there are agents."""
+    agents: tuple[AgentScore, ...] = ()
+    """In the order in which they first spoke; empty where the environment has one agent."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,11 @@ class Environment(Protocol):
     @property
     def status(self) -> str:
         """Its activity or fault, for the operator; empty while all is well."""
+        ...
+
+    @property
+    def judge_fault(self) -> str:
+        """Why its judge does not answer; empty while it does, or has none."""
         ...
 
     async def start(self) -> None:

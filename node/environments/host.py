@@ -2,7 +2,7 @@
 
 hosted.py is the node's end. Many rollouts run at once; an answer has the number of its request. A play is
 answered by a turn whenever the policy has to speak; the reply to it has the same number and is answered like
-the play. Invariants:
+the play. Meanwhile its code may ask the judge. Invariants:
 - while a request's code runs its number is in memory shared with the node, which so knows the request that
   ended this process;
 - code that holds the event loop longer than the config allows ends the process, by a timer that runs without
@@ -11,6 +11,7 @@ the play. Invariants:
 
 import asyncio
 import faulthandler
+import itertools
 import mmap
 import os
 import time
@@ -41,7 +42,7 @@ from .environment import (
     Split,
     Task,
 )
-from .policies import episode_clock
+from .policies import JudgeRefused, episode_clock, episode_judge
 from .sandbox import SANDBOX_VARIABLE, enter
 from .verifiers import VerifiersEnvironment
 
@@ -66,6 +67,8 @@ class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"
     temperature: float
     text: bool
     """Use characters as tokens (chat.Transcript), without a tokenizer."""
+    judged: bool = False
+    """The node answers EnvironmentAsk: rollouts are scored by the judge that the config names, if any."""
 
 
 class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
@@ -98,6 +101,17 @@ class EnvironmentRescore(msgspec.Struct, frozen=True, array_like=True, tag="resc
     branches: list[Branch]
 
 
+class EnvironmentTold(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+    """Answer to the EnvironmentAsk with this number and place; the request goes on."""
+
+    number: int
+    place: int
+    completion: bytes
+    """As the API sends it, JSON."""
+    refused: str
+    """Why there is none; empty where there is."""
+
+
 class EnvironmentDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     """Cancel a request."""
 
@@ -112,7 +126,9 @@ class EnvironmentPing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 EnvironmentWork = EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
 """Requests that run an environment's code."""
-EnvironmentRequest = EnvironmentWork | EnvironmentReply | EnvironmentDrop | EnvironmentPing
+EnvironmentRequest = (
+    EnvironmentWork | EnvironmentReply | EnvironmentTold | EnvironmentDrop | EnvironmentPing
+)
 
 
 class EnvironmentReady(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -136,6 +152,16 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     number: int
     turn: int
     prompt: list[int]
+
+
+class EnvironmentAsk(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A reward asks the judge; answered by EnvironmentTold. No answer to the request with this number."""
+
+    number: int
+    place: int
+    """Among all that this process asks."""
+    request: bytes
+    """To /chat/completions, JSON."""
 
 
 class EnvironmentPlayed(msgspec.Struct, frozen=True, array_like=True, tag="played"):
@@ -171,6 +197,7 @@ EnvironmentAnswer = (
     EnvironmentReady
     | EnvironmentLooked
     | EnvironmentTurn
+    | EnvironmentAsk
     | EnvironmentPlayed
     | EnvironmentScored
     | EnvironmentFailure
@@ -323,6 +350,9 @@ class EnvironmentHost:
         """Pending requests that may load the taskset and so have start_timeout_s."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._replies: dict[int, asyncio.Future[Completion]] = {}
+        self._told: dict[int, asyncio.Future[bytes]] = {}
+        """Questions to the judge, by place."""
+        self._places = itertools.count()
         self._ticking: asyncio.Task[None] | None = None
 
     def take(self, request: EnvironmentRequest) -> None:
@@ -338,6 +368,14 @@ class EnvironmentHost:
                 reply = self._replies.pop(request.number, None)
                 if reply is not None and not reply.done():
                     reply.set_result(request.completion)
+            case EnvironmentTold():
+                told = self._told.pop(request.place, None)
+                if told is None or told.done():
+                    pass  # its reward has ended
+                elif request.refused:
+                    told.set_exception(JudgeRefused(request.refused))
+                else:
+                    told.set_result(request.completion)
             case _:
                 token = _asking.set(request.number)
                 task = asyncio.create_task(self._answer(request))
@@ -381,6 +419,7 @@ class EnvironmentHost:
     ) -> None:
         number = request.number
         episode_clock.set(partial(self._steps.clock, number))
+        episode_judge.set(partial(self._ask_judge, number))
         try:
             self._outbox.put(await self._do(request))
             return
@@ -455,6 +494,16 @@ class EnvironmentHost:
 
         return policy
 
+    async def _ask_judge(self, number: int, request: bytes) -> bytes:
+        """Ask the node's judge for a request's code. Raises JudgeRefused."""
+        place = next(self._places)
+        told = self._told[place] = asyncio.get_running_loop().create_future()
+        self._outbox.put(EnvironmentAsk(number, place, request))
+        try:
+            return await told
+        finally:
+            self._told.pop(place, None)
+
 
 def make_environment(request: EnvironmentSetUp) -> Environment:
     """Make the environment of a set-up request, not started."""
@@ -465,6 +514,7 @@ def make_environment(request: EnvironmentSetUp) -> Environment:
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         chat=Transcript() if request.text else None,
+        judged=request.judged,
     )
 
 

@@ -13,14 +13,14 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import SandboxConfig
-from ..ops.errors import NodeError
+from ..ops.errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE, kill_group
@@ -44,6 +44,7 @@ from .host import (
     MISMATCH,
     STUCK,
     EnvironmentAnswer,
+    EnvironmentAsk,
     EnvironmentDrop,
     EnvironmentFailure,
     EnvironmentLook,
@@ -58,11 +59,13 @@ from .host import (
     EnvironmentRescore,
     EnvironmentScored,
     EnvironmentSetUp,
+    EnvironmentTold,
     EnvironmentTurn,
     read_answer,
     unpack_mark,
 )
-from .policies import PlayFailed, RememberedPolicy
+from .judge_model import JudgeModel, Judges
+from .policies import JudgeRefused, PlayFailed, RememberedPolicy
 from .sandbox import Sandbox, python_path
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,8 @@ GUARD_S = 0.25
 """Pause between two looks at what the process has started."""
 SILENT_S = 30.0
 """Silence of the process that is tolerated beyond the environment's own limits."""
+MOST_QUESTIONS = 64
+"""Questions to the judge that a rollout may have open."""
 END_S = 2.0
 """Grace for the process to exit by itself."""
 
@@ -110,13 +115,15 @@ class EnvironmentChild(ChildProcess):
         command: Sequence[str],
         environ: Mapping[str, str],
         pass_fds: Sequence[int],
+        judge: JudgeModel | None,
     ) -> None:
+        """The process sees of `environ` what is no secret, or all of it with a network."""
         self._mark_file = _shared_file()
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
         variables = {
             name: value
             for name, value in environ.items()
-            if name not in PRIVATE and (sandbox.config.network or not SECRET.search(name))
+            if sandbox.config.network or not SECRET.search(name)
         }
         variables |= {
             MARK_VARIABLE: str(self._mark_file.fileno()),
@@ -129,6 +136,9 @@ class EnvironmentChild(ChildProcess):
         self._config = config
         self._sandbox = sandbox
         self._pass_fds = (self._mark_file.fileno(), *pass_fds)
+        self._judge = judge
+        self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
+        """Questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
         self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
@@ -174,6 +184,7 @@ class EnvironmentChild(ChildProcess):
         """End it, and kill it if that takes too long."""
         if self._guarding is not None:
             self._guarding.cancel()
+        self._cancel_questions()
         await self.end(0.0 if self.silent_s > 2 * PING_S else END_S)
         self._mark_file.close()
 
@@ -200,6 +211,7 @@ class EnvironmentChild(ChildProcess):
         return answer
 
     def _drop(self, number: int) -> None:
+        self._cancel_questions(number)
         if self._failure is None:
             self._send(EnvironmentDrop(number))
 
@@ -209,8 +221,42 @@ class EnvironmentChild(ChildProcess):
     def _take(self, message: Any) -> None:
         if isinstance(message, EnvironmentPong):
             self.status = message.status
+        elif isinstance(message, EnvironmentAsk):
+            self._begin_question(message)
         else:
             super()._take(message)
+
+    def _begin_question(self, asked: EnvironmentAsk) -> None:
+        asking = self._asking[asked.number]
+        if len(asking) >= MOST_QUESTIONS:
+            refused = f"a rollout asks its judge {MOST_QUESTIONS} questions at a time at most"
+            self._send(EnvironmentTold(asked.number, asked.place, b"", refused))
+            return
+        task = asyncio.create_task(self._ask_judge(asked), name="question to the judge")
+        asking.add(task)
+        task.add_done_callback(lambda done: self._end_question(asked.number, done))
+
+    def _end_question(self, number: int, task: asyncio.Task[None]) -> None:
+        self._asking[number].discard(task)
+        if not self._asking[number]:
+            del self._asking[number]
+
+    async def _ask_judge(self, asked: EnvironmentAsk) -> None:
+        """Answer a question of a reward."""
+        completion, refused = b"", "this node has no judge"
+        try:
+            if self._judge is not None:
+                completion, refused = await self._judge.ask(asked.request), ""
+        except (JudgeRefused, StorageError) as error:
+            refused = str(error)
+        if self._failure is None:
+            self._send(EnvironmentTold(asked.number, asked.place, completion, refused))
+
+    def _cancel_questions(self, number: int | None = None) -> None:
+        """Cancel the questions of a request; None: of all."""
+        for asking in list(self._asking) if number is None else [number]:
+            for task in self._asking.get(asking, ()):
+                task.cancel()
 
     # -- watching ----------------------------------------------------------------------------------
 
@@ -247,32 +293,36 @@ class HostedEnvironment:
         self,
         config: EnvironmentConfig,
         *,
-        model_dir: Path,
+        model_dir: Path | None,
         seed: int,
         max_tokens: int,
         temperature: float,
-        text: bool = False,
         sandbox: Sandbox | None = None,
+        judges: Judges | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
         """Prepare the environment of a run: nothing of it is imported or run before start().
 
-        `model_dir` holds tokenizer.json and the chat template, and is not read with `text`, where
-        characters are tokens. `seed` is the taskset's unless its options name one; `max_tokens` bounds a turn.
-        Without a `sandbox` the process has the default limits.
+        `model_dir` holds tokenizer.json and the chat template; None: characters are tokens. `seed` is the
+        taskset's unless its options name one; `max_tokens` bounds a turn. Without a `sandbox` the process has
+        the default limits. `judges` make the judge that the config names; without them it plays and does
+        not score.
         """
         self._config = config
+        self._judge = judges.judge(config) if judges else None
+        self._hidden = PRIVATE | judges.variables if judges else PRIVATE
         self._sandbox = sandbox or Sandbox(SandboxConfig())
-        self._model_files = [] if text else [model_dir / name for name in CHAT_FILES]
+        self._model_files = [] if model_dir is None else [model_dir / name for name in CHAT_FILES]
         self._set_up = EnvironmentSetUp(
             SET_UP,
-            # leaves out the keys of a subclass, which its process does not know
-            config.model_dump_json(include=set(EnvironmentConfig.model_fields)).encode(),
-            str(model_dir.absolute()),
+            # leaves out the keys of a subclass, which its process does not know, and the way to the judge
+            config.published().model_dump_json().encode(),
+            str(model_dir.absolute()) if model_dir else "",
             seed,
             max_tokens,
             temperature,
-            text,
+            model_dir is None,
+            self._judge is not None,
         )
         self._program = program
         self._child: EnvironmentChild | None = None
@@ -296,16 +346,23 @@ class HostedEnvironment:
     @property
     def status(self) -> str:
         """See Environment."""
-        if self._given_up:
-            return self._given_up
+        if self._given_up or self.judge_fault:
+            return self._given_up or self.judge_fault
         if self._child is not None and self._child.status:
             return self._child.status
         if self._fault:
             return f"{self._fault} (its process was started again {self.restarts} time(s))"
         return ""
 
+    @property
+    def judge_fault(self) -> str:
+        """See Environment."""
+        return "" if self._judge is None else self._judge.fault
+
     async def start(self) -> None:
-        """Start its process and load the taskset. Raises EnvironmentFailed."""
+        """Start its process and load the taskset. Raises EnvironmentFailed, StorageError."""
+        if self._judge is not None:
+            await self._judge.start()
         await self._start()
 
     async def close(self) -> None:
@@ -315,6 +372,8 @@ class HostedEnvironment:
             if child is not None:
                 await child.close()
         self._child = None
+        if self._judge is not None:
+            await self._judge.close()
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """Return task number `index`, from the cache if possible."""
@@ -424,8 +483,9 @@ class HostedEnvironment:
         command = await asyncio.to_thread(self._command)
         if self._closed:
             raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
+        visible = {name: value for name, value in os.environ.items() if name not in self._hidden}
         child = self._starting = EnvironmentChild(
-            self._config, self._sandbox, command, os.environ, self.pass_fds
+            self._config, self._sandbox, command, visible, self.pass_fds, self._judge
         )
         try:
             await child.start(self._set_up)

@@ -1,7 +1,7 @@
 """Play a taskset of `verifiers`; besides the bundled tasksets only this file imports the library.
 
-No model call leaves the process: no harness program, no interception server, no HTTP (which cost 5.4 ms of
-CPU a rollout). Two ways, and the same episode from both:
+A model is called through the node alone: no harness program, no interception server, no HTTP (which cost
+5.4 ms of CPU a rollout). Two ways, and the same episode from both:
 
 - a plain taskset (no Env of its own, no hooks on single requests) takes the short way, 0.35 ms: a Trace
   made of the library's public types, over which its own stops, hooks and Task.score() run;
@@ -11,18 +11,21 @@ CPU a rollout). Two ways, and the same episode from both:
 Tasksets with tool servers or containers are refused: a node runs no commands for a stranger.
 """
 
+import asyncio
 import importlib
 import math
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx
 import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1 import tasksets as library_tasksets
+from verifiers.v1.clients import base as library_clients
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.errors import boundary
 from verifiers.v1.interception import Interception
@@ -38,20 +41,20 @@ from ..config.run import EnvironmentConfig
 from ..inference.engine import Completion
 from .allowed import BUNDLED
 from .chat import Chat
-from .environment import Branch, EnvironmentFailed, Episode, Score, Split
-from .policies import Exchange, PlayFailed
+from .environment import AgentScore, Branch, EnvironmentFailed, Episode, Score, Split
+from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
 from .taskset import TaskIndex, load_tasksets
 
 
-def only_trace(traces: Sequence[Any]) -> Any:
-    """The episode's one trace. Raises PlayFailed if there are several, or if it failed."""
-    if len(traces) != 1:
-        raise PlayFailed(f"{len(traces)} rollouts in an episode: only 1 is supported")
-    trace = traces[0]
+def check_trace(trace: Any) -> None:
+    """Raise PlayFailed if a trace failed, or is not of the policy that is trained."""
     if not trace.ok or trace.is_timeout:
         last = trace.last_error
         raise PlayFailed(trace.stop_condition if last is None else f"{last.type}: {last.message}")
-    return trace
+    if not trace.agent.trainable:
+        raise PlayFailed(
+            f"agent {trace.agent.name!r} is not to be trained: all agents of an episode are the policy here"
+        )
 
 
 def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Branch]:
@@ -65,6 +68,27 @@ def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Br
     if not found:
         raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
     return found
+
+
+def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
+    """The score of an episode of several agents, whose traces have so many branches each. Raises PlayFailed.
+
+    Metrics are AGENT/NAME, means over the traces of an agent.
+    """
+    scores = [score(trace) for trace in traces]
+    names = [trace.agent.name for trace in traces]
+    found: dict[str, list[float]] = {}
+    for name, one in zip(names, scores, strict=True):
+        for metric, value in {"reward": one.reward, **one.metrics}.items():
+            found.setdefault(f"{name}/{metric}", []).append(value)
+    return Score(
+        reward=math.fsum(one.reward for one in scores) / len(scores),
+        metrics={name: math.fsum(values) / len(values) for name, values in found.items()},
+        agents=tuple(
+            AgentScore(name, one.reward, count)
+            for name, one, count in zip(names, scores, branches, strict=True)
+        ),
+    )
 
 
 def score(trace: Any) -> Score:
@@ -110,8 +134,11 @@ class TasksetPlayer:
         tasks: TaskIndex,
         env: vf.Env | None,
         agent: vf.AgentConfig,
+        scores: bool,
     ) -> None:
+        """Without `scores` rollouts are played, and their rewards left to others: each is 0."""
         self._config = config
+        self._scores = scores
         self._chat = chat
         self._tasks = tasks
         self._env = env
@@ -141,6 +168,8 @@ class TasksetPlayer:
         """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
         task: vf.Task = await self._tasks.get(index, split)
         data, content = task.data, task.hash
+        if not self._scores:
+            task = task.defer_scoring()
         if data.image or data.agent_user or data.skills or data.network_block:
             raise EnvironmentFailed(f"task {index} wants a container: use another taskset")
         if data.prompt is None and self._env is None:
@@ -218,10 +247,12 @@ class TasksetPlayer:
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
 
-        def sit(_: str, agent: vf.AgentConfig) -> vf.Agent:
+        one_at_a_time = asyncio.Semaphore(1)  # so that the order of turns does not depend on time
+
+        def sit(name: str, agent: vf.AgentConfig) -> vf.Agent:
             limit = min(self._config.max_turns, agent.max_turns or self._config.max_turns)
             config = self._agent.model_copy(update={"max_turns": limit})
-            return BorrowingAgent(config, harness, placement)
+            return BorrowingAgent(config, harness, placement, name, one_at_a_time)
 
         agents = vf.Agents(env.config, sit)
         async with boundary(vf.EnvError, type(env).__name__):
@@ -229,9 +260,22 @@ class TasksetPlayer:
             await env.run(prepared.task, agents)
             await env.finalize(prepared.task, episode)
         exchange.check()
-        trace = only_trace(episode.traces)
-        branches = trace_branches(trace, harness.completions)
-        return Episode(branches=branches, score=score(trace))
+        if not episode.traces:
+            raise PlayFailed("no agent played: mend the environment's run()")
+        for trace in episode.traces:
+            check_trace(trace)
+        several = len(episode.traces) > 1 or len(agent_config_fields(env.config)) > 1
+        if not several:
+            (trace,) = episode.traces
+            return Episode(trace_branches(trace, harness.completions), score(trace))
+        traces = sorted(filter(harness.spoke, episode.traces), key=harness.first_turn)
+        if not traces:
+            raise PlayFailed("no agent took a turn: mend the environment's run()")
+        found = [trace_branches(trace, harness.completions) for trace in traces]
+        branches = [branch for one in found for branch in one]
+        total = joined_score(traces, list(map(len, found)))
+        turns = tuple(numbers for trace in traces for numbers in harness.numbers(trace))
+        return Episode(branches=branches, score=replace(total, turns=turns))
 
 
 # -- the library's parts, played in process -------------------------------------------------------
@@ -255,6 +299,29 @@ class NoCommands(vf.Runtime):
     write = _read = run  # type: ignore[assignment]
 
 
+class JudgeTransport(httpx.AsyncBaseTransport):
+    """Takes what an OpenAI client would send over the network to the judge of the episode."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer a chat completion; 422 with the reason where the judge refuses it."""
+        ask = episode_judge.get()
+        if ask is None:
+            raise httpx.ConnectError("a judge is asked by rewards alone", request=request)
+        if not request.url.path.endswith("/chat/completions"):
+            raise httpx.ConnectError("a judge answers chat completions alone", request=request)
+        try:
+            answer = await ask(await request.aread())
+        except JudgeRefused as error:
+            return httpx.Response(422, json={"error": {"message": str(error)}}, request=request)
+        headers = {"content-type": "application/json"}
+        return httpx.Response(200, headers=headers, content=answer, request=request)
+
+
+def judge_client(_: object) -> httpx.AsyncClient:
+    """In place of the library's client of an endpoint: whatever that is, the run's judge answers."""
+    return httpx.AsyncClient(transport=JudgeTransport(), timeout=None)
+
+
 class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     """An episode's harness and its interception in one: a model call is a call of the policy."""
 
@@ -271,6 +338,21 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         self._sessions: dict[str, RolloutSession] = {}
         self.completions: dict[int, Completion] = {}
         """id() of a sampled node, which its trace keeps alive -> what was sampled."""
+        self._turns: dict[int, int] = {}
+        """id() of a sampled node -> number of its turn in the episode."""
+
+    def spoke(self, trace: Any) -> bool:
+        """Whether the policy was sampled for a trace."""
+        return any(node.sampled for node in trace.nodes)
+
+    def first_turn(self, trace: Any) -> int:
+        """Number of a trace's first turn in the episode; it has one."""
+        return min(self._turns[id(node)] for node in trace.nodes if node.sampled)
+
+    def numbers(self, trace: Any) -> list[tuple[int, ...]]:
+        """Numbers of the turns of each of a trace's branches, in order."""
+        paths = [[node for node in one.nodes if node.sampled] for one in trace.branches]
+        return [tuple(self._turns[id(node)] for node in path) for path in paths if path]
 
     async def start(self) -> None:
         """Nothing listens."""
@@ -312,6 +394,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
             return False
         turn = graph.prepare_turn(trace, request.messages)
         prompt, started = self._prompt(turn), time.time()
+        number = self._exchange.turns
         completion = await self._exchange.sample(prompt)
         tokens = vf.TurnTokens(
             prompt_ids=prompt,
@@ -332,6 +415,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         node = turn.commit(response)
         session.consume_prepared(turn.tail)
         self.completions[id(trace.nodes[node])] = completion
+        self._turns[id(trace.nodes[node])] = number
         trace.calls.append(_call(prompt, completion, node, started))
         if stop is not None:
             trace.stop(stop)
@@ -349,16 +433,34 @@ class BorrowingAgent(vf.Agent):
     """An agent whose rollouts borrow the box without commands and note their traces in a list."""
 
     def __init__(
-        self, config: vf.AgentConfig, harness: PolicyHarness, placement: dict[str, Any]
+        self,
+        config: vf.AgentConfig,
+        harness: PolicyHarness,
+        placement: dict[str, Any],
+        name: str,
+        gate: asyncio.Semaphore,
     ) -> None:
-        """`placement` is what every rollout gets: the runtime, and who notes its trace."""
+        """`placement` is what every rollout gets: the runtime, and who notes its trace.
+
+        `name` is the agent's in the environment; `gate` is held while it is active, as the library's
+        `max_concurrent_agents` has it, but not between the turns of an interaction.
+        """
         super().__init__(config, interception=harness)
         self.harness = harness
-        self._placement = placement
+        self._name = name
+        self._one_at_a_time = self._gate = gate
+        self._placement: dict[str, Any] = {**placement, "on_trace": self._note}
+        self._on_trace: Callable[[vf.Trace], None] = placement["on_trace"]
+
+    def _note(self, trace: vf.Trace) -> None:
+        """Stamp a trace that begins, as the library's own agents of an episode do."""
+        trace.agent.name, trace.agent.trainable = self._name, self.trainable
+        self._on_trace(trace)
 
     async def run(self, task: vf.Task, **options: Any) -> vf.Trace:
         """A whole rollout."""
-        return await super().run(task, **{**options, **self._placement})
+        async with self._one_at_a_time:
+            return await super().run(task, **{**options, **self._placement})
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task, **options: Any) -> AsyncGenerator[vf.Interaction]:
@@ -371,9 +473,18 @@ class BorrowingAgent(vf.Agent):
 
 
 def open_player(
-    config: EnvironmentConfig, *, chat: Chat, seed: int, max_tokens: int, temperature: float
+    config: EnvironmentConfig,
+    *,
+    chat: Chat,
+    seed: int,
+    max_tokens: int,
+    temperature: float,
+    scores: bool,
 ) -> TasksetPlayer:
     """Find the taskset and how to play it. Raises EnvironmentFailed."""
+    if config.judge is not None:
+        # vf.Judge has no hook for a client of ours; all clients of the library are made by this function
+        library_clients.build_async_httpx = judge_client
     tasksets = load_tasksets(config, seed, _find)
     agent = vf.AgentConfig(
         model="policy",
@@ -385,7 +496,7 @@ def open_player(
     )
     tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
     env = _load_env(config.id, tasksets["train"])
-    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent)
+    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent, scores=scores)
 
 
 def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
@@ -395,8 +506,11 @@ def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
         return None
     config = loaders.resolve_env_config({"taskset": taskset.config.model_dump()})
     env = loaders.load_environment(config)
-    if len(agent_config_fields(env.config)) != 1:
-        raise EnvironmentFailed(f"{name!r} has several agents: use an environment with one")
+    for agent, seat in agent_config_fields(env.config).items():
+        if seat.model is not None:
+            raise EnvironmentFailed(
+                f"agent {agent!r} of {name!r} is another model ({seat.model}): only the policy plays here"
+            )
     return env
 
 

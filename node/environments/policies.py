@@ -9,8 +9,8 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 
 from ..inference.engine import Completion
@@ -18,6 +18,15 @@ from .environment import Branch, Policy, ScoreMismatch
 
 episode_clock: ContextVar[Callable[[], float]] = ContextVar("episode_clock", default=time.monotonic)
 """Clock for the deadline of an episode, in seconds; a host leaves out the time of other episodes' code."""
+
+Judge = Callable[[bytes], Awaitable[bytes]]
+"""(request to /chat/completions) -> completion, both in JSON. Raises JudgeRefused."""
+episode_judge: ContextVar[Judge | None] = ContextVar("episode_judge", default=None)
+"""The model that an episode's rewards may ask; None where others score it."""
+
+
+class JudgeRefused(Exception):
+    """The judge answers, but not this conversation; the text says why."""
 
 
 class PlayFailed(Exception):
@@ -60,32 +69,52 @@ class Exchange:
         self._stops = stop_token_ids
         self._deadline = deadline
         self._clock = episode_clock.get()
+        self._judge = episode_judge.get()
         self._timer: asyncio.Timeout | None = None
         self._look: asyncio.TimerHandle | None = None
         self._began: float | None = None
-        """Start of the environment's own code; None while the policy samples."""
-        self._sampling = 0
+        """Start of the environment's own code; None while the policy samples or the judge answers."""
+        self._outside = 0
+        """Answers of the policy and of the judge that are waited for."""
         self._turn = 0
         self._failure: Exception | None = None
+
+    @property
+    def turns(self) -> int:
+        """Turns so far; the number of the next one."""
+        return self._turn
 
     async def sample(self, prompt: Sequence[int]) -> Completion:
         """Sample a completion. Raises BadCompletion if it breaks the sampling contract."""
         turn, self._turn = self._turn, self._turn + 1
-        self._count(+1)
-        try:
-            completion = await self._policy(prompt, turn)
-        except Exception as error:
-            self._failure = error  # see check(): the caller may swallow it
-            raise
-        finally:
-            self._count(-1)
+        with self._waiting():
+            try:
+                completion = await self._policy(prompt, turn)
+            except Exception as error:
+                self._failure = error  # see check(): the caller may swallow it
+                raise
         check_completion(completion, max_tokens=self._max_tokens, stop_token_ids=self._stops)
         return completion
 
+    async def _ask_judge(self, request: bytes) -> bytes:
+        """Ask the judge for the episode's code. Raises JudgeRefused."""
+        if self._judge is None:
+            raise JudgeRefused("no judge is asked here: rewards of judges are the trainer's")
+        with self._waiting():
+            return await self._judge(request)
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        """Wait for others inside: the deadline counts the environment's time only."""
+        self._count(+1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
     def _count(self, change: int) -> None:
-        """Count samples under way: the deadline counts the environment's time only."""
-        self._sampling += change
-        self._began = None if self._sampling else self._clock()
+        self._outside += change
+        self._began = None if self._outside else self._clock()
 
     def _check_time(self) -> None:
         """End the episode if its code exceeded the deadline, else check again when it could have."""
@@ -105,6 +134,7 @@ class Exchange:
 
         A loop that never awaits cannot be interrupted from inside its own process (host.py).
         """
+        judge = episode_judge.set(self._ask_judge)
         try:
             async with asyncio.timeout(None) as self._timer:
                 self._count(0)
@@ -118,6 +148,7 @@ class Exchange:
                 "environment.timeout_s"
             ) from error
         finally:
+            episode_judge.reset(judge)
             if self._look is not None:
                 self._look.cancel()
 

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from ..config.run import EnvironmentConfig
 from .allowed import NAME
@@ -23,6 +23,8 @@ Finder = Callable[[str], tuple[Callable[[Any], Any], Any]]
 
 _HOST_OPTIONS = frozenset({"id", "system_prompt"})
 _HOST_TASK_OPTIONS = frozenset({"judges", "stops", "metrics", "rewards"})
+_REFERENCE_JUDGE = frozenset("id name weight answer_field question_field view choices".split())
+"""Options of the library's judge `reference` that name nothing on the machine."""
 
 
 def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Split, Any]:
@@ -30,7 +32,7 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
     and the config names none, is the run's. Raises EnvironmentFailed."""
     from pydantic import ValidationError
 
-    _refuse_host_options(config.args)
+    _refuse_host_options(config)
     taskset, options = _find(config.id, find)
     fields = options.model_fields
     values: dict[str, Any] = {**config.args, "id": config.id}
@@ -64,16 +66,28 @@ def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
         ) from error
 
 
-def _refuse_host_options(args: Mapping[str, Any]) -> None:
-    task = args.get("task")
-    found = _HOST_OPTIONS & set(args)
+def _refuse_host_options(config: EnvironmentConfig) -> None:
+    task = config.args.get("task")
+    found = _HOST_OPTIONS & set(config.args)
     if isinstance(task, dict):
-        found |= _HOST_TASK_OPTIONS & {str(name) for name in task}
+        options = cast(dict[Any, Any], task)
+        named = _HOST_TASK_OPTIONS & {str(name) for name in options}
+        if config.judge is not None and _are_reference_judges(options.get("judges")):
+            named -= {"judges"}
+        found |= named
     if found:
         raise EnvironmentFailed(
             f"environment.args may not set {', '.join(sorted(found))}: "
             "it names things on the machine that plays; write it into the taskset"
         )
+
+
+def _are_reference_judges(value: Any) -> bool:
+    """Whether these are entries of the library's own judge `reference`, which asks environment.judge."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and one.get("id") == "reference" and set(one) <= _REFERENCE_JUDGE
+        for one in cast(list[Any], value)
+    )
 
 
 def _refuse_unservable(name: str, taskset: Any) -> None:

@@ -13,11 +13,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from ... import __version__
 from ..config.run import EnvironmentConfig
@@ -27,9 +29,10 @@ from ..ops.errors import UsageError, printable
 from . import tasksets
 from .allowed import BUNDLED, find_package, module_of, root_of
 from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
-from .environment import Environment, EnvironmentFailed, Episode, ScoreMismatch, Split, Task
+from .environment import Environment, EnvironmentFailed, ScoreMismatch, Split, Task
 from .host import EnvironmentSetUp, main, make_environment
 from .hosted import HostedEnvironment
+from .judge_model import Judges
 from .sandbox import Sandbox, choose
 
 COUNTED = 1000
@@ -56,17 +59,13 @@ SAME_REWARD = 1e-6
 class TrialOptions:
     """How an environment is tried."""
 
-    environment: str
-    args: dict[str, Any]
+    environment: EnvironmentConfig
+    sandbox: WorkerSandboxConfig
     tasks: int
     model: Path | None
     """Directory with a tokenizer and a chat template; None: characters are tokens."""
     seed: int
-    max_turns: int
-    timeout_s: float
     limit_s: float
-    sandbox: WorkerSandboxConfig
-    sampled_rewards: bool
     replies: tuple[str, ...]
     """What the model says, turn by turn, the last one from then on; empty: the usual scripts."""
 
@@ -90,6 +89,9 @@ class ScriptedRollout:
     seconds: float
     reward: float | None
     """None: it failed."""
+    failure: str
+    disagreement: str
+    """How the second process scores it otherwise."""
     tokens: tuple[int, ...] = ()
     """Of its last branch."""
 
@@ -126,33 +128,29 @@ class ScriptedPolicy:
 
 
 class EnvironmentTrial:
-    """Two processes of an environment, what was found in them, and what is wrong."""
+    """Two processes of an environment, what was found in them, and what is wrong.
+
+    Raises UsageError for an environment that is not installed.
+    """
 
     def __init__(self, options: TrialOptions) -> None:
         self.options = options
         self.checks: list[Check] = []
         self.rollouts: list[ScriptedRollout] = []
-        self._chat = self._load_chat()
-        self._roots = self._find_roots()
-        self._step = "start"
-
-    def _load_chat(self) -> Chat:
-
-        model = self.options.model
-        return Transcript() if model is None else ChatFormat.load(model)
-
-    def _find_roots(self) -> list[Path]:
-        """Find its package, which has to be installed. Raises UsageError."""
-
-        name = self.options.environment
+        model = options.model
+        self._chat: Chat = Transcript() if model is None else ChatFormat.load(model)
+        name = options.environment.id
         package = find_package(name)
-        self.checks.append(Check("package", str(package or f"bundled {__version__}")))
-        if name in BUNDLED:
-            return [Path(tasksets.__file__).parent]
-        root = root_of(module_of(name))
+        self._found("package", str(package or f"bundled {__version__}"))
+        root = Path(tasksets.__file__).parent if name in BUNDLED else root_of(module_of(name))
         if root is None and not (package and package.of_library):
             raise UsageError(f"the environment {name!r} is not installed here")
-        return [] if root is None else [root]
+        self._roots = [] if root is None else [str(root)]
+        self._step = "start"
+        self._judge_fault = ""
+
+    def _found(self, name: str, found: str, problem: str = "") -> None:
+        self.checks.append(Check(name, found, problem))
 
     def shown(self) -> str:
         """Show the rollout with the most turns as the model saw it."""
@@ -167,89 +165,75 @@ class EnvironmentTrial:
 
     async def run(self) -> None:
         """Make all checks, or as many as there is time for. Raises UsageError."""
-
         sandbox = await asyncio.to_thread(choose, self.options.sandbox)
-        self.checks.append(Check("sandbox", str(sandbox)))
-        with tempfile.TemporaryFile() as notes:
+        self._found("sandbox", str(sandbox))
+        with tempfile.TemporaryFile() as notes, tempfile.TemporaryDirectory() as answers:
             try:
                 async with (
-                    self._hosted(notes, sandbox) as one,
-                    self._hosted(notes, sandbox) as other,
+                    self._hosted(notes, sandbox, Path(answers)) as one,
+                    self._hosted(notes, sandbox, Path(answers)) as other,
                     asyncio.timeout(self.options.limit_s),
                 ):
                     await self._check_all(one, other)
             except TimeoutError:
-                self._fail_late()
+                limit = f"{self.options.limit_s:g} s"
+                self._found(
+                    self._step,
+                    f"not done after {limit}, {len(self.rollouts)} rollouts played",
+                    self._judge_fault
+                    or f"it took longer than {limit}: mend code that waits for what never comes, or give "
+                    "--tasks a lower or --limit-s a higher number",
+                )
             self._check_outside(_read_notes(notes), sandbox)
 
     @asynccontextmanager
-    async def _hosted(self, notes: BinaryIO, sandbox: Sandbox) -> AsyncGenerator[Environment]:
-
+    async def _hosted(
+        self, notes: BinaryIO, sandbox: Sandbox, answers: Path
+    ) -> AsyncGenerator[Environment]:
+        """Start one process; a judge's answers are kept in the directory `answers`."""
         options = self.options
         environment = HostedEnvironment(
-            EnvironmentConfig(
-                id=options.environment,
-                args=options.args,
-                max_turns=options.max_turns,
-                timeout_s=options.timeout_s,
-                start_timeout_s=options.limit_s / 3,  # the limit of all names no line of code
-            ),
-            model_dir=options.model or Path(),
+            options.environment,
+            model_dir=options.model,
             seed=options.seed,
             max_tokens=MAX_TOKENS,
             temperature=1.0,
-            text=options.model is None,
             sandbox=sandbox,
-            program=(
-                *(sys.executable, "-P", "-m", __name__),
-                *(str(notes.fileno()), *map(str, self._roots)),
-            ),
+            judges=Judges([options.environment], answers),
+            program=(sys.executable, "-P", "-m", __name__, str(notes.fileno()), *self._roots),
         )
         environment.pass_fds = [notes.fileno()]
         try:
             yield environment
         finally:
+            self._judge_fault = self._judge_fault or environment.judge_fault
             await environment.close()
 
     async def _check_all(self, one: Environment, other: Environment) -> None:
-
         try:
             began = time.monotonic()
             await asyncio.gather(one.start(), other.start())
-            took = time.monotonic() - began
-            self.checks.append(Check("start", f"{took:.1f} s, two at once"))
+            self._found("start", f"{time.monotonic() - began:.1f} s, two at once")
             self._step = "tasks"
             train = await self._check_tasks(one, other)
             self._step = "prompts"
             await self._check_prompts(one, train)
             self._step = "rollouts"
-            await self._check_rollouts(one, other, train)
+            try:
+                await self._play_all(one, other, train)
+            finally:
+                self._check_rollouts()
         except EnvironmentFailed as error:
-            self.checks.append(Check(self._step, "not done", str(error)))
-
-    def _fail_late(self) -> None:
-        limit = f"{self.options.limit_s:g} s"
-        self.checks.append(
-            Check(
-                self._step,
-                f"not done after {limit}, {len(self.rollouts)} rollouts played",
-                f"it took longer than {limit}: mend code that waits for what never comes, or give --tasks a "
-                "lower or --limit-s a higher number",
-            )
-        )
+            self._found(self._step, "not done", str(error))
 
     async def _check_tasks(self, one: Environment, other: Environment) -> list[Task]:
         """Compare the tasks of two processes and count them; returns those to train on."""
-
-        train = await self._look(one, "train", COUNTED)
-        found, differing = (
-            [f"train {_count(train)}"],
-            _differ(train, await self._look(other, "train", len(train))),
-        )
+        train, differing = await self._compare(one, other, "train")
+        found = [f"train {_count(train)}"]
         try:
-            held_out = await self._look(one, "eval", COUNTED)
+            held_out, more = await self._compare(one, other, "eval")
             found.append(f"held out {_count(held_out)}")
-            differing += _differ(held_out, await self._look(other, "eval", len(held_out)))
+            differing += more
         except EnvironmentFailed as error:
             found.append(f"held out none ({error})")
         problem = ""
@@ -259,8 +243,16 @@ class EnvironmentTrial:
                 f"task {differing[0].index} ({differing[0].split}) has other content in a second process: "
                 "load() must draw from config.seed alone, not from the time, the machine or unseeded randomness"
             )
-        self.checks.append(Check("tasks", ", ".join(found), problem))
+        self._found("tasks", ", ".join(found), problem)
         return train
+
+    async def _compare(
+        self, one: Environment, other: Environment, split: Split
+    ) -> tuple[list[Task], list[Task]]:
+        """Return the tasks of a split, and those of them that are not the same in both processes."""
+        ours = await self._look(one, split, COUNTED)
+        pairs = zip(ours, await self._look(other, split, len(ours)), strict=True)
+        return ours, [task for task, theirs in pairs if task.digest != theirs.digest]
 
     async def _look(self, environment: Environment, split: Split, most: int) -> list[Task]:
         """Look at tasks, in order: at least at those that are played, else until it takes too long."""
@@ -279,37 +271,18 @@ class EnvironmentTrial:
         # without a tokenizer an id is a character, or marks where a message begins and ends
         lengths = [len([it for it in ids if not text or it < CHARACTERS]) for ids in prompts]
         if not any(lengths):
-            self.checks.append(
-                Check("prompts", "the environment's own code opens the conversation")
-            )
+            self._found("prompts", "the environment's own code opens the conversation")
             return
-        mean = sum(lengths) / len(lengths)
         unit = "characters" if text else "tokens"
-        span = _span([float(it) for it in (min(lengths), max(lengths))])
-        self.checks.append(Check("prompts", f"{span} {unit}, {mean:.0f} on average"))
+        mean = sum(lengths) / len(lengths)
+        self._found("prompts", f"{_span(lengths)} {unit}, {mean:.0f} on average")
 
-    async def _check_rollouts(
-        self, one: Environment, other: Environment, train: list[Task]
-    ) -> None:
-        failures: list[str] = []
-        disagreements: list[str] = []
-        try:
-            for task in train[: self.options.tasks]:
-                for script, replies in await self._scripts(one, task):
-                    policy = ScriptedPolicy(self._chat, script, task.index, replies)
-                    began = time.monotonic()
-                    episode = await one.run(task, policy)
-                    took = time.monotonic() - began
-                    self._note(task, script, policy, took, episode)
-                    place = f"task {task.index}, {script}"
-                    if episode.error:
-                        failures.append(f"{place}: {episode.error}")
-                    elif why := await self._disagrees(other, task, episode):
-                        disagreements.append(f"{place}: {why}")
-                    if len(failures) >= MOST_FAILURES:
-                        return
-        finally:
-            self._sum_up(failures, disagreements)
+    async def _play_all(self, one: Environment, other: Environment, train: list[Task]) -> None:
+        for task in train[: self.options.tasks]:
+            for script, replies in await self._scripts(one, task):
+                self.rollouts.append(await self._play(one, other, task, script, replies))
+                if sum(bool(it.failure) for it in self.rollouts) >= MOST_FAILURES:
+                    return
 
     async def _scripts(
         self, environment: Environment, task: Task
@@ -323,82 +296,86 @@ class EnvironmentTrial:
             scripts.insert(0, ("right answer", [self._chat.text(answer)]))
         return scripts
 
-    def _note(
-        self, task: Task, script: str, policy: ScriptedPolicy, took: float, episode: Episode
-    ) -> None:
-        reward = None if episode.error else episode.score.reward
+    async def _play(
+        self,
+        one: Environment,
+        other: Environment,
+        task: Task,
+        script: str,
+        replies: Sequence[str],
+    ) -> ScriptedRollout:
+        """Play a rollout, and score it in the second process, as the trainer does."""
+        policy = ScriptedPolicy(self._chat, script, task.index, replies)
+        began = time.monotonic()
+        episode = await one.run(task, policy)
+        took = time.monotonic() - began
+        ours, disagreement = None, ""
+        if not episode.error:
+            ours = episode.score.reward
+            try:
+                reward = (await other.score(task, episode.branches)).reward
+                if abs(reward - ours) > SAME_REWARD:
+                    disagreement = f"reward {ours:g}, then {reward:g}"
+            except (ScoreMismatch, EnvironmentFailed) as error:
+                disagreement = str(error)
         tokens = tuple(episode.branches[-1].token_ids) if episode.branches else ()
-        self.rollouts.append(
-            ScriptedRollout(task.index, script, policy.turns, took, reward, tokens)
+        return ScriptedRollout(
+            task.index, script, policy.turns, took, ours, episode.error, disagreement, tokens
         )
-
-    async def _disagrees(self, other: Environment, task: Task, episode: Episode) -> str:
-        """Score a finished rollout in the second process, as the trainer does; why it differs, if it does."""
-
-        try:
-            reward = (await other.score(task, episode.branches)).reward
-        except (ScoreMismatch, EnvironmentFailed) as error:
-            return str(error)
-        ours = episode.score.reward
-        return "" if abs(reward - ours) <= SAME_REWARD else f"reward {ours:g}, then {reward:g}"
 
     # -- findings ----------------------------------------------------------------------------------
 
-    def _sum_up(self, failures: list[str], disagreements: list[str]) -> None:
+    def _check_rollouts(self) -> None:
         played = self.rollouts
-        scored = [one for one in played if one.reward is not None]
-        turns = [one.turns for one in played]
-        count = (
-            f"{len(played)} played, {len(failures)} failed" if failures else f"{len(played)} played"
-        )
+        failed = [f"task {it.task}, {it.script}: {it.failure}" for it in played if it.failure]
+        count, problem = f"{len(played)} played", ""
+        if failed:
+            count += f", {len(failed)} failed"
+            problem = f"on a worker these are lost as environment_error: {_some(failed)}"
         if played:
-            count += f", {_span([float(it) for it in turns])} turn(s) each"
+            count += f", {_span([it.turns for it in played])} turn(s) each"
+        self._found("rollouts", count, problem)
+
+        rewards: dict[str, list[float]] = {}
+        for it in played:
+            if it.reward is not None:
+                rewards.setdefault(it.script, []).append(it.reward)
+        said = ", ".join(f"{script} {_span(found)}" for script, found in rewards.items())
+        unlike = [
+            f"task {it.task}, {it.script}: {it.disagreement}" for it in played if it.disagreement
+        ]
         problem = ""
-        if failures:
-            problem = f"on a worker these are lost as environment_error: {_some(failures)}"
-        self.checks.append(Check("rollouts", count, problem))
-        by_script: dict[str, list[float]] = {}
-        for one in scored:
-            by_script.setdefault(one.script, []).append(one.reward or 0.0)
-        text = ", ".join(f"{name} {_span(rewards)}" for name, rewards in by_script.items())
-        self.checks.append(Check("rewards", text or "none", self._blame(disagreements)))
-        if scored:
-            times = sorted(one.seconds for one in scored)
-            median, most = times[len(times) // 2], times[-1]
-            self.checks.append(
-                Check("speed", f"{median * 1e3:.1f} ms a rollout, {most * 1e3:.1f} at most")
+        if unlike and self.options.environment.deterministic_rewards:
+            problem = (
+                f"a second process does not agree: {_some(unlike)}. Rewards, and what the environment says, "
+                "have to be a function of task and replies; for random rewards set "
+                "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
             )
+        self._found("rewards", said or "none", problem)
 
-    def _blame(self, disagreements: list[str]) -> str:
-        if not disagreements or self.options.sampled_rewards:
-            return ""
-        return (
-            f"a second process does not agree: {_some(disagreements)}. Rewards, and what the environment says, "
-            "have to be a function of task and replies; for judges and random rewards set "
-            "environment.deterministic_rewards = false in the run, and test with --sampled-rewards"
-        )
+        times = sorted(it.seconds for it in played if not it.failure)
+        if times:
+            median, most = times[len(times) // 2] * 1e3, times[-1] * 1e3
+            self._found("speed", f"{median:.1f} ms a rollout, {most:.1f} at most")
 
-    def _check_outside(self, notes: "list[Note]", sandbox: Sandbox) -> None:
+    def _check_outside(self, notes: Mapping[str, list[str]], sandbox: Sandbox) -> None:
         allows = self.options.sandbox
         for kind, allowed, key in (
             ("sockets", allows.network, "--sandbox.network true"),
             ("processes", allows.processes > 0, "--sandbox.processes N"),
         ):
-            found = [note for note in notes if note.kind == kind]
-            said = _some([str(note) for note in found])
+            found = notes.get(kind, [])
             if not found or allowed:
-                self.checks.append(Check(kind, said if found else "none"))
+                self._found(kind, _some(found) or "none")
                 continue
-            self.checks.append(
-                Check(
-                    kind,
-                    f"{len(found)} refused",
-                    f"a worker refuses: {said}. Do without, or ask each worker's owner for {key}",
-                )
+            self._found(
+                kind,
+                f"{len(found)} refused",
+                f"a worker refuses: {_some(found)}. Do without, or ask each worker's owner for {key}",
             )
-        files = [str(note) for note in notes if note.kind == "files"]
+        files = notes.get("files", [])
         state = "confined" if sandbox.confines_files else "not confined"
-        self.checks.append(Check("files", f"{state}: {_some(files)}" if files else "none"))
+        self._found("files", f"{state}: {_some(files)}" if files else "none")
 
 
 def _text(chat: Chat, tokens: Sequence[int]) -> str:
@@ -407,10 +384,6 @@ def _text(chat: Chat, tokens: Sequence[int]) -> str:
         messages = chat.messages([*tokens, ASSISTANT])
         return "\n".join(f"[{it['role']}] {it['content']}" for it in messages)
     return chat.text(tokens)
-
-
-def _differ(ours: list[Task], theirs: list[Task]) -> list[Task]:
-    return [one for one, other in zip(ours, theirs, strict=True) if one.digest != other.digest]
 
 
 def _count(tasks: list[Task]) -> str:
@@ -425,8 +398,8 @@ def _count(tasks: list[Task]) -> str:
     return f"at least {len(digests):,}{twice}"
 
 
-def _span(rewards: list[float]) -> str:
-    low, high = min(rewards), max(rewards)
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
@@ -439,32 +412,19 @@ def _some(lines: list[str]) -> str:
 # -- what it does outside of its process -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Note:
-    """Something that the environment's code did, or tried to do, outside of its process."""
-
-    kind: str
-    """sockets, processes or files."""
-    what: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.what} ({self.where})" if self.where else self.what
-
-
-def _read_notes(file: BinaryIO) -> "list[Note]":
-    """Read what both processes noted, each thing once. The code that is tested may have written there, too."""
+def _read_notes(file: BinaryIO) -> dict[str, list[str]]:
+    """Read what both processes noted, each thing once, by kind. The code that is tested may have written there,
+    too."""
     file.seek(0)
     lines = file.read(MAX_NOTES).splitlines()[: 2 * MAX_NOTED]
-    found: dict[Note, None] = {}
-    for line in lines:
+    found: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
+            kind, what = msgspec.json.decode(line, type=tuple[str, str])
+        except msgspec.DecodeError:
             continue
-        if isinstance(values, list) and len(values) == 3:
-            found[Note(*(printable(str(value), 200) for value in values))] = None
-    return list(found)
+        found.setdefault(printable(kind, 20), []).append(printable(what, 400))
+    return found
 
 
 @dataclass
@@ -488,7 +448,7 @@ class Notes:
         place, own = self._where() if what else ("", False)
         if not place or (what.startswith("reads ") and not own):
             return
-        line = json.dumps([KINDS[event], what[:200], place])
+        line = json.dumps([KINDS[event], f"{what[:200]} ({place[:200]})"])
         if line not in self.written:
             self.written.add(line)
             os.write(self.descriptor, line.encode() + b"\n")
@@ -513,24 +473,12 @@ class Notes:
 
 LIBRARY = os.path.dirname(os.__file__)
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-KINDS = {
-    "socket.__new__": "sockets",
-    "socket.getaddrinfo": "sockets",
-    "socket.gethostbyname": "sockets",
-    "socket.connect": "sockets",
-    "subprocess.Popen": "processes",
-    "os.system": "processes",
-    "os.posix_spawn": "processes",
-    "os.exec": "processes",
-    "os.fork": "processes",
-    "os.forkpty": "processes",
-    "os.kill": "processes",
-    "open": "files",
-    "os.remove": "files",
-    "os.rename": "files",
-    "os.mkdir": "files",
-    "os.rmdir": "files",
+NOTED = {
+    "sockets": "socket.__new__ socket.getaddrinfo socket.gethostbyname socket.connect",
+    "processes": "subprocess.Popen os.system os.posix_spawn os.exec os.fork os.forkpty os.kill",
+    "files": "open os.remove os.rename os.mkdir os.rmdir",
 }
+KINDS = {event: kind for kind, events in NOTED.items() for event in events.split()}
 """Audit events that are noted, and of which kind."""
 
 

@@ -48,9 +48,11 @@ class VerifiersEnvironment:
         max_tokens: int,
         temperature: float,
         chat: Chat | None = None,
+        judged: bool = False,
     ) -> None:
         """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn; `chat`
-        stands in for what `model_dir` holds."""
+        stands in for what `model_dir` holds. `judged`: policies.episode_judge asks the judge that the config
+        names; otherwise an environment that has one plays and does not score."""
         self._config = config
         self._model_dir = model_dir
         self._seed = seed
@@ -58,6 +60,7 @@ class VerifiersEnvironment:
         self._temperature = temperature
         self._prepared: OrderedDict[tuple[int, Split], PreparedTask] = OrderedDict()
         self._given = chat
+        self._judged = judged
         self._chat: Chat | None = None
         self._player: TasksetPlayer | None = None
 
@@ -70,6 +73,11 @@ class VerifiersEnvironment:
     def status(self) -> str:
         """See Environment."""
         return "" if self._player is None else self._player.progress
+
+    @property
+    def judge_fault(self) -> str:
+        """See Environment: whoever answers the judge's questions knows."""
+        return ""
 
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
@@ -85,6 +93,7 @@ class VerifiersEnvironment:
                 seed=self._seed,
                 max_tokens=self._max_tokens,
                 temperature=self._temperature,
+                scores=self._judged or self._config.judge is None,
             )
             await self._player.start()
         except NodeError:
@@ -121,9 +130,22 @@ class VerifiersEnvironment:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Play and score. What the policy raises comes through; all else is the episode's `error`."""
         try:
-            return await self._play(await self._own(task), policy)
+            episode = await self._play(await self._own(task), policy)
+            if episode.score.agents:
+                await self._check_order(task, episode)
+            return episode
         except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+
+    async def _check_order(self, task: Task, episode: Episode) -> None:
+        """Play an episode of several agents again: seeds have the numbers of turns in them, so what asks its
+        agents in another order then would have its worker blamed. Raises PlayFailed, and as score()."""
+        again = await self.score(task, episode.branches)
+        if again.turns != episode.score.turns:
+            raise PlayFailed(
+                "its agents take turns in another order when it is played again: have the environment's run() "
+                "await one agent after the other"
+            )
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turns and score what comes out; such a rollout has no score if the
@@ -138,7 +160,8 @@ class VerifiersEnvironment:
         except PlayFailed as error:
             raise EnvironmentFailed(str(error)) from error
         recording.check(episode.branches)
-        return replace(episode.score, turns=recording.turns())
+        turns = episode.score.turns or recording.turns()
+        return replace(episode.score, turns=turns)
 
     async def _play(self, prepared: "PreparedTask", policy: Policy) -> Episode:
         exchange = Exchange(

@@ -38,6 +38,8 @@ from .placement import GpuPlacement, Names, place, planned_shares
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
+OF_THE_TRAINER = {"wandb": {"name"}, "trackio": {"name"}, "tensorboard": {"directory"}}
+"""Keys of [monitors] that its workers do not share."""
 
 
 class NodeCommands:
@@ -73,6 +75,9 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     dumped["environments"] = {
         "allow": [one.id for one in config.mixture]
     }  # the author of the run's config allows them
+    dumped |= config.model_dump(
+        mode="json", include={"monitors"}, exclude={"monitors": OF_THE_TRAINER}
+    )
     seeds = dumped["network"]["seeds"]
     if config.launch.share_chunks:
         chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
@@ -99,12 +104,14 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
 
 
 def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Make the trainer's environment without our settings: a worker's are in its file."""
+    """Make the trainer's environment without our settings, as a worker's are in its file, and without keys of
+    judges."""
     ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
+    keys = {one.judge.key_variable for one in config.mixture if one.judge}
     return {
         name: value
         for name, value in trainer_environment(config, environ).items()
-        if not name.startswith("PRIMERL_") or name in ours
+        if (not name.startswith("PRIMERL_") or name in ours) and name not in keys
     }
 
 

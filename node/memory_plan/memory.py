@@ -526,7 +526,7 @@ def _resident(
         weights = MemoryItem("weights, gathered", element * gathered, detail)
     frozen = 4 * count if config.lora is not None and (not half or ranks > 1) else 0
     moments = 0 if config.optimizer_offload and gpu else 8 * trained
-    reference = element * _reference(config, shape) if config.loss.needs_reference else 0
+    reference = element * _reference(config, shape) if config.loss.loads_reference else 0
     bits = 2 * trained if exports else 0
     return MemoryBreakdown.of(
         [

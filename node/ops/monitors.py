@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from pydantic_config import BaseConfig
 
 from ..config.monitors import MonitorsConfig
+from ..config.run import OwnRunConfig
 from ..process.background import BackgroundThread
 from ..storage.run_files import LOGS, write
 from .errors import StorageError, UsageError, file_error
@@ -48,6 +50,9 @@ PUBLIC: dict[str, Any] = {
     "evaluation": {"prompts", "interval", "samples"},
 }
 """Keys of a config that monitors get: what every node of the run knows anyway, and how it learns."""
+
+PUBLIC_JUDGE = ("model", "temperature", "max_tokens")
+"""The same of the judge of an environment."""
 
 
 def configured(config: MonitorsConfig) -> list[str]:
@@ -92,57 +97,64 @@ def _check_login() -> None:
     )
 
 
-class MonitoredConfig(Protocol):
-    """What a config of a run has to do with monitors."""
+@dataclass(frozen=True)
+class MonitoredRun:
+    """What monitors are told of a node's part in a run, beside its metrics."""
 
-    @property
-    def name(self) -> str:
-        """Of the run."""
-        ...
+    name: str
+    id: str
+    """In W&B; the same after a restart."""
+    role: str
+    """trainer, sft, inference or validator."""
+    group: str | None
+    """Of the run's nodes, where the section of the monitor names none."""
+    directory: str
+    """Where monitors and their logs write."""
+    config: Mapping[str, Any]
+    resumed: bool
 
-    @property
-    def run_dir(self) -> Path:
-        """Where the run writes."""
-        ...
 
-    @property
-    def monitors(self) -> MonitorsConfig:
-        """The section."""
-        ...
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a run is continued."""
-        ...
-
-    def model_dump(self, *, mode: str, include: Any) -> dict[str, Any]:
-        """Of pydantic."""
-        ...
+def group_of(name: str, run_id: bytes) -> str:
+    """Name the group of a run's nodes, the same on each of them."""
+    return f"{name}-{run_id.hex()[:8]}"
 
 
 class Monitors:
-    """The monitors of a run; without any it costs nothing."""
+    """The monitors of a node; without any it costs nothing."""
 
-    def __init__(self, config: MonitoredConfig) -> None:
+    def __init__(self, config: MonitorsConfig, run: MonitoredRun) -> None:
         """Start a process for each monitor that is switched on. Raises StorageError."""
         self._processes: list[_MonitorProcess] = []
-        names = configured(config.monitors)
-        if not names:
-            return
-        public = config.model_dump(mode="json", include=PUBLIC)
-        del public["training"]["fsdp"]["rendezvous"]  # an address
+        for name in configured(config):
+            section: BaseConfig = getattr(config, name)
+            hello = {
+                "monitor": name,
+                "section": section.model_dump(mode="json"),
+                "run": asdict(run),
+            }
+            self._processes.append(_MonitorProcess(name, hello, Path(run.directory) / LOGS))
+
+    @classmethod
+    def of_run(
+        cls, config: OwnRunConfig, role: str = "trainer", group: str | None = None
+    ) -> "Monitors":
+        """Start those of a trainer or of sft. Raises StorageError."""
         directory = config.run_dir.absolute()
-        run = {
-            "name": config.name,
-            "id": _run_id(directory),
-            "directory": str(directory),
-            "config": public,
-            "resumed": config.goes_on,
-        }
-        for name in names:
-            section: BaseConfig = getattr(config.monitors, name)
-            hello = {"monitor": name, "section": section.model_dump(mode="json"), "run": run}
-            self._processes.append(_MonitorProcess(name, hello, directory / LOGS))
+        public = config.model_dump(mode="json", include=PUBLIC)
+        public["training"]["fsdp"].pop("rendezvous")  # an address
+        for one in [public.get("environment"), *public.get("environments", ())]:
+            if one and one["judge"]:
+                one["judge"] = {name: one["judge"][name] for name in PUBLIC_JUDGE}
+        run = MonitoredRun(
+            config.name,
+            _run_id(directory) if configured(config.monitors) else "",
+            role,
+            group,
+            str(directory),
+            public,
+            config.goes_on,
+        )
+        return cls(config.monitors, run)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on the numbers of a line; never waits."""
@@ -316,7 +328,8 @@ class WandbMonitor:
             project=section["project"],
             entity=section["entity"],
             name=section["name"] or run["name"],
-            group=section["group"],
+            group=section["group"] or run["group"],
+            job_type=run["role"],
             tags=section["tags"],
             id=run["id"],
             resume="allow",
@@ -381,7 +394,7 @@ class TrackioMonitor:
         self._run = trackio.init(
             project=section["project"],
             name=section["name"] or run["name"],
-            group=section["group"],
+            group=section["group"] or run["group"],
             space_id=section["space_id"],
             config=run["config"],
             resume="allow" if run["resumed"] else "never",

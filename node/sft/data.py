@@ -14,7 +14,7 @@ import json
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...crypto.hashing import derive, digest_parts
+from ..config.run import RunConfig
 from ..config.sft import DataConfig, SftConfig
+from ..config.training import MixedSftConfig, RowsConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
@@ -134,7 +136,7 @@ def read_file(path: Path, cache: Path) -> Table:
     return Table(str(path), rows, seen.st_size)
 
 
-def read_hub(data: DataConfig, split: str) -> Table:
+def read_hub(data: RowsConfig, split: str) -> Table:
     """Open a split of a data set of the hub, downloaded into the user's cache. Raises NodeError."""
     from datasets.exceptions import DataFilesNotFoundError, DatasetsError
 
@@ -458,6 +460,29 @@ def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:
     return TemplateTokenizer(chat, roles)
 
 
+def check_mixed(config: MixedSftConfig) -> None:
+    """Check that the files of training.sft are there. Raises UsageError."""
+    try:
+        find_files(config.files)
+    except UsageError as error:
+        raise UsageError(f"training.sft: {error}") from error
+
+
+def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader | None":
+    """Open the demonstrations of training.sft, if there are. Blocks, as open_rows(). Raises NodeError."""
+    mixed = config.training.sft
+    if mixed is None:
+        return None
+    rows = mixed.model_dump(include=set(RowsConfig.model_fields))
+    alone = SftConfig(seed=config.seed, model=config.model, data=DataConfig(**rows))
+    alone.training.seq_len = config.training.seq_len
+    try:
+        examples = open_rows(alone, model_dir, cache).training
+    except UsageError as error:
+        raise UsageError(f"training.sft: {error}") from error
+    return MixedReader(examples, alone, mixed.share)
+
+
 def first_samples(examples: Examples, most: int) -> Sequence[Sample]:
     """Read the first samples in the order of the data, for validation; leave out bad and skipped rows."""
     found: list[Sample] = []
@@ -603,3 +628,21 @@ class BatchReader:
             f"none of {barren} rows gives a sample ({seen.reasons() or HELD_OUT}): see "
             "training.seq_len, data.too_long and data.loss_roles"
         )
+
+
+class MixedReader:
+    """Reads the demonstrations of training.sft, a share of what a step reads; the caller keeps the cursor."""
+
+    def __init__(self, examples: Examples, config: SftConfig, share: float) -> None:
+        """`share` is that of demonstrations in a step's tokens, above 0 and below 1."""
+        self._reader = BatchReader(examples, config)
+        self._factor = share / (1 - share)
+        self.identity = examples.identity()
+        """Of the data that a cursor is a place in."""
+
+    def batch(self, cursor: DataCursor, tokens: int) -> DataBatch:
+        """Read the demonstrations of a step whose rollouts have `tokens` tokens: as many whole rows as their
+        share has room for, at least one. Raises RunFailed, UsageError, as BatchReader.batch()."""
+        room = max(1, round(self._factor * tokens))
+        found = self._reader.batch(cursor, size=1, tokens=room)
+        return DataBatch([replace(one, given=True) for one in found.samples], found.cursor)

@@ -107,7 +107,7 @@ class SftLoop:
         """Train to max_steps or the end of the data, export; returns the summary. Raises NodeError."""
         if resume is not None:
             await self._restore(resume)
-        monitors = await asyncio.to_thread(Monitors, self._config)
+        monitors = await asyncio.to_thread(Monitors.of_run, self._config, "sft")
         metrics = MetricsLog(self._config.run_dir / METRICS, monitors)
         try:
             await asyncio.to_thread(metrics.go_back, self._step or -1, self._state.line)

@@ -59,6 +59,10 @@ class KeptRollout:
     policy_first: int
     policy_last: int
     """Oldest and newest policy version that drew any token."""
+    agent: str = ""
+    """The agent that it is of, where the environment has several; `reward` and `advantage` are its own."""
+    trace: int = 0
+    """Place of the agent's trace in the rollout."""
     prompt: str = ""
     """Text of the tokens before the first that the model drew, as the model saw it."""
     completion: str = ""
@@ -163,6 +167,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     """The sealed head of the policy that the step made; empty if it is not known."""
     settings: StepSettings | None = None
     """None in files of older releases."""
+    baselines: dict[str, dict[str, float]] = {}
+    """Of `advantage = "rae"`, by environment and agent, before the step."""
     format: int = FORMAT
 
     @property
@@ -226,8 +232,8 @@ class RolloutFiles:
 
         path = self.path(step)
         with _reading(path):
-            there = set(parquet.read_schema(path).names)  # a file from before has no routes
-            table = parquet.read_table(path, columns=[one for one in columns if one in there])
+            held = parquet.read_schema(path).names  # an older file lacks the newest columns
+            table = parquet.read_table(path, columns=[one for one in columns if one in held])
             _record(path, table.schema.metadata)
             return [KeptRollout(**row) for row in table.to_pylist()]
 
@@ -321,7 +327,7 @@ def _schema() -> Any:
 
     kinds: dict[str, Any] = {
         **dict.fromkeys(("step", "policy_first", "policy_last", "lease"), pa.int64()),
-        **dict.fromkeys(("group", "rollout", "branch"), pa.int32()),
+        **dict.fromkeys(("group", "rollout", "branch", "trace"), pa.int32()),
         **dict.fromkeys(("reward", "advantage"), pa.float64()),
         "cuts": pa.list_(pa.int32()),
         "prompt_ids": pa.list_(pa.uint32()),

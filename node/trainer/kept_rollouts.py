@@ -5,10 +5,12 @@ and a file that cannot be written is reported and costs that step's file alone.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
+from types import MappingProxyType
 
 from ...crypto.hashing import digest
 from ...protocol.errors import RemoteProtocolError
@@ -19,7 +21,7 @@ from ..environments.chat import ChatFormat
 from ..process.background import BackgroundThread
 from ..storage.rollouts import KeptRollout, Outcome, RolloutFiles, StepRecord, StepSettings
 from ..training.backend import Sample
-from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
+from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..verification.verifier import Verified
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,8 @@ class TrainedStep:
     groups: Sequence[RolloutGroup]
     samples: Sequence[Sample]
     lost: Lost
+    baselines: Mapping[str, Mapping[str, float]]
+    """CreditedBatch.baselines before the step."""
 
 
 Shown = Callable[[Sequence[int]], str]
@@ -161,11 +165,15 @@ class RolloutKeeper:
                 )
 
     def trained(
-        self, step: int, groups: Sequence[RolloutGroup], samples: Sequence[Sample]
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[Sample],
+        baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> TrainedStep:
-        """Close a step: what is lost from now on belongs to the next one."""
+        """Close a step: what is lost from now on belongs to the next one; `baselines` are those before it."""
         lost, self._lost = self._lost, Lost()
-        return TrainedStep(step, groups, samples, lost)
+        return TrainedStep(step, groups, samples, lost, baselines)
 
     def write(self, step: TrainedStep, head: bytes) -> None:
         """Write a step beside training; `head` is the sealed head of the version that it made."""
@@ -207,6 +215,7 @@ class RolloutKeeper:
             left_out=step.lost.left_out,
             head=head,
             settings=self._settings,
+            baselines={name: dict(one) for name, one in step.baselines.items()},
         )
         self._files.write(record, rows(step, batch, self._shown))
         self._files.prune(self._config.steps, self._config.max_gib * 2**30)
@@ -229,13 +238,22 @@ def _kept_group(rollouts: Sequence[Sequence[KeptRollout]]) -> RolloutGroup:
     return RolloutGroup(
         task=bytes.fromhex(first.task),
         environment=first.environment,
-        rollouts=[
-            ScoredRollout([*map(_kept_branch, one)], float(one[0].reward)) for one in rollouts
-        ],
+        rollouts=[*map(_kept_rollout, rollouts)],
         policy_oldest=min(branch.policy_first for one in rollouts for branch in one),
         node=bytes.fromhex(first.worker),
         lease=first.lease.to_bytes(8, "big"),
     )
+
+
+def _kept_rollout(rows: Sequence[KeptRollout]) -> ScoredRollout:
+    """Make a rollout of the rows of its branches, in order."""
+    branches = [*map(_kept_branch, rows)]
+    if not rows[0].agent:
+        return ScoredRollout(branches, float(rows[0].reward))
+    traces = [[*one] for _, one in groupby(rows, lambda row: row.trace)]
+    agents = [AgentShare(one[0].agent, float(one[0].reward), len(one)) for one in traces]
+    mean = math.fsum(one.reward for one in agents) / len(agents)
+    return ScoredRollout(branches, mean, agents)
 
 
 def _kept_branch(row: KeptRollout) -> BranchTokens:
@@ -278,7 +296,12 @@ def _group_rows(
     shown: Shown,
 ) -> Iterator[KeptRollout]:
     for index, rollout in enumerate(group.rollouts):
-        for number, branch in enumerate(rollout.branches):
+        parts = [
+            (place, agent, trace.reward, branch)
+            for place, (agent, trace) in enumerate(rollout.traces())
+            for branch in trace.branches
+        ]
+        for number, (trace, agent, reward, branch) in enumerate(parts):
             advantage = advantages.get(id(branch.token_ids))
             yield _row(
                 KeptRollout(
@@ -289,7 +312,7 @@ def _group_rows(
                     verdict="unused" if advantage is None else "trained",
                     reason=reason if advantage is None else "",
                     detail="",
-                    reward=rollout.reward,
+                    reward=reward,
                     advantage=advantage,
                     environment=group.environment,
                     task=group.task.hex(),
@@ -297,6 +320,8 @@ def _group_rows(
                     lease=int.from_bytes(group.lease[:8], "big"),
                     policy_first=branch.versions[0],
                     policy_last=branch.versions[1],
+                    agent=agent,
+                    trace=trace,
                 ),
                 branch,
                 shown,

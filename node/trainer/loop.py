@@ -20,12 +20,12 @@ from ..config.run import RunConfig
 from ..evaluation.online import OnlineEvaluation
 from ..ops.errors import RunFailed
 from ..ops.metrics import MetricsLog
-from ..p2p.services import NodeServices
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
+from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
 from .scheduler import LeaseScheduler
@@ -72,6 +72,8 @@ def next_batch(
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
         said += f", {unjudged} submissions in verification"
+    if fault := submissions.verifier.judge_fault:
+        said += f"; {fault}"
     if len(buffer) >= wanted:
         said += "; other workers' groups are waited for"
     elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
@@ -203,7 +205,6 @@ class TrainerRole:
 
     def __init__(
         self,
-        services: NodeServices,
         config: RunConfig,
         scheduler: LeaseScheduler,
         submissions: SubmissionQueue,
@@ -211,10 +212,12 @@ class TrainerRole:
         publisher: Publisher,
         metrics: MetricsLog,
         evaluation: OnlineEvaluation,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
-        """`evaluation` runs beside training, on versions that are due."""
-        self._services = services
-        self._ledger = services.ledger
+        """`evaluation` runs beside training, on versions that are due; `demonstrations` are learned from beside
+        rollouts."""
+        self._services = scheduler.registry.services
+        self._ledger = self._services.ledger
         self._config = config
         self._environments = [one.name for one in config.mixture]
         self._training_on = config.training_on()
@@ -230,6 +233,9 @@ class TrainerRole:
         self.checkpoints = open_checkpoints(config)
         self._metrics = metrics
         self._evaluation = evaluation
+        self._demonstrations = demonstrations or Demonstrations()
+        self._baselines: dict[str, dict[str, float]] = {}
+        """Of rae, by environment and agent."""
         self._full_since = math.inf
         """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
@@ -261,6 +267,8 @@ class TrainerRole:
             curriculum.restore(state.curriculum.get(name, {}))
         answered = (self.submissions.open(one)[1] for one in arrived)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
+        self._demonstrations.restore(state)
+        self._baselines = state.baselines
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
         progress.history = list(state.history)
@@ -307,8 +315,9 @@ class TrainerRole:
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
-        batch = credit(groups, self._config.training, self._training_on) if groups else None
-        if groups is None or batch is None or not batch.samples:
+        batch, before = self._credit(groups or []), self._baselines
+        self._baselines = batch.baselines
+        if groups is None or not batch.samples:
             self._count_empty(groups)
             return
         self.progress.late = self.progress.zero_advantage = 0
@@ -316,7 +325,7 @@ class TrainerRole:
         await self.scheduler.work_changed()  # a batch less waits
         try:
             snapshot = await self._learn(groups, batch, waited)
-            trained = self._kept.trained(self.progress.step, groups, batch.samples)
+            trained = self._kept.trained(self.progress.step, groups, batch.samples, before)
             self._publishing = tasks.create_task(self._publish(trained, snapshot, self._line))
             if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
                 await self._published()
@@ -325,14 +334,18 @@ class TrainerRole:
         self.scheduler.book.lead.trained(time.monotonic() - start - waited)
         await self.scheduler.work_changed()
 
+    def _credit(self, groups: Sequence[RolloutGroup]) -> CreditedBatch:
+        return credit(groups, self._config.training, self._training_on, self._baselines)
+
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
     ) -> Snapshot:
         """Train a batch and begin its checkpoint; returns the new policy."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
+        samples = await self._demonstrations.added_to(batch.samples, groups)
         with self._clock.phase("train"):
-            figures = await self._backend.step(TrainBatch(step, batch.samples))
+            figures = await self._backend.step(TrainBatch(step, samples))
             snapshot = await self._backend.snapshot()
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
@@ -429,6 +442,7 @@ class TrainerRole:
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
             **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
+            **self._demonstrations.figures(),
         }
 
     def _write_metrics(
@@ -506,6 +520,8 @@ class TrainerRole:
             )
 
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
+        if groups is None and self.submissions.verifier.judge_fault:
+            return  # more batches would not come by more workers: a judge is waited for as long as it takes
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
             progress.late += 1
@@ -563,6 +579,9 @@ class TrainerRole:
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
+            baselines=self._baselines,
+            sft=self._demonstrations.cursor,
+            sft_identity=self._demonstrations.identity,
         )
         parts = {
             "cursor": msgspec.json.encode(state),

@@ -14,6 +14,7 @@ from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
 from ..ops.errors import StorageError
 from ..ops.metrics import PhaseClock
+from ..sft.data import DataCursor
 from ..storage.ledger import Ledger
 from ..training.checkpoint import Checkpoints
 
@@ -147,6 +148,12 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
     curriculum: dict[str, dict[int, float]] = {}
     """Curriculum.rewards by environment."""
+    baselines: dict[str, dict[str, float]] = {}
+    """CreditedBatch.baselines after the step."""
+    sft: DataCursor = DataCursor()
+    """Where the demonstrations of training.sft go on."""
+    sft_identity: str = ""
+    """Of the data that `sft` is a place in; empty without training.sft."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
         """Restore the evidence about every worker, bans included; the ledger's where it is newer."""

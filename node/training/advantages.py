@@ -1,13 +1,14 @@
 """From groups with rewards to samples with advantages. No torch.
 
-An advantage compares a rollout with its own group, and is at most scaled by the batch's; it is computed here
-from the trainer's rewards and never taken from a worker.
+An advantage compares a rollout with its own group, and is at most scaled by the batch's; `rae` compares it with
+earlier ones of the same agent. It is computed here from the trainer's rewards and never taken from a worker. Of
+several agents each has traces, rewards and advantages of its own, and is compared with itself alone.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, count
 from operator import or_
 from types import MappingProxyType
 
@@ -35,6 +36,8 @@ class CreditedBatch:
     """Groups with fewer than two rollouts that have tokens and a finite reward."""
     flat: int = 0
     """Groups without signal, every advantage 0, left out or not."""
+    baselines: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """Of rae, by environment and agent, after this batch."""
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
@@ -75,6 +78,23 @@ def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
     return [[value / (std + STD_EPSILON) for value in group] for group in advantages]
+
+
+def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[float], float]:
+    """r - a moving average of one agent's rewards: role-conditioned advantage estimation (SPIRAL, arXiv
+    2506.24119), in the order of prime-rl's `algo/rae.py`.
+
+        A = r - b,   then   b <- decay * b + (1 - decay) * r
+
+    one reward after the other, so that none is in its own baseline. `rewards` are of one agent of one
+    environment: of two that play against each other the mean over both is 0 whatever they do, and the edge of
+    the one that begins is no merit of its play. Returns the advantages and the new baseline; the first is 0.
+    """
+    found: list[float] = []
+    for reward in rewards:
+        found.append(reward - baseline)
+        baseline = decay * baseline + (1 - decay) * reward
+    return found, baseline
 
 
 def overlong_penalty(drawn: int, config: OverlongConfig) -> float:
@@ -158,10 +178,12 @@ def credit(
     groups: Iterable[RolloutGroup],
     training: TrainingConfig,
     own: Mapping[str, TrainingConfig] = MappingProxyType({}),
+    baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> CreditedBatch:
-    """One sample per branch of every rollout; all branches of a rollout share its advantage.
+    """One sample per branch of every rollout; all branches of an agent's trace share its advantage.
 
-    `own` holds the settings of environments whose advantage differs, by name.
+    `own` holds the settings of environments whose advantage differs, by name; `baselines` are those of rae
+    after the batch before.
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
     the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
@@ -173,19 +195,22 @@ def credit(
     by_batch: list[int] = []
     """Groups of `compared` whose advantages are divided by the batch's standard deviation."""
     flat = thin = 0
+    averages = {name: dict(one) for name, one in baselines.items()}
     for group in groups:
         survivors = _survivors(group)
         if len(survivors) < 2:
             thin += 1
             continue
         settings = own.get(group.environment, training)
-        advantages = _advantages(survivors, settings)
+        averages.setdefault(group.environment, {})
+        traces = [trace for rollout in survivors for _, trace in rollout.traces()]
+        advantages = _advantages(survivors, settings, averages[group.environment])
         if max(map(abs, advantages)) < NO_SIGNAL:
             flat += 1
-            advantages = [0.0] * len(survivors)
+            advantages = [0.0] * len(traces)
         if settings.advantage == "reinforce_plus_plus":
             by_batch.append(len(compared))
-        compared.append((survivors, advantages))
+        compared.append((traces, advantages))
     found = [advantages for _, advantages in compared]
     scaled = over_batch_std([found[number] for number in by_batch])
     for number, advantages in zip(by_batch, scaled, strict=True):
@@ -196,33 +221,83 @@ def credit(
         for (rollouts, _), values in zip(compared, found, strict=True)
     ]
     samples = [one for group in used for one in group]
-    count = sum(map(bool, used))
-    return CreditedBatch(samples, count, len(compared) - count, thin, flat)
+    kept = sum(map(bool, used))
+    averages = {name: one for name, one in averages.items() if one}
+    return CreditedBatch(samples, kept, len(compared) - kept, thin, flat, averages)
 
 
 def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[float]:
-    """Compute the advantages of a group's survivors, unscaled by its batch; none of fewer than two."""
+    """Compute the advantages of a group's survivors, by their agents' traces and unscaled by its batch; none of
+    fewer than two. Not for rae."""
     survivors = _survivors(group)
-    return _advantages(survivors, training) if len(survivors) > 1 else []
+    return _advantages(survivors, training, {}) if len(survivors) > 1 else []
 
 
 def _survivors(group: RolloutGroup) -> list[ScoredRollout]:
-    return [one for one in group.rollouts if one.branches and abs(one.reward) <= MAX_REWARD]
+    return [
+        one
+        for one in group.rollouts
+        if one.branches and all(abs(trace.reward) <= MAX_REWARD for _, trace in one.traces())
+    ]
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
     """Whether a group's rewards alone say that all its advantages are 0; with a length penalty they may not."""
-    rewards = _rewards(group.rollouts, training)
-    if training.advantage == "grpo_length" and math.fsum(rewards) > 0:
+    if training.advantage == "rae":
         return False
-    return max(rewards) - min(rewards) < NO_SIGNAL
+    for traces in _comparable(group.rollouts, training).values():
+        rewards = _rewards([trace for _, trace in traces], training)
+        if training.advantage == "grpo_length" and math.fsum(rewards) > 0:
+            return False
+        if max(rewards) - min(rewards) >= NO_SIGNAL:
+            return False
+    return True
 
 
-def _advantages(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
+Peers = tuple[str, int | None]
+"""(agent, place of the rollout): traces that are compared; None: with those of all rollouts of the group."""
+
+
+def _comparable(
+    rollouts: Sequence[ScoredRollout], training: TrainingConfig
+) -> dict[Peers, list[tuple[int, ScoredRollout]]]:
+    """Sort a group's traces, each with its number, by what they are compared with.
+
+    Those are the same agent's traces: of the whole group or, for the `episode_agents` of hierarchical_grpo, of
+    the same episode. So solvers of one proposed problem are compared with each other, and its proposer with
+    those of the group's other problems (prime-rl's `algo/hierarchical_grpo.py`).
+    """
+    inside = training.episode_agents if training.advantage == "hierarchical_grpo" else ()
+    found: dict[Peers, list[tuple[int, ScoredRollout]]] = {}
+    numbers = count()
+    for place, rollout in enumerate(rollouts):
+        for agent, trace in rollout.traces():
+            peers = (agent, place if agent in inside else None)
+            found.setdefault(peers, []).append((next(numbers), trace))
+    return found
+
+
+def _advantages(
+    rollouts: Sequence[ScoredRollout], training: TrainingConfig, baselines: dict[str, float]
+) -> list[float]:
+    """Compute an advantage for each trace of each rollout, in order; `baselines` of rae go on."""
+    found: dict[int, float] = {}
+    for (agent, _), members in _comparable(rollouts, training).items():
+        traces = [trace for _, trace in members]
+        if training.advantage == "rae":
+            rewards, before = _rewards(traces, training), baselines.get(agent, 0.0)
+            values, baselines[agent] = rae(rewards, before, training.rae_decay)
+        elif len(traces) == 1:
+            values = [0.0]  # nothing to compare with
+        else:
+            values = _compared(traces, training)
+        found |= {number: value for (number, _), value in zip(members, values, strict=True)}
+    return [found[number] for number in range(len(found))]
+
+
+def _compared(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
     rewards = _rewards(rollouts, training)
     match training.advantage:
-        case "grpo" | "reinforce_plus_plus":  # the batch's part of the latter is credit()'s
-            return grpo(rewards)
         case "rloo":
             return rloo(rewards)
         case "grpo_std":
@@ -231,6 +306,10 @@ def _advantages(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> 
             return grpo_length(rewards, list(map(Size.of, rollouts)), training.length_penalty)
         case "max_rl":
             return max_rl(rewards)
+        case (
+            _
+        ):  # grpo, hierarchical_grpo and reinforce_plus_plus, whose part of the batch is credit()'s
+            return grpo(rewards)
 
 
 def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
@@ -252,7 +331,7 @@ def _samples(
             branch.logprobs,
             advantage,
             observations(branch.mask) if echo else None,
-            branch.routes if rewarded else b"",
+            routes=branch.routes if rewarded else b"",
         )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches

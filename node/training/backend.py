@@ -31,6 +31,10 @@ class Sample:
     advantage: float
     echo: list[bool] | None = None
     """The environment's tokens that LossConfig.echo_alpha is for; none of them is in `mask`."""
+    hint: list[int] = field(default_factory=list[int])
+    """Tokens that a teacher alone reads before the others (LossConfig.hint)."""
+    given: bool = False
+    """Whether it is a demonstration (training.sft), whose tokens with `mask` were not sampled."""
     routes: bytes = b""
     """One route for each token with `mask`, in order, as they travel (protocol/rollouts.py: BranchRecord): that
     of the token before it. Empty: the trainer's own routers choose."""

@@ -10,6 +10,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 Refusal = Literal["stale", "future", "thin", "full"]
@@ -31,11 +32,33 @@ class BranchTokens:
 
 
 @dataclass(frozen=True)
+class AgentShare:
+    """What one agent's trace has of a rollout of several agents."""
+
+    agent: str
+    reward: float
+    branches: int
+    """How many of the rollout's branches: the next ones in order."""
+
+
+@dataclass(frozen=True)
 class ScoredRollout:
     """One rollout (a conversation may have several branches) and the trainer's own reward for it."""
 
     branches: list[BranchTokens]
     reward: float
+    agents: list[AgentShare] = field(default_factory=list[AgentShare])
+    """Of an environment of several agents: their traces, which have all the branches."""
+
+    def traces(self) -> list[tuple[str, "ScoredRollout"]]:
+        """Split the rollout by its agents' traces, each with the agent's name; without agents it is one."""
+        if not self.agents:
+            return [("", self)]
+        ends = accumulate(one.branches for one in self.agents)
+        return [
+            (one.agent, ScoredRollout(self.branches[end - one.branches : end], one.reward))
+            for one, end in zip(self.agents, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ from .learner_state import (
 )
 from .losses import (
     LossSums,
-    TokenInputs,
     bound_by_second_moment,
     cross_entropy,
     formula,
     policy_loss,
+    sft,
 )
 from .meter import Cost, StepMeter, cost_of
 from .model import MULTIPLE, TrainedModel, compute_dtype
@@ -116,7 +116,7 @@ class Learner:
         formula(config.loss)  # a custom loss that cannot be had is told before anything is loaded
         model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
         reference = None
-        if config.loss.needs_reference:
+        if config.loss.loads_reference:
             reference = _reference(model_dir, config, world)
         return cls(
             model,
@@ -146,7 +146,7 @@ class Learner:
             "samples/too_long": float(len(packed.too_long)),
             "tokens": 0.0,
         }
-        if packed.tokens or packed.echo_tokens:
+        if packed.tokens or packed.echo_tokens or packed.given_tokens:
             sums = self._accumulate(packed, batch)
             values |= sums.metrics() | self._apply(lr, sums)
             values |= self._model.expert_load.figures()
@@ -287,6 +287,10 @@ class Learner:
             return False
         if sample.echo is not None and len(sample.echo) != length:
             return False
+        if sample.given and self._config.sft is None:
+            return False
+        if sample.hint and not 0 <= min(sample.hint) <= max(sample.hint) < self.vocabulary:
+            return False
         return (
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
@@ -303,12 +307,20 @@ class Learner:
             config = self._bounded(packed)
         self._model.expert_load.reset()
         sums = LossSums()
-        for row in packed.rank(self._world.data_rank):
+        rows = packed.rank(self._world.data_rank)
+        hinted = packed.rank(self._world.data_rank, hinted=True) if config.hint else rows
+        for row, other in zip(rows, hinted, strict=True):
             if batch.objective == "ce":
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
-                inputs = self._with_reference(self._model.read(row, self._temperature), row)
+                reference = self._reference_logprobs(other)
+                inputs = self._model.read(row, self._temperature)
+                inputs = replace(inputs, reference=reference)
                 loss, part = policy_loss(config, inputs, packed.tokens, packed.echo_tokens)
+                if inputs.given is not None and (mixed := self._config.sft) is not None:
+                    taught, figures = sft(mixed.weight, inputs, packed.given_tokens)
+                    loss = loss + taught
+                    part.add(figures)
             # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
             (loss * self._world.size).backward()
             sums.add(part)
@@ -324,12 +336,14 @@ class Learner:
         total, largest = self._world.total, self._world.largest
         return bound_by_second_moment(self._config.loss, squares, total, largest)
 
-    def _with_reference(self, inputs: TokenInputs, row: MicroBatch) -> TokenInputs:
-        if self._reference is None:
-            return inputs
+    def _reference_logprobs(self, row: MicroBatch) -> torch.Tensor | None:
+        """Logprobs of a row's trained tokens, as the reference policy reads it; None where there is none."""
+        itself = self._config.loss.teacher == "policy"
+        teacher = self._model if itself else self._reference
+        if teacher is None:
+            return None
         with torch.no_grad():
-            reference = self._reference.read(row, self._temperature).logprobs
-        return replace(inputs, reference=reference)
+            return teacher.read(row, self._temperature).logprobs
 
     def _reduced(self, sums: LossSums) -> LossSums:
         world = self._world

@@ -24,6 +24,9 @@ TOKENS = "loss/mean"
 ECHO = "nll/mean"
 """The figure of the environment's tokens, where they are trained."""
 
+SFT = "sft_loss/mean"
+"""The figure of the tokens of demonstrations, where they are trained."""
+
 FIGURES = (
     TOKENS,
     "entropy/all/mean",
@@ -36,6 +39,7 @@ FIGURES = (
     "unmasked_mismatch_kl/mean",
     "ref_kl/all/mean",
     ECHO,
+    SFT,
 )
 """Every mean that there can be, in the order in which ranks exchange them. A step may lack some: those of
 the sampler under cross entropy, those of a reference that is not there, those of no masked token."""
@@ -92,8 +96,9 @@ class LossSums:
             return {}
         means = {name: value / self.counts[name] for name, value in self.sums.items()}
         figures = {**self.peaks, "tokens": float(self.tokens)}
-        if ECHO in self.counts:
-            figures["nll/tokens"] = self.counts[ECHO]
+        for name in (ECHO, SFT):
+            if name in self.counts:
+                figures[name.replace("mean", "tokens")] = self.counts[name]
         entropy, mismatch = means.get("entropy/all/mean"), means.get("mismatch_kl/all/mean")
         if entropy and mismatch is not None:
             figures["kl_ent_ratio/mean"] = mismatch / entropy
@@ -130,18 +135,28 @@ class TokenInputs:
     sequences: Tensor
     """int64: which sequence a token is of, counted from 0 within these tokens' micro-batch."""
     reference: Tensor | None = None
-    """log of a frozen reference policy; only where the loss asks for it (LossConfig.needs_reference)."""
+    """log of a reference policy, without gradient; only where LossConfig.needs_reference."""
     echo: Tensor | None = None
     """bool: tokens that the environment said, which only echo() reads; None where there is none."""
+    given: Tensor | None = None
+    """bool: tokens of demonstrations, which only sft() reads; None where there is none."""
 
     def drawn(self) -> "TokenInputs":
         """Those that the model drew: what losses are given."""
-        return self if self.echo is None else self._only(~self.echo)
+        others = [one for one in (self.echo, self.given) if one is not None]
+        return self._only(~torch.stack(others).any(0)) if others else self
 
     def observed(self) -> "TokenInputs":
         """Those that the environment said."""
-        none = torch.zeros_like(self.logprobs, dtype=torch.bool)
-        return self._only(none if self.echo is None else self.echo)
+        return self._only(self._none if self.echo is None else self.echo)
+
+    def demonstrated(self) -> "TokenInputs":
+        """Those of demonstrations."""
+        return self._only(self._none if self.given is None else self.given)
+
+    @property
+    def _none(self) -> Tensor:
+        return torch.zeros_like(self.logprobs, dtype=torch.bool)
 
     def _only(self, where: Tensor) -> "TokenInputs":
         reference = None if self.reference is None else self.reference[where]
@@ -323,7 +338,8 @@ def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
     The gap to the reference has no gradient: it stands where A stands in the others, and A is not read. The
-    reference is the model that the run began with, or the teacher that `reference` names.
+    reference is the model that the run began with, the teacher that `reference` names, or the policy itself;
+    with a `hint` it reads a demonstration first (OPSD, arXiv 2601.18734, 2601.19897; prime-rl's `opsd.py`).
     """
     low = inputs.moved < -config.ref_kl_mask_low
     values = _pull(config, inputs) + reference_term(config, inputs)
@@ -347,11 +363,28 @@ def echo(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, 
     over the inputs' observed tokens; `tokens` is their own number in the step, over all ranks, so that they and
     the drawn ones do not dilute each other. Returns it as policy_loss() does, with the unweighted sum.
     """
-    values = -inputs.observed().logprobs
+    return _weighted_nll(config.echo_alpha, inputs.observed(), tokens, ECHO)
+
+
+def sft(weight: float, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
+    """Cross entropy of demonstrations beside a loss of rollouts: PPO-ptx of InstructGPT (arXiv 2203.02155,
+    equation 2), with demonstrations in place of pretraining text and per token.
+
+        loss = weight * sum(-log pi) / tokens
+
+    over the inputs' given tokens; `tokens` is their own number in the step, over all ranks. Else as echo().
+    """
+    return _weighted_nll(weight, inputs.demonstrated(), tokens, SFT)
+
+
+def _weighted_nll(
+    weight: float, inputs: TokenInputs, tokens: int, figure: str
+) -> tuple[Tensor, LossSums]:
+    values = -inputs.logprobs
     if not values.numel():
         return values.sum(), LossSums()
-    sums = LossSums({ECHO: float(values.detach().double().sum())}, {ECHO: float(len(values))})
-    return config.echo_alpha * values.sum() / tokens, sums
+    sums = LossSums({figure: float(values.detach().double().sum())}, {figure: float(len(values))})
+    return weight * values.sum() / tokens, sums
 
 
 def negative_log_likelihood(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
@@ -572,7 +605,8 @@ def _share(
 def _check(inputs: TokenInputs) -> None:
     shape = inputs.logprobs.shape
     columns = [inputs.behaviour, inputs.advantages, inputs.entropy, inputs.sequences]
-    columns += [one for one in (inputs.reference, inputs.echo) if one is not None]
+    optional = (inputs.reference, inputs.echo, inputs.given)
+    columns += [one for one in optional if one is not None]
     if len(shape) != 1 or any(column.shape != shape for column in columns):
         found = [list(column.shape) for column in (inputs.logprobs, *columns)]
         raise ValueError(f"columns must be flat and of one length, one entry per token: {found}")

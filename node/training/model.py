@@ -77,13 +77,13 @@ def head_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     chunk: int,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) of `targets`, and the entropies (nats, no gradient).
 
-    Logits l are hidden @ weight.T, with a `cap` c > 0 c tanh(l / c).
+    Logits l are hidden @ weight.T, with a `cap` c > 0 c tanh(l / c). `temperature` is one, or [N] float32.
     `hidden` [N, d] and `weight` [V, d] share a dtype; both results are [N] float32, softmax and sums included.
     At most `chunk` x V logits exist at a time, in the dtype of `hidden`.
     """
@@ -97,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        scale: float,
+        scale: float | Tensor,
         chunk: int,
         cap: float,
     ) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,8 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(len(hidden), chunk):
             logits = hidden[part] @ weight.T
-            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], scale, cap)
+            own = scale[part] if isinstance(scale, Tensor) else scale
+            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap)
         ctx.save_for_backward(hidden, weight, targets, log_z)
         ctx.scale, ctx.chunk, ctx.cap = scale, chunk, cap
         ctx.mark_non_differentiable(entropy)
@@ -123,7 +124,8 @@ class _HeadLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for part in _chunks(len(hidden), ctx.chunk):
             logits = hidden[part] @ weight.T
-            of_logits = pull(logits, targets[part], log_z[part], grad[part], ctx.scale, ctx.cap)
+            scale = ctx.scale[part] if isinstance(ctx.scale, Tensor) else ctx.scale
+            of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[part]
@@ -132,10 +134,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _read(
-    logits: Tensor, targets: Tensor, scale: float, cap: float
+    logits: Tensor, targets: Tensor, scale: float | Tensor, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of the targets, entropies and log of the partition function, [N] each."""
-    scaled = _capped(logits.float(), cap) * scale
+    scaled = _capped(logits.float(), cap) * _column(scale)
     log_z = scaled.logsumexp(-1)
     mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
     chosen = _capped(logits.gather(-1, targets[:, None])[:, 0].float(), cap) * scale
@@ -143,15 +145,24 @@ def _read(
 
 
 def _pull(
-    logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, scale: float, cap: float
+    logits: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    grad: Tensor,
+    scale: float | Tensor,
+    cap: float,
 ) -> Tensor:
     """The gradient of the logits: (one-hot - softmax) x grad x scale, and what a cap makes of it."""
     capped = _capped(logits.float(), cap)
-    probabilities = (capped * scale - log_z[:, None]).exp()
+    probabilities = (capped * _column(scale) - log_z[:, None]).exp()
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns[None] == targets[:, None]).float()
     found = (hit - probabilities) * (grad * scale)[:, None]
     return (found * (1 - (capped / cap) ** 2) if cap else found).to(logits.dtype)
+
+
+def _column(scale: float | Tensor) -> float | Tensor:
+    return scale[:, None] if isinstance(scale, Tensor) else scale
 
 
 def _capped(logits: Tensor, cap: float) -> Tensor:
@@ -241,8 +252,12 @@ class TrainedModel(nn.Module):
         rows: Tensor,
         targets: Tensor,
         temperature: float,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of the row `ids` [T]."""
+        """Logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of the row `ids` [T].
+
+        Those that are `given`, bool [N], have the temperature 1.
+        """
         hidden = self.causal.base_model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -252,7 +267,8 @@ class TrainedModel(nn.Module):
             context=self._world.context,
         ).last_hidden_state[0]
         weight = self.causal.get_output_embeddings().weight
-        return head_logprobs(hidden[rows], weight, targets, temperature, self._chunk, self._cap)
+        scale = temperature if given is None else torch.where(given, 1.0, temperature)
+        return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap)
 
     def read(self, row: MicroBatch, temperature: float) -> TokenInputs:
         """The trained tokens of this rank's part of a row; gradient flows through `logprobs`."""
@@ -262,12 +278,15 @@ class TrainedModel(nn.Module):
         arrays = (own.token_ids, own.positions, own.rows, own.targets, own.logprobs)
         ids, positions, rows, targets, behaviour = (_upload(one, world.device) for one in arrays)
         self.replay.set(own, world.device)
-        logprobs, entropy = self(ids, positions, layout, rows, targets, temperature)
+        given = _upload(own.given, world.device) if own.given.any() else None
+        logprobs, entropy = self(ids, positions, layout, rows, targets, temperature, given)
         advantages, sequences = (
             _upload(one, world.device) for one in (own.advantages, own.sequences)
         )
         echo = _upload(own.echo, world.device) if own.echo.any() else None
-        return TokenInputs(logprobs, behaviour, advantages, entropy, sequences, echo=echo)
+        return TokenInputs(
+            logprobs, behaviour, advantages, entropy, sequences, echo=echo, given=given
+        )
 
     def release(self) -> None:
         """Compute no more: what stands before a layer's own forward holds the layer, a circle that keeps its

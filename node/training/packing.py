@@ -5,7 +5,7 @@ work in lockstep, row by row, so rows of the same turn cost about the same.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -44,6 +44,8 @@ class MicroBatch:
     """[N]: which sequence of the row."""
     echo: NDArray[np.bool_]
     """[N]: whether the environment said it (Sample.echo)."""
+    given: NDArray[np.bool_]
+    """[N]: whether it is of a demonstration (Sample.given)."""
     routed: NDArray[np.int64]
     """[R], ascending: the places that have routes."""
     routes: NDArray[np.uint8]
@@ -70,6 +72,7 @@ class MicroBatch:
             advantages=self.advantages[own],
             sequences=self.sequences[own],
             echo=self.echo[own],
+            given=self.given[own],
             routed=self.routed[replayed] - start,
             routes=self.routes[replayed],
         )
@@ -86,21 +89,31 @@ class Packed:
     too_long: list[Sample]
     multiple: int = 1
 
-    def rank(self, rank: int) -> list[MicroBatch]:
-        """What a rank reads."""
-        return [_row(row, self.multiple) for row in self.dealt[rank]]
+    def rank(self, rank: int, *, hinted: bool = False) -> list[MicroBatch]:
+        """What a rank reads; `hinted`: what a teacher reads, with the same trained tokens in the same order."""
+        rows = self.dealt[rank]
+        if hinted:
+            rows = [[_hinted(one) for one in row] for row in rows]
+        return [_row(row, self.multiple) for row in rows]
 
     @cached_property
     def tokens(self) -> int:
         """Trained tokens of the model in the step, of all ranks: what losses are divided by."""
-        return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)
+        return sum(_drawn(one) for one in self._samples if not one.given)
 
     @cached_property
     def echo_tokens(self) -> int:
         """Trained tokens of the environment in the step, of all ranks."""
-        return (
-            sum(_trained(one) for rows in self.dealt for row in rows for one in row) - self.tokens
-        )
+        return sum(_trained(one) - _drawn(one) for one in self._samples)
+
+    @cached_property
+    def given_tokens(self) -> int:
+        """Trained tokens of demonstrations in the step, of all ranks."""
+        return sum(_drawn(one) for one in self._samples if one.given)
+
+    @property
+    def _samples(self) -> list[Sample]:
+        return [one for rows in self.dealt for row in rows for one in row]
 
     @property
     def lengths(self) -> list[int]:
@@ -110,7 +123,7 @@ class Packed:
 
 
 def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: int = 1) -> Packed:
-    """Rows of at most `seq_len` tokens, each padded to a multiple of `multiple`.
+    """Rows of at most `seq_len` tokens, hints included, each padded to a multiple of `multiple`.
 
     First-fit-decreasing finds how many rows are needed; that number is rounded up to a multiple of `ranks`
     and the sequences are spread evenly over the rows, the costliest first. Samples longer than `seq_len` are
@@ -120,11 +133,11 @@ def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: i
     fitting: list[Sample] = []
     too_long: list[Sample] = []
     for sample in samples:
-        if len(sample.token_ids) > seq_len:
+        if _size(sample) > seq_len:
             too_long.append(sample)
         elif _trained(sample):
             fitting.append(sample)
-    fitting.sort(key=lambda sample: -len(sample.token_ids))
+    fitting.sort(key=lambda sample: -_size(sample))
     rows = _first_fit(fitting, seq_len)
     count = -(-len(rows) // ranks) * ranks
     rows = _spread(fitting, seq_len, count) or [*rows, *([] for _ in range(count - len(rows)))]
@@ -137,7 +150,7 @@ def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
     rows: list[list[Sample]] = []
     free: list[int] = []
     for sample in samples:
-        length = len(sample.token_ids)
+        length = _size(sample)
         place = next((index for index, left in enumerate(free) if left >= length), len(rows))
         if place == len(rows):
             rows.append([])
@@ -152,7 +165,7 @@ def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sampl
     rows: list[list[Sample]] = [[] for _ in range(count)]
     free, costs = [room] * count, [0.0] * count
     for sample in samples:
-        length = len(sample.token_ids)
+        length = _size(sample)
         places = [index for index in range(count) if free[index] >= length]
         if not places:
             return None
@@ -165,7 +178,26 @@ def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sampl
 
 def _cost(row: Sequence[Sample]) -> float:
     """Linear layers and attention, in tokens of a very short sequence."""
-    return sum(len(one.token_ids) * (1 + len(one.token_ids) / EVEN) for one in row)
+    return sum(_size(one) * (1 + _size(one) / EVEN) for one in row)
+
+
+def _size(sample: Sample) -> int:
+    """Tokens that the policy or, with a hint, its teacher reads."""
+    return len(sample.token_ids) + len(sample.hint)
+
+
+def _hinted(sample: Sample) -> Sample:
+    """What a teacher reads; the first token of the sample stays untrained."""
+    hint = sample.hint
+    blank, untrained = [0.0] * len(hint), [False] * (len(hint) + 1)
+    return replace(
+        sample,
+        token_ids=[*hint, *sample.token_ids],
+        mask=[*untrained, *sample.mask[1:]],
+        logprobs=[*blank, *sample.logprobs],
+        echo=None if sample.echo is None else [*untrained, *sample.echo[1:]],
+        hint=[],
+    )
 
 
 def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
@@ -195,6 +227,9 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
         echo=~_joined(
             [np.array(one.mask)[at + 1] for one, at in zip(samples, drawn, strict=True)], np.bool_
+        ),
+        given=_joined(
+            [np.full(len(at), one.given) for one, at in zip(samples, drawn, strict=True)], np.bool_
         ),
         routed=routed,
         routes=_joined(routes, np.uint8).reshape(len(routed), -1 if len(routed) else 0),

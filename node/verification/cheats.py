@@ -10,13 +10,12 @@ from math import comb
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...protocol.manifests import ProofContract, RunManifest
 from ...protocol.rollouts import Evidence
 from ..inference.fingerprint import Projection
 from ..ops.errors import EngineError
-from ..weights.state import State, Tensor
+from ..weights.state import State, Tensor, floats
 from .auditor import AuditItem, AuditTarget, SampledSpan
 from .bounds import SUSPECT, at_least
 from .judge import judge
@@ -75,7 +74,7 @@ def nudged(state: State, step: float, seed: int) -> State:
 
     def moved(tensor: Tensor) -> Tensor:
         signs = chance.integers(0, 2, tensor.data.size, np.int8) * np.float32(2) - 1
-        bits = (_floats(tensor) + signs * np.float32(step)).view(np.uint32)
+        bits = (floats(tensor) + signs * np.float32(step)).view(np.uint32)
         bits = bits + chance.integers(0, 1 << 16, bits.size, np.uint32)
         return Tensor("BF16", tensor.shape, (bits >> 16).astype("<u2"))
 
@@ -103,18 +102,13 @@ def _quantised(state: State, bits: int, group: int) -> State:
 def _rounded(tensor: Tensor, bits: int, group: int) -> Tensor:
     width = tensor.shape[-1]
     size = group if group and width % group == 0 else width
-    blocks = _floats(tensor).reshape(-1, size)
+    blocks = floats(tensor).reshape(-1, size)
     largest = 2 ** (bits - 1) - 1
     scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / largest
     rounded = np.rint(blocks / scales).clip(-largest, largest) * scales
     found = np.ascontiguousarray(rounded, np.float32).reshape(-1).view(np.uint32)
     to_even = ((found >> 16) & 1) + 0x7FFF
     return Tensor("BF16", tensor.shape, ((found + to_even) >> 16).astype("<u2"))
-
-
-def _floats(tensor: Tensor) -> NDArray[np.float32]:
-    """The numbers of a BF16 tensor, flat."""
-    return (tensor.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 # -- other draws -----------------------------------------------------------------------------------

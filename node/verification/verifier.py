@@ -43,7 +43,7 @@ from ..environments.environment import (
     Task,
 )
 from ..ops.errors import EngineError
-from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
+from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
 from .auditor import (
     AuditCall,
@@ -184,6 +184,13 @@ class Verifier:
     def fault(self) -> str:
         """What is wrong with the environments' rewards, with what to do; empty while nothing is."""
         return "; ".join(self._varies.values())
+
+    @property
+    def judge_fault(self) -> str:
+        """Why rewards are waited for: models that judge and do not answer; empty while all do."""
+        return "; ".join(
+            dict.fromkeys(one.judge_fault for one in self._environments if one.judge_fault)
+        )
 
     async def verify(
         self,
@@ -476,6 +483,10 @@ class Verifier:
                                 for b in one.rollout.branches
                             ],
                             one.score.reward,
+                            [
+                                AgentShare(part.agent, part.reward, part.branches)
+                                for part in one.score.agents
+                            ],
                         )
                         for one in members
                     ],

@@ -53,6 +53,14 @@ Changed = Mapping[str, NDArray[np.int64] | None]
 """Tensor name -> flat positions that may have changed, or None for all of it; others have not changed."""
 
 
+def floats(tensor: Tensor) -> NDArray[Any]:
+    """Read the numbers of a tensor, flat: those of bf16 as fp32, the bits of what is no float as they are."""
+    if tensor.dtype == "BF16":
+        return (tensor.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(tensor.dtype)
+    return tensor.data if kind is None else tensor.data.view(kind)
+
+
 def numel(shape: Iterable[int]) -> int:
     """Number of elements of a shape."""
     count = 1

@@ -16,7 +16,6 @@ rollouts share and with prompts of their own; by the CPU seconds of their proces
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import torch
 from update import PROMPT, SHAPES, make_model, moved
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from goals import conclude
 from support.exact_cases import play, requests
 
 from primerl.crypto.hashing import digest
@@ -390,12 +390,7 @@ def main() -> int:
     goals = judge(found)
     for name, value in found.items():
         print(f"{name:42} {value:14.6g}")
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:g})")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": found, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    return conclude(goals, options.json, rows=found)
 
 
 if __name__ == "__main__":

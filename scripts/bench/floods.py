@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+from goals import show_goals
 from support.swarm import Swarm, make_model
 from support.witness import Fakes
 
@@ -233,9 +234,7 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
             f"{row.name:>12}{row.keys:>12}{row.steps_per_s:>12.2f}{row.accepted_per_s:>12.1f}"
             f"{row.leases:>12}{row.connected:>12}{row.cpu:>12.2f}"
         )
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.2f} (goal {GOAL:g})")
+    show_goals(goals)
 
 
 def main() -> int:

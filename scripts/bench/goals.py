@@ -1,6 +1,8 @@
 """Goals beside figures: what a benchmark prints last, and writes by --json."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -24,5 +26,13 @@ def judge_goals(
 def show_goals(goals: Sequence[Mapping[str, Any]]) -> None:
     """A line each."""
     for goal in goals:
-        mark = "ok" if goal["ok"] else "MISSED"
-        print(f"{goal['name']:60} {goal['value']:12.5g}   goal {goal['goal']:.4g}  {mark}")
+        mark, unit = "ok  " if goal["ok"] else "MISS", goal.get("unit", "")
+        print(f"{mark} {goal['name']}: {goal['value']:,.4g} {unit} (goal {goal['goal']:,g})")
+
+
+def conclude(goals: Sequence[Mapping[str, Any]], path: Path | None, **found: Any) -> int:
+    """Show the goals, and write them after what was `found`; returns the exit code."""
+    show_goals(goals)
+    if path:
+        path.write_text(json.dumps({**found, "goals": goals}, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1

@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import what_hangs
+from goals import show_goals
 
 HERE = Path(__file__).parent
 ENDS = 10
@@ -242,9 +243,7 @@ def show(found: dict[str, Any], goals: list[dict[str, Any]]) -> None:
     step = max(1, len(curve) // 15)
     means = [fmean(curve[at : at + step]) for at in range(0, len(curve), step)]
     print(f"{'reward':36} {' '.join(f'{one:.2f}' for one in means)}")
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:g})")
+    show_goals(goals)
 
 
 def main() -> int:

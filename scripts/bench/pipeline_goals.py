@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from goals import show_goals
+
 Row = dict[str, Any]
 Goal = dict[str, Any]
 
@@ -85,9 +87,7 @@ def show(rows: list[Row], goals: list[Goal]) -> None:
             f"{_number(row.get('bytes_per_token'), '.0f'):>9}{_number(row.get('mbit_s'), '.1f'):>8}"
             f"{_number(stall, '.0%'):>7}{row['same_share']:>7.0%}{row['logprob_off']:>9.1e}"
         )
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:,.3g} {goal['unit']} (goal {goal['goal']:g})")
+    show_goals(goals)
 
 
 def _number(value: float | None, form: str) -> str:

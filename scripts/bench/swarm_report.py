@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from goals import show_goals
+
 JUDGED = 16
 """Workers."""
 SLOWDOWN = 1.6
@@ -87,9 +89,7 @@ def show(rows: Sequence[Row], goals: Sequence[Goal]) -> None:
     )
     print("wasted: copies that came twice or wrong, of all workers together")
     print("cpu: share of all cores that the nodes used; busy: that the whole machine did")
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.3g} {goal['unit']} (goal {goal['goal']:g})")
+    show_goals(goals)
 
 
 def cells(row: Row) -> list[str]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from goals import conclude
 from shapes import SHAPES
 from trainer_goals import judge
 from trainer_plain import PlainLoop
@@ -287,14 +288,7 @@ def main() -> int:
         print(f"shape {options.shape}, {device}, torch {torch.__version__}")
         rows = run_alone(options, Path(name)) if alone else run_ranks(options, Path(name))
         goals = judge(rows, agreement(Path(name)) if alone else None, cuda=ON_CUDA)
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(
-            f"{mark} {goal['name']}: {goal['value']:,.4g} {goal['unit']} (goal {goal['goal']:,g})"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    return conclude(goals, options.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from goals import conclude
 from shapes import SHAPES
 
 from primerl.node.config.run import EXPERT_FIELDS, EngineConfig, ModelCreateConfig
@@ -434,12 +435,7 @@ def main() -> int:
     goals = judge(found, cuda=torch.cuda.is_available())
     for name, value in found.items():
         print(f"{name:36} {value:14.6g}")
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:g})")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": found, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    return conclude(goals, options.json, rows=found)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from children import Child
+from goals import conclude
 from shapes import SHAPES
 from worker_goals import FULL, MODES, judge, rates
 from worker_settings import RUN, engine, join_settings, make_model, run_settings
@@ -374,16 +375,8 @@ def main() -> int:
         rows += [{"row": row, "skipped": why} for row in MODES]
     goals = judge(rows, bench.ends, cuda=options.cuda)
     show(rows, bench)
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(
-            f"{mark} {goal['name']}: {goal['value']:,.4g} {goal['unit']} (goal {goal['goal']:,g})"
-        )
-    if options.json:
-        found = {"rows": rows, "goals": goals, "rounds": bench.rounds}
-        found |= {"starts": bench.starts, "ends": bench.ends, "notes": bench.notes}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    found = {"rounds": bench.rounds, "starts": bench.starts, "ends": bench.ends}
+    return conclude(goals, options.json, rows=rows, notes=bench.notes, **found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,109 +100,100 @@ async def work_of_an_older_version(swarm: Swarm, rogue: Rogue) -> tuple[Lease, b
     return lease, sealed, head
 
 
-def swarm_of(tmp_path: Path, model_dir: Path, lease_s: float = 60.0) -> Swarm:
-    """A run whose leases live as long as a test, and which waits for no worker that holds one."""
+@asynccontextmanager
+async def attacked(
+    tmp_path: Path, model_dir: Path, name: str, *, lease_s: float = 60.0, step: int = 2
+) -> AsyncGenerator[tuple[Swarm, Rogue]]:
+    """A run with an honest worker, and a rogue from a step on.
+
+    Leases live as long as a test, and no worker that holds one is waited for.
+    """
     rollouts = {"lease_timeout_s": lease_s, "max_peer_share": 1.0}
-    return Swarm(tmp_path, model_dir, max_steps=4000, rollouts=rollouts)
+    async with Swarm(tmp_path, model_dir, max_steps=4000, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(step)
+        async with Rogue(swarm, name) as rogue:
+            yield swarm, rogue
 
 
 async def test_no_trust_is_earned_by_waiting_until_a_version_is_not_held_any_more(
     tmp_path: Path, model_dir: Path
 ) -> None:
     # a newcomer's second lease comes after a quarter of a lease's time
-    async with swarm_of(tmp_path, model_dir, lease_s=20.0) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("honest")
-        await swarm.wait_step(1)
-        async with Rogue(swarm, "farmer") as farmer:
-            await farmer.hello()
-            lease, sealed = await farmer.lease()
-            head = await wait_version(farmer, lease.min_version + 5)
-            await farmer.submit(farmer.bundle(sealed, forged(lease, head)), lease.lease_id)
-            verdict = await farmer.verdict(lease.lease_id)
-            assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
-            assert await trust(swarm, farmer) == 0.5
-            lease, sealed = await farmer.lease()
-            bundle = farmer.bundle(sealed, forged(lease, await farmer.head()))
-            await farmer.submit(bundle, lease.lease_id)
-            verdict = await farmer.verdict(lease.lease_id)
-            assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
-            assert Reason.STALE not in reasons(verdict)
+    async with attacked(tmp_path, model_dir, "farmer", lease_s=20.0, step=1) as (swarm, farmer):
+        await farmer.hello()
+        lease, sealed = await farmer.lease()
+        head = await wait_version(farmer, lease.min_version + 5)
+        await farmer.submit(farmer.bundle(sealed, forged(lease, head)), lease.lease_id)
+        verdict = await farmer.verdict(lease.lease_id)
+        assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
+        assert await trust(swarm, farmer) == 0.5
+        lease, sealed = await farmer.lease()
+        bundle = farmer.bundle(sealed, forged(lease, await farmer.head()))
+        await farmer.submit(bundle, lease.lease_id)
+        verdict = await farmer.verdict(lease.lease_id)
+        assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
+        assert Reason.STALE not in reasons(verdict)
 
 
 async def test_a_forgery_of_a_version_from_before_a_kill_is_audited_after_it(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with swarm_of(tmp_path, model_dir) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("honest")
-        await swarm.wait_step(2)
-        async with Rogue(swarm, "patient") as rogue:
-            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
-            await swarm.start_trainer(resume=True)
-            await rogue.submit(rogue.bundle(sealed, forged(lease, head)), lease.lease_id)
-            verdict = await rogue.verdict(lease.lease_id)
-            assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
-            assert Reason.STALE not in reasons(verdict)
-            rows = {row["id"]: row for row in await swarm.trainer.peers()}
-            assert rows[rogue.key.node_id.hex()]["accepted"] == 0
+    async with attacked(tmp_path, model_dir, "patient") as (swarm, rogue):
+        lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+        await swarm.start_trainer(resume=True)
+        await rogue.submit(rogue.bundle(sealed, forged(lease, head)), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+        assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
+        assert Reason.STALE not in reasons(verdict)
+        rows = {row["id"]: row for row in await swarm.trainer.peers()}
+        assert rows[rogue.key.node_id.hex()]["accepted"] == 0
 
 
 async def test_honest_work_of_a_version_from_before_a_kill_is_audited_and_accepted_after_it(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with swarm_of(tmp_path, model_dir) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("honest")
-        await swarm.wait_step(2)
-        async with Rogue(swarm, "late") as rogue:
-            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
-            await swarm.start_trainer(resume=True)
-            groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
-            await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
-            verdict = await rogue.verdict(lease.lease_id)
-            assert verdict.accepted == verdict.audited == len(groups) * lease.group_size
+    async with attacked(tmp_path, model_dir, "late") as (swarm, rogue):
+        lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+        await swarm.start_trainer(resume=True)
+        groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
+        await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+        assert verdict.accepted == verdict.audited == len(groups) * lease.group_size
 
 
 async def test_what_the_store_cannot_rebuild_is_stale_and_costs_no_trust(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with swarm_of(tmp_path, model_dir) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("honest")
-        await swarm.wait_step(2)
-        async with Rogue(swarm, "late") as rogue:
-            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
-            shutil.rmtree(swarm.trainer.data_dir / "chunks")
-            await swarm.start_trainer(resume=True)
-            groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
-            await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
-            verdict = await rogue.verdict(lease.lease_id)
-            assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
-            assert await trust(swarm, rogue) == 0.5
+    async with attacked(tmp_path, model_dir, "late") as (swarm, rogue):
+        lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+        shutil.rmtree(swarm.trainer.data_dir / "chunks")
+        await swarm.start_trainer(resume=True)
+        groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
+        await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+        assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
+        assert await trust(swarm, rogue) == 0.5
 
 
 async def test_a_ban_and_its_verdict_outlive_a_trainer_killed_before_the_next_checkpoint(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with swarm_of(tmp_path, model_dir) as swarm:
-        await swarm.start_trainer()
-        swarm.add_worker("honest")
-        await swarm.wait_step(2)
-        async with Rogue(swarm, "lucky") as rogue:
-            await rogue.hello()
-            lease, sealed = await rogue.lease()
-            newest = await wait_version(rogue, lease.min_version + 1)
-            await swarm.crash_worker("honest")
-            await rogue.submit(rogue.bundle(sealed, forged(lease, newest)), lease.lease_id)
-            verdict = await rogue.verdict(lease.lease_id)
-            assert verdict.accepted == 0
-            with pytest.raises(Refused, match="banned"):
-                await rogue.poll(1)
-            before = await swarm.trainer.status()
-            await swarm.crash_trainer()
-            await swarm.start_trainer(resume=True)
-            await again_judged(swarm, before)
-            with pytest.raises(Refused, match="banned"):
-                await rogue.poll(1)
-            assert await verdicts_on(rogue, lease.lease_id) == [verdict]
+    async with attacked(tmp_path, model_dir, "lucky") as (swarm, rogue):
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        newest = await wait_version(rogue, lease.min_version + 1)
+        await swarm.crash_worker("honest")
+        await rogue.submit(rogue.bundle(sealed, forged(lease, newest)), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+        assert verdict.accepted == 0
+        with pytest.raises(Refused, match="banned"):
+            await rogue.poll(1)
+        before = await swarm.trainer.status()
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        await again_judged(swarm, before)
+        with pytest.raises(Refused, match="banned"):
+            await rogue.poll(1)
+        assert await verdicts_on(rogue, lease.lease_id) == [verdict]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.main import execute
+from primerl.node.ops import gpus
 from primerl.node.ops.control import Command, ControlServer
 
 
@@ -45,6 +46,32 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def torch_is(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say that another torch is installed."""
+
+    def version(name: str) -> str:
+        return release
+
+    monkeypatch.setattr(gpus, "version", version)
+
+
+@pytest.fixture
+def gpus_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make a machine of so many GPUs, whose nvidia-smi is ours."""
+
+    def make(count: int) -> None:
+        program = home / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        lines = "".join(f"GPU {index}: H200 (UUID: GPU-{index})\n" for index in range(count))
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf "{lines}"\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        torch_is("2.13.0+cu130", monkeypatch)
+
+    return make
 
 
 @pytest.fixture

@@ -130,30 +130,26 @@ def test_what_is_not_there_is_not_installed(cli: Cli, home: Path) -> None:
     cli("env", "install", "--", "-r").refused(2, "no name of a package")
 
 
-def test_a_wheel_that_shadows_a_bundled_environment_is_refused_and_nothing_lands(
-    cli: Cli, home: Path, site: Path
+TASKSET = "import verifiers.v1 as vf\nclass A(vf.Taskset): pass\n__all__ = ['A']\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "words"),
+    [
+        ("word_game", TASKSET, ("'word_game' would not be played", "bundled")),
+        ("msgspec", TASKSET, ("replace the installed package", "no environment")),
+        (
+            "old_env",
+            "def load_environment(**args):\n    return None\n",
+            ("load_environment() of verifiers before 0.4",),
+        ),
+        ("plain_lib", "A = 1\n", ("no Taskset",)),
+    ],
+)
+def test_a_wheel_that_must_not_or_cannot_be_played_is_refused_and_nothing_lands(
+    cli: Cli, home: Path, site: Path, module: str, source: str, words: tuple[str, ...]
 ) -> None:
-    taskset = "import verifiers.v1 as vf\nclass A(vf.Taskset): pass\n__all__ = ['A']\n"
-    path = wheel(home, "word_game", taskset)
-    cli("env", "install", str(path)).refused(2, "'word_game' would not be played", "bundled")
-    assert list(site.iterdir()) == []
-
-
-def test_a_wheel_that_would_replace_a_package_of_this_program_is_refused(
-    cli: Cli, home: Path, site: Path
-) -> None:
-    taskset = "import verifiers.v1 as vf\nclass A(vf.Taskset): pass\n__all__ = ['A']\n"
-    path = wheel(home, "msgspec", taskset)
-    cli("env", "install", str(path)).refused(2, "replace the installed package", "no environment")
-    assert list(site.iterdir()) == []
-
-
-def test_a_package_for_the_older_library_is_refused_with_the_reason(
-    cli: Cli, home: Path, site: Path
-) -> None:
-    old = wheel(home, "old_env", "def load_environment(**args):\n    return None\n")
-    cli("env", "install", str(old)).refused(2, "load_environment() of verifiers before 0.4")
-    cli("env", "install", str(wheel(home, "plain_lib", "A = 1\n"))).refused(2, "no Taskset")
+    cli("env", "install", str(wheel(home, module, source))).refused(2, *words)
     assert list(site.iterdir()) == []
 
 
@@ -280,15 +276,16 @@ def test_a_finite_taskset_is_counted_and_tokens_are_those_of_the_model(
         "the question, and three tokens of the template"
     )
     assert "right answer 1, empty 0" in found["rewards"][0]
-    assert {it["script"] for it in json.loads(ran.out)["rollouts"]} == {
-        "right answer",
-        "empty",
-        "noise",
-        "cut off",
-    }
+    scripts = {it["script"] for it in json.loads(ran.out)["rollouts"]}
+    assert scripts == {"right answer", "empty", "noise", "cut off"}
 
 
 def test_options_that_are_none_are_refused_before_anything_starts(cli: Cli) -> None:
+    cli("env", "test", "word-game", "--judge", "{").refused(2, "--judge is no JSON")
+    cli("env", "test", "word-game", "--judge", '{"model": "m"}').refused(2, "--judge has no url")
+    cli("env", "test", "word-game", "--judge", '{"url": "ftp://h", "model": "m"}').refused(
+        2, "--judge: url: an endpoint is http"
+    )
     cli("env", "test", "word-game", "--args", "{").refused(2, "--args is no JSON")
     cli("env", "test", "word-game", "--args", "[1]").refused(2, "JSON object")
     cli("env", "test", "no-such-env").refused(2, "is not installed here")

@@ -221,7 +221,7 @@ def test_strict_writes_nothing_if_a_key_is_lost(cli: Cli, home: Path) -> None:
     assert not Path("mine.toml").exists()
 
 
-def test_one_environment_is_trained_and_the_others_are_reported(tmp_path: Path) -> None:
+def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: Path) -> None:
     second = (
         '[[orchestrator.train.source]]\nname = "b"\nratio = 0.3\nenv = { taskset = { id = "x" } }'
     )
@@ -285,8 +285,8 @@ def test_algorithms_are_advantages_and_losses(
 
 
 def test_an_algorithm_that_is_not_here_is_reported_and_trained_as_grpo(tmp_path: Path) -> None:
-    config = convert(tmp_path, f"[orchestrator.algo]\ntype = 'rae'\n{ONE_SOURCE}")
-    assert "orchestrator.algo.type = 'rae': trained as grpo" in notes(config)
+    config = convert(tmp_path, f"[orchestrator.algo]\ntype = 'sft'\n{ONE_SOURCE}")
+    assert "orchestrator.algo.type = 'sft': trained as grpo" in notes(config)
     assert "advantage" not in config.values["training"]
 
 
@@ -516,10 +516,11 @@ def tree_with(key: str, value: Any) -> dict[str, Any]:
         return merge({"train": {"micro_bs": 1}}, nested)
     if owner == "infer_2025":
         return merge({"max_batch_size": 3, "data": {"name": "o/math"}}, nested)
-    base = (
-        {"data": {"name": "o/chats"}} if owner in ("data", "renderer", "val") else {"trainer": {}}
-    )
-    return merge(base, {owner: nested})
+    if owner == "evals":
+        source = {"source": [{"id": "a"}], "client": {"base_url": "http://h/v1"}}
+        return {"eval": merge(source, nested)}
+    sft = owner in ("data", "renderer", "val", "eval")
+    return merge({"data": {"name": "o/chats"}} if sft else {"trainer": {}}, {owner: nested})
 
 
 def tried(path: Path) -> tuple[ImportedConfig | None, str]:
@@ -546,14 +547,10 @@ def test_no_value_of_any_key_is_more_than_a_one_line_error(tmp_path: Path) -> No
 
 
 def test_every_key_of_ours_in_the_table_is_one() -> None:
-    names = {rule.ours for rules in prime_rl.SECTIONS.values() for rule in rules if rule.ours}
-    for name in {one for key in names for one in key.split(", ")}:
-        plain = name.replace("[]", "").removesuffix(".*")
-        section, _, last = plain.rpartition(".")
-        listed = name.endswith(("[].prompts", "[].samples", "[].name", "[].url", "[].model",
-                                "[].key_variable", "[].options", "[].concurrency"))  # fmt: skip
-        asked = section if listed else plain
-        assert any(prime_rl.has_key(cls, asked) for cls in COMMANDS.values()), (name, last)
+    names = {name for rule in prime_rl.RULES.values() for name in rule.ours.split(", ") if name}
+    for name in names:
+        plain = name.removesuffix(".*")
+        assert any(prime_rl.has_key(cls, plain) for cls in COMMANDS.values()), name
 
 
 def test_the_options_of_bundled_environments_are_theirs() -> None:

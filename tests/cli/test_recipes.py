@@ -1,10 +1,9 @@
 """Every bundled config: the command that its own comment gives, as a dry run; and the memory that it needs."""
 
 import json
-import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
 from primerl.node.launch.placement import place, planned_shares, shape_of
 from primerl.node.memory_plan.memory import plan_trainer, with_fitting_auditor
-from primerl.node.ops import gpus
 from primerl.node.ops.gpus import GpuMemory
 
 from .conftest import Cli
@@ -75,20 +73,8 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def eight_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose nvidia-smi is ours."""
-    program = home / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    lines = "".join(f"GPU {index}: H100 (UUID: GPU-{index})\n" for index in range(8))
-    program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf "{lines}"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def version(name: str) -> str:
-        return "2.13.0+cu130"
-
-    monkeypatch.setattr(gpus, "version", version)
+def eight_gpus(gpus_here: Callable[[int], None]) -> None:
+    gpus_here(8)
 
 
 def stand_in(config: str, directory: Path) -> Path:

@@ -1,7 +1,7 @@
 """`train`, `rl` and `sft` before anything starts: engines, GPUs and disks that they refuse."""
 
 import json
-import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,9 +10,8 @@ from support.machine import fill, make_read_only, small_disk
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
-from primerl.node.ops import gpus
 
-from .conftest import Cli, Ran
+from .conftest import Cli, Ran, torch_is
 
 # -- engines ---------------------------------------------------------------------------------------
 
@@ -77,7 +76,7 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
 
 
 @pytest.mark.skipif(find_spec("tensorboardX") is not None, reason="it is installed")
-@pytest.mark.parametrize("line", ["rl @ demo", "train @ demo", "sft @ sft_demo"])
+@pytest.mark.parametrize("line", ["rl @ demo", "train @ demo", "sft @ sft_demo", "join"])
 def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
     ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
     ran.refused(2, "primerl-node[tensorboard]")
@@ -86,24 +85,9 @@ def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line:
 # -- GPUs ------------------------------------------------------------------------------------------
 
 
-def torch_is(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        return release
-
-    monkeypatch.setattr(gpus, "version", version)
-
-
 @pytest.fixture
-def four_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose nvidia-smi is ours."""
-    program = home / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    lines = "".join(f"GPU {index}: H200 (UUID: GPU-{index})\n" for index in range(4))
-    program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf "{lines}"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    torch_is("2.13.0+cu130", monkeypatch)
+def four_gpus(gpus_here: Callable[[int], None]) -> None:
+    gpus_here(4)
 
 
 def placed(ran: Ran) -> list[str]:

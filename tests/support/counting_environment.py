@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from primerl.crypto.hashing import derive
 from primerl.node.environments.environment import (
+    AgentScore,
     Branch,
     Episode,
     Policy,
@@ -17,6 +18,7 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
+from primerl.node.inference.engine import Completion
 
 STOP = 1
 ASK = 2
@@ -44,6 +46,11 @@ class CountingEnvironment:
     @property
     def status(self) -> str:
         """Nothing can go wrong."""
+        return ""
+
+    @property
+    def judge_fault(self) -> str:
+        """No judge."""
         return ""
 
     async def start(self) -> None:
@@ -141,3 +148,25 @@ def _even(branches: Sequence[Branch]) -> Score:
     ]
     share = sum(token % 2 == 0 for token in drawn) / len(drawn)
     return Score(reward=share, metrics={"exact": float(share == 1.0)})
+
+
+class DuelEnvironment(CountingEnvironment):
+    """Two agents answer the same question, one after the other: who has more right tokens wins."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See Environment."""
+        turns = 0
+
+        async def next_turn(prompt: Sequence[int], _: int) -> Completion:
+            nonlocal turns
+            turns += 1
+            return await policy(prompt, turns - 1)
+
+        played = [await super(DuelEnvironment, self).run(task, next_turn) for _ in "ab"]
+        if error := played[0].error or played[1].error:
+            return Episode([], Score(0.0), error)
+        branches = [branch for one in played for branch in one.branches]
+        ours, theirs = (len({*one.token_ids[2:]} & {*right_reply(task)}) for one in branches)
+        won = float((ours > theirs) - (ours < theirs))
+        agents = (AgentScore("first", won, 1), AgentScore("second", -won, 1))
+        return Episode(branches, Score(0.0, turns=((0,), (1,)), agents=agents))

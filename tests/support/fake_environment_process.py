@@ -32,7 +32,13 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.host import EnvironmentSetUp, main
-from primerl.node.environments.policies import EpisodeStuck, Exchange, RecordedRollout
+from primerl.node.environments.hosted import MOST_QUESTIONS
+from primerl.node.environments.policies import (
+    EpisodeStuck,
+    Exchange,
+    RecordedRollout,
+    episode_judge,
+)
 
 PROMPT = [ASK, 40]
 """Of every task."""
@@ -49,6 +55,7 @@ class Moody:
 
     name = "moody"
     status = ""
+    judge_fault = ""
 
     async def start(self) -> None:
         """Nothing to start, but for one that waits."""
@@ -166,6 +173,10 @@ async def behave(mood: str) -> None:
             resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (8, 8))
         case "reads":
             read_memory(os.getppid())
+        case "judged":
+            await ask_judge(1)
+        case "floods":
+            await ask_judge(MOST_QUESTIONS + 1)
         case "waits":
             await asyncio.sleep(0.3)
         case "heavy":
@@ -174,6 +185,13 @@ async def behave(mood: str) -> None:
                 pass
         case _:
             pass
+
+
+async def ask_judge(times: int) -> None:
+    """Ask the judge several questions at once."""
+    ask = episode_judge.get()
+    assert ask is not None
+    await asyncio.gather(*(ask(b'{"messages": [%d]}' % number) for number in range(times)))
 
 
 def bomb() -> None:

@@ -17,7 +17,7 @@ from support.witness import Fakes, WitnessBackend
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories, make_backend
-from primerl.node.app.replay import KeptRun, ReplayedStep, ReplaySummary, RunReplay, difference
+from primerl.node.app.replay import KeptRun, ReplayedStep, RunReplay, difference, follows
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import StorageError, UsageError
 from primerl.node.storage.chunk_store import CHUNKS, chunk_path
@@ -29,6 +29,20 @@ from primerl.node.weights.state import State, Tensor
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.manifests import PolicyHead, PolicyManifest
 from primerl.protocol.session import decode
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Swarm:
+    """A swarm that ran to its end and keeps everything."""
+    swarm = Swarm(tmp_path_factory.mktemp("kept"), model_dir, **KEEP)
+    asyncio.run(finished(swarm))
+    return swarm
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, kept: Swarm) -> Path:
+    """A copy of its directory, to change."""
+    return shutil.copytree(kept.run_dir, tmp_path / "r")
 
 
 def witness(config: RunConfig) -> TrainBackend:
@@ -62,36 +76,39 @@ def rewrite(
     files.write(record, change(files.read(step)))
 
 
-async def test_every_step_of_a_run_follows_and_nothing_is_written(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
-    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+def written(directory: Path) -> dict[Path, int]:
+    """When each file was written."""
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+async def test_every_step_of_a_run_follows_and_nothing_is_written(run_dir: Path) -> None:
+    before = written(run_dir)
     steps = await replayed(run_dir)
     assert [one.step for one in steps] == [1, 2, 3, 4]
     assert outcomes(steps) == ["equal"] * STEPS, steps
     assert all(one.weights and one.samples and one.computed == one.published for one in steps)
-    assert ReplaySummary.of(steps).follows
-    after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
-    assert {path for path in after if before.get(path) != after[path]} <= {
-        run_dir / "trainer" / name for name in ("ledger.db-shm", "ledger.db-wal")
-    }
+    assert follows(steps)
+    changed = {path.name for path, at in written(run_dir).items() if before.get(path) != at}
+    assert changed <= {"ledger.db-shm", "ledger.db-wal"}
 
 
 def first_trained(kept: list[KeptRollout], **changes: Any) -> list[KeptRollout]:
     """The rows, with the first that was learned from changed."""
-    at = next(at for at, one in enumerate(kept) if one.verdict == "trained")
-    return [*kept[:at], replace(kept[at], **changes), *kept[at + 1 :]]
+    first = learned(kept)
+    return [replace(one, **changes) if one is first else one for one in kept]
+
+
+def learned(kept: list[KeptRollout]) -> KeptRollout:
+    return next(one for one in kept if one.verdict == "trained")
 
 
 def with_token(kept: list[KeptRollout]) -> list[KeptRollout]:
-    first = next(one for one in kept if one.verdict == "trained")
-    return first_trained(kept, completion_ids=[9, *first.completion_ids[1:]])
+    return first_trained(kept, completion_ids=[9, *learned(kept).completion_ids[1:]])
 
 
 def with_logprob(kept: list[KeptRollout]) -> list[KeptRollout]:
-    first = next(one for one in kept if one.verdict == "trained")
-    return first_trained(kept, completion_logprobs=[-0.5, *first.completion_logprobs[1:]])
+    logprobs = learned(kept).completion_logprobs
+    return first_trained(kept, completion_logprobs=[-0.5, *logprobs[1:]])
 
 
 def with_reward(kept: list[KeptRollout]) -> list[KeptRollout]:
@@ -99,32 +116,29 @@ def with_reward(kept: list[KeptRollout]) -> list[KeptRollout]:
 
 
 def without_one(kept: list[KeptRollout]) -> list[KeptRollout]:
-    first = next(one for one in kept if one.verdict == "trained")
-    return [one for one in kept if one is not first]
+    return [one for one in kept if one is not learned(kept)]
 
 
 def in_another_order(kept: list[KeptRollout]) -> list[KeptRollout]:
-    first = next(one for one in kept if one.verdict == "trained")
-    return [*without_one(kept), first]
+    return [*without_one(kept), learned(kept)]
 
 
 @pytest.mark.parametrize(
     "change", [with_token, with_logprob, with_reward, without_one, in_another_order]
 )
 async def test_a_changed_rollout_is_found_at_its_step(
-    tmp_path: Path, model_dir: Path, change: Callable[[list[KeptRollout]], list[KeptRollout]]
+    run_dir: Path, change: Callable[[list[KeptRollout]], list[KeptRollout]]
 ) -> None:
     """Later steps have no state to go on from, until the next checkpoint that was kept."""
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
     rewrite(run_dir, 2, change)
     steps = await replayed(run_dir)
     assert outcomes(steps) == ["equal", "departs", "unchecked", "equal"], steps
     assert "another than the published" in steps[1].note
     assert steps[1].computed != steps[1].published
     assert "no checkpoint of the step before" in steps[2].note
-    assert not ReplaySummary.of(steps).follows
+    assert not follows(steps)
     if change is with_reward:
-        assert "do not give the advantage" in steps[1].note
+        assert "does not give the advantage" in steps[1].note
 
 
 class Dishonest(WitnessBackend):
@@ -169,8 +183,7 @@ def delta_of(run_dir: Path, version: int) -> Path:
     return chunk_path(run_dir / "trainer" / CHUNKS, delta.chunks[0].digest)
 
 
-async def test_a_swapped_delta_is_found_at_its_version(tmp_path: Path, model_dir: Path) -> None:
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
+async def test_a_swapped_delta_is_found_at_its_version(run_dir: Path) -> None:
     target, other = delta_of(run_dir, 3), delta_of(run_dir, 2)
     shutil.copyfile(other, target)
     steps = await replayed(run_dir)
@@ -183,10 +196,8 @@ async def test_a_swapped_delta_is_found_at_its_version(tmp_path: Path, model_dir
 
 
 async def test_a_head_of_another_key_or_beside_another_one_is_found(
-    tmp_path: Path, model_dir: Path
+    run_dir: Path, kept: Swarm
 ) -> None:
-    swarm = Swarm(tmp_path, model_dir, **KEEP)
-    run_dir = await finished(swarm)
     files = RolloutFiles(run_dir / "rollouts", fsync=False)
     record = files.record(2)
     opened = unseal(record.head, Purpose.HEAD, PolicyHead, now=0)
@@ -200,14 +211,11 @@ async def test_a_head_of_another_key_or_beside_another_one_is_found(
     forged = await with_head(SecretKey.generate(), opened.body)
     assert (forged.outcome, "not signed by" in forged.note) == ("departs", True)
     lie = structs.replace(opened.body, state=bytes(32))
-    twice = await with_head(swarm.trainer.key, lie)
+    twice = await with_head(kept.trainer.key, lie)
     assert (twice.outcome, "two heads" in twice.note) == ("departs", True)
 
 
-async def test_what_is_not_kept_is_not_checked_and_the_rest_is(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
+async def test_what_is_not_kept_is_not_checked_and_the_rest_is(run_dir: Path) -> None:
     files = RolloutFiles(run_dir / "rollouts", fsync=False)
     files.path(1).unlink()
     files.path(2).write_bytes(b"no parquet")
@@ -216,33 +224,31 @@ async def test_what_is_not_kept_is_not_checked_and_the_rest_is(
     assert "not kept" in steps[0].note
     assert "damaged" in steps[1].note
     assert "no checkpoint of the step before" in steps[2].note
-    assert ReplaySummary.of(steps).follows
+    assert follows(steps)
     record = files.record(4)
     files.write(structs.replace(record, kept=record.groups - 1), files.read(4))
     steps = await replayed(run_dir)
     assert "rollouts.keep.share" in steps[3].note
-    assert not ReplaySummary.of(steps).follows, "nothing could be checked"
+    assert not follows(steps), "nothing could be checked"
 
 
-@pytest.mark.parametrize("field", ["task", "worker", "completion_mask", "reward"])
-async def test_rows_of_any_content_end_no_replay(
-    tmp_path: Path, model_dir: Path, field: str
-) -> None:
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
-    odd: dict[str, Any] = {"task": "no hex", "worker": "x", "completion_mask": [], "reward": None}
-    rewrite(run_dir, 2, lambda kept: first_trained(kept, **{field: odd[field]}))
+@pytest.mark.parametrize(
+    ("field", "odd"),
+    [("task", "no hex"), ("worker", "x"), ("completion_mask", []), ("reward", None)],
+)
+async def test_rows_of_any_content_end_no_replay(run_dir: Path, field: str, odd: Any) -> None:
+    rewrite(run_dir, 2, lambda kept: first_trained(kept, **{field: odd}))
     steps = await replayed(run_dir)
     assert steps[0].outcome == "equal"
     assert steps[1].outcome in ("departs", "unchecked"), steps[1]
     assert steps[1].note
 
 
-async def test_a_directory_without_a_run_or_with_a_foreign_ledger_is_refused(
-    tmp_path: Path, model_dir: Path
+def test_a_directory_without_a_run_or_with_a_foreign_ledger_is_refused(
+    tmp_path: Path, run_dir: Path
 ) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         KeptRun.open(tmp_path)
-    run_dir = await finished(Swarm(tmp_path, model_dir, **KEEP))
     ledger = run_dir / "trainer" / "ledger.db"
     for path in ledger.parent.glob("ledger.db*"):
         path.unlink()
@@ -264,12 +270,11 @@ class Gated(LocalBackend):
         return await super().step(batch)
 
 
-@pytest.mark.parametrize("keep_first", [True, False])
-async def test_a_real_learner_gives_the_same_bits_again(tmp_path: Path, keep_first: bool) -> None:
-    """Also from the model itself, where the first checkpoint is gone; options may change on the way."""
+async def test_a_real_learner_gives_the_same_bits_again(tmp_path: Path) -> None:
+    """From the model itself, as no first checkpoint was kept; options may change on the way."""
     model, go = real_model(tmp_path / "model"), asyncio.Event()
     training = {"lr": 1e-3, "threads": 1, "device": "cpu"}
-    keep = KEEP | {"checkpoint": {"keep_first": keep_first}, "training": training}
+    keep = KEEP | {"checkpoint": {"keep_last": 2}, "training": training}
     async with LearningSwarm(
         tmp_path, model, backend=lambda config: Gated(config, 2, go), **keep
     ) as swarm:

@@ -1,5 +1,7 @@
 """Tasksets of the verifiers library, played in process."""
 
+import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +10,17 @@ from random import Random
 import pytest
 from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
 
+from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import (
+    AgentScore,
     Environment,
     EnvironmentFailed,
     Policy,
+    Score,
     ScoreMismatch,
 )
+from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 
@@ -358,6 +364,87 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
         await environment.run(await environment.task(5), policy)
 
 
+# -- judges ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.syspath_prepend(TASKSETS)
+
+    async def start(name: str, *, judged: bool, **args: object) -> Environment:
+        judge = JudgeConfig(model="m")
+        environment = VerifiersEnvironment(
+            EnvironmentConfig(id=name, args=args, judge=judge),
+            model_dir=make_chat_model(tmp_path),
+            seed=0,
+            max_tokens=16,
+            temperature=1.0,
+            judged=judged,
+        )
+        await environment.start()
+        return environment
+
+    return start
+
+
+REFERENCE = {"id": "reference", "name": "same", "weight": 2.0}
+
+
+async def test_any_taskset_with_answers_can_be_judged_by_the_librarys_own_judge(
+    judged: Start,
+) -> None:
+    asked: list[str] = []
+
+    async def answers_yes(request: bytes) -> bytes:
+        asked.append(json.loads(request)["messages"][0]["content"])
+        message = {"role": "assistant", "content": "yes"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return json.dumps({"id": "x", "created": 0, "choices": [choice]}).encode()
+
+    environment = await judged("reverse-text", judged=True, task={"judges": [REFERENCE]})
+    token = episode_judge.set(answers_yes)
+    try:
+        task = await environment.task(0)
+        played = await environment.run(task, says("nothing like it"))
+        assert (played.error, played.score.reward) == ("", 2.0)
+        assert played.score.metrics["same"] == 1.0
+        assert await environment.score(task, played.branches) == played.score
+    finally:
+        episode_judge.reset(token)
+    assert len(asked) == 2
+    assert "nothing like it" in asked[0]
+
+
+@pytest.mark.parametrize("name", ["rows", "guess_game"])
+async def test_without_its_judge_an_environment_plays_and_does_not_score(
+    judged: Start, start: Start, name: str
+) -> None:
+    unscored, scored = await judged(name, judged=False), await start(name)
+    policy = says("1", "3", "5", "5")
+    played = await unscored.run(await unscored.task(5), policy)
+    known = await scored.run(await scored.task(5), policy)
+    assert (played.error, played.score) == ("", Score(0.0))
+    assert known.score != played.score
+    assert played.branches == known.branches
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"id": "rubric", "path": "/etc/passwd"},
+        {"id": "os"},
+        {**REFERENCE, "prompt": "/etc/passwd"},
+        {**REFERENCE, "headers_from_env": {"X": "SECRET"}},
+        "reference",
+    ],
+)
+async def test_judges_that_name_things_on_the_machine_are_refused(
+    judged: Start, entry: object
+) -> None:
+    with pytest.raises(EnvironmentFailed, match="may not set judges"):
+        await judged("reverse-text", judged=True, task={"judges": [entry]})
+
+
 # -- refusals at the start ------------------------------------------------------------------------
 
 
@@ -372,6 +459,7 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
         ("rows", {"count": 0}, "has no task"),
         ("rows", {"system_prompt": "/etc/hostname"}, "may not set system_prompt"),
         ("rows", {"task": {"rewards": {"x": {"fn": "os:getcwd"}}}}, "may not set rewards"),
+        ("rows", {"task": {"judges": [{"id": "reference"}]}}, "may not set judges"),
         ("tooled", {}, "tool servers"),
     ],
 )
@@ -390,3 +478,69 @@ async def test_an_environment_before_its_start_says_so(tmp_path: Path) -> None:
         await environment.task(0)
     with pytest.raises(EnvironmentFailed, match=r"no tokenizer\.json"):
         await environment.start()
+
+
+# -- several agents -------------------------------------------------------------------------------
+
+
+async def test_agents_have_names_and_rewards_of_their_own_and_they_are_recomputed(
+    start: Start,
+) -> None:
+    environment = await start("duel")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("3", "8"))
+    assert episode.error == ""
+    assert episode.score.agents == (AgentScore("first", -1.0, 1), AgentScore("second", 1.0, 1))
+    assert episode.score.reward == 0.0
+    assert episode.score.metrics["second/won"] == 1.0
+    assert [branch.token_ids[-2] for branch in episode.branches] == [*b"38"]
+    again = await environment.score(task, episode.branches)
+    assert (again, again.turns) == (episode.score, ((0,), (1,)))
+
+
+async def test_a_reply_that_is_given_to_the_other_agent_has_the_seeds_of_that_one(
+    start: Start,
+) -> None:
+    """Both saw the same prompt, so each may have said either: the audit knows with which seed it was drawn."""
+    environment = await start("duel", rounds="turns")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("3", "8", "5", "6"))
+    assert [one.agent for one in episode.score.agents] == ["first", "second"]
+    assert episode.score.turns == ((0, 2), (1, 3))
+    swapped = await environment.score(task, episode.branches[::-1])
+    assert swapped.turns == ((0, 2), (1, 3))  # "8" was drawn in turn 1
+    with pytest.raises(ScoreMismatch):
+        await environment.score(task, episode.branches[:1])
+    heard = [*episode.branches[0].token_ids]
+    heard[heard.index(ord("8"))] = ord("9")  # what the second one said
+    altered = [replace(episode.branches[0], token_ids=heard), episode.branches[1]]
+    with pytest.raises(ScoreMismatch):
+        await environment.score(task, altered)
+
+
+async def test_equal_replies_of_two_agents_are_two_turns(start: Start) -> None:
+    environment = await start("duel", rounds="turns")
+    task = await environment.task(2)
+    episode = await environment.run(task, says("4", "4", "4", "4"))
+    assert (episode.error, episode.score.turns) == ("", ((0, 2), (1, 3)))
+    assert (await environment.score(task, episode.branches)).turns == ((0, 2), (1, 3))
+
+
+async def test_an_order_of_turns_that_depends_on_time_costs_the_rollout_and_not_the_worker(
+    start: Start,
+) -> None:
+    environment = await start("duel", rounds="race")
+
+    async def slow(prompt: Sequence[int], turn: int) -> Completion:
+        await asyncio.sleep(0.01)
+        return await says("1", "2", "3", "4")(prompt, turn)
+
+    episode = await environment.run(await environment.task(2), slow)
+    assert "in another order" in episode.error
+    assert episode.branches == []
+
+
+async def test_an_agent_that_is_not_the_policy_is_refused(start: Start) -> None:
+    environment = await start("duel", rounds="judged")
+    episode = await environment.run(await environment.task(2), says("3", "8"))
+    assert "agent 'second' is not to be trained" in episode.error

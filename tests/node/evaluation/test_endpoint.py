@@ -15,9 +15,10 @@ from support.openai_server import Answer, Server, openai_server, refused, said
 from primerl.node.app.eval import evaluate
 from primerl.node.config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
 from primerl.node.environments.chat import CUT, END, Transcript
+from primerl.node.environments.chat_api import MAX_BODY_BYTES
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.environments.policies import PlayFailed
-from primerl.node.evaluation.endpoint import MAX_BODY_BYTES, EndpointPolicy, open_endpoint
+from primerl.node.evaluation.endpoint import EndpointPolicy, open_endpoint
 from primerl.node.evaluation.eval_suite import EvalProgress
 from primerl.node.evaluation.evaluator import TurnRequest
 from primerl.node.ops.errors import NetworkError, UsageError
@@ -308,6 +309,31 @@ async def test_an_api_plays_games_of_several_turns(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+async def test_an_evaluation_asks_the_judge_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "environments" / "tasksets")
+
+    def answer(body: dict[str, Any]) -> web.StreamResponse:
+        text = body["messages"][-1]["content"]
+        if body["model"] == "grader":
+            return said("yes" if text[-1] in "13579" else "no")
+        return said(text)
+
+    async with openai_server(answer) as server:
+        judge = {"url": server.url, "model": "grader", "key_variable": "JUDGE_KEY"}
+        graded = {"id": "graded", "prompts": 20, "samples": 1, "judge": judge}
+        keys = {"MY_KEY": "sk-model", "JUDGE_KEY": KEY}
+        wanted = config(tmp_path, server, environments=[graded])
+        (cell,) = await evaluate(wanted, watch=_nothing, environ=keys)
+    assert cell.figures.reasons == {}
+    asked_for = [one["messages"][-1]["content"] for one in server.bodies if one["model"] == "m"]
+    assert cell.figures.avg.value == sum(text[-1] in "13579" for text in asked_for) / 20 > 0
+    assert server.keys == {"Bearer sk-model", f"Bearer {KEY}"}
+    assert await asyncio.to_thread((tmp_path / "eval" / "judge.db").is_file)
+
+
 async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     down = False
 

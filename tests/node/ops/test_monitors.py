@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import struct
 import sys
@@ -39,7 +40,7 @@ def config(directory: Path, **sections: Any) -> RunConfig:
 
 def three_steps(made: RunConfig) -> None:
     """Log steps 1 to 3, go back to 2, log 3 again; the file has the same."""
-    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors := Monitors(made))
+    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors := Monitors.of_run(made))
     for step in (1, 2, 3):
         metrics.write(step, {"loss/mean": 1.0 / step, "reward/mean": None, "time": 5.0})
     metrics.go_back(2, {})
@@ -74,6 +75,24 @@ def test_wandb_offline_holds_the_steps_and_the_public_config(tmp_path: Path) -> 
     told = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert told["training"]["lr"] == 0.03125
     assert "network" not in told
+
+
+@real("wandb")
+async def test_trainer_and_workers_are_one_group_of_wandb(tmp_path: Path, model_dir: Path) -> None:
+    offline = {"wandb": {"offline": True, "project": "p"}}
+    async with Swarm(tmp_path, model_dir, monitors=offline) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", monitors=offline)
+        await swarm.finished()
+        await worker.ended()
+    steps, trainer = wandb_records(swarm.run_dir)
+    rows, run = wandb_records(worker.data_dir)
+    assert steps[-1]["step"] == rows[-1]["step"] == 3
+    assert rows[-1]["rollouts/accepted"] >= sum(row["batch/samples"] for row in steps)
+    assert rows[-1]["inference/cap"] >= 1
+    assert (trainer.run_group, trainer.job_type) == (run.run_group, "trainer")
+    assert (run.project, run.job_type, run.run_group[:2]) == ("p", "inference", "r-")
+    assert run.run_id != trainer.run_id
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
@@ -213,7 +232,7 @@ def test_a_server_that_never_answers_is_left_when_the_run_ends(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         monkeypatch.delenv("WANDB_MODE", raising=False)
-        monitors = Monitors(config(tmp_path, monitors={"wandb": {}}))
+        monitors = Monitors.of_run(config(tmp_path, monitors={"wandb": {}}))
         for step in range(9):
             monitors.log(step, {"loss/mean": 1.0})
         monitors.close(5.0)
@@ -274,11 +293,22 @@ def test_a_monitor_is_told_the_public_config_alone(
             network={"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]},
             verification={"references": [secret]},
             training={"lr": 0.03125, "fsdp": {"rendezvous": f"{secret}:9"}},
+            environments=[
+                {
+                    "id": "reverse-text",
+                    "judge": {
+                        "url": f"http://{secret}/v1",
+                        "model": "grader-7b",
+                        "options": {"user": secret},
+                    },
+                }
+            ],
             monitors={"tensorboard": {}},
         )
     )
     found = told.read_text()
     assert "0.03125" in found
+    assert "grader-7b" in found
     assert secret not in found
     assert [line for line in found.splitlines() if line.startswith("add_scalar")] == [
         "add_scalar ('loss/mean', 1.0, 1)",
@@ -288,13 +318,32 @@ def test_a_monitor_is_told_the_public_config_alone(
     ]
 
 
+async def test_a_monitor_of_a_worker_is_told_its_figures_and_no_secret(
+    tmp_path: Path, model_dir: Path, fake: Install
+) -> None:
+    secret, told = "correct-horse-battery", tmp_path / "told"
+    fake(WITNESS.format(told=str(told)))
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        network = {"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]}
+        worker = swarm.add_worker("w1", monitors={"tensorboard": {}}, network=network)
+        await swarm.finished()
+        await worker.ended()
+    found = told.read_text()
+    (accepted,) = re.findall(r"add_scalar \('rollouts/accepted', (\d+), 3\)", found)
+    assert int(accepted) >= 3 * 4
+    assert '"max_batch": 256' in found.replace("\\n", "").replace("\\", "")
+    assert secret not in found
+    assert swarm.ticket not in found
+
+
 @pytest.mark.parametrize("fault", FAKES)
 def test_a_monitor_that_fails_or_hangs_holds_nothing_up(
     tmp_path: Path, fake: Install, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake(FAKES[fault])
     made = config(tmp_path, monitors={"tensorboard": {}})
-    monitors = Monitors(made)
+    monitors = Monitors.of_run(made)
     metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors)
     began = time.monotonic()
     for step in range(2000):
@@ -310,7 +359,7 @@ def test_a_monitor_that_failed_is_named_with_its_last_words(
     tmp_path: Path, fake: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake(FAKES["cannot be opened"])
-    monitors = Monitors(config(tmp_path, monitors={"tensorboard": {}}))
+    monitors = Monitors.of_run(config(tmp_path, monitors={"tensorboard": {}}))
     monitors.close(PATIENCE_S)
     assert "OSError: no such project" in caplog.text
 

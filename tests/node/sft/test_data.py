@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.sft_cases import pairs, write_rows
 from support.training_cases import TINY
 
+from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import DataConfig, SftConfig
+from primerl.node.config.training import MixedSftConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NetworkError, RunFailed, StorageError, UsageError
 from primerl.node.sft.data import (
@@ -18,9 +21,11 @@ from primerl.node.sft.data import (
     UNTRAINED,
     BatchReader,
     DataCursor,
+    MixedReader,
     RowExamples,
     SkippedRow,
     Table,
+    check_mixed,
     epoch_order,
     find_files,
     is_held_out,
@@ -413,3 +418,30 @@ def test_a_holdout_takes_its_share_and_doubles_stay_together() -> None:
     assert 400 < sum(taken) < 600  # five standard deviations
     assert [is_held_out(b"row %d\r" % n, 0.25) for n in range(2000)] == taken
     assert not any(is_held_out(b"row %d" % n, 0.0) for n in range(50))
+
+
+def mixed(share: float) -> MixedReader:
+    return MixedReader(Numbers(20), SftConfig.model_validate({"seed": 3}), share)
+
+
+def test_demonstrations_take_their_share_of_a_step_and_go_on_where_a_cursor_says() -> None:
+    subject, cursor, read = mixed(0.25), DataCursor(), 0
+    for _ in range(40):
+        batch = subject.batch(cursor, 90)  # 90 tokens of rollouts: room for 30 of demonstrations
+        assert 30 - 6 < sum(len(one.token_ids) for one in batch.samples) <= 30
+        assert all(one.given for one in batch.samples)
+        assert mixed(0.25).batch(cursor, 90) == batch
+        read, cursor = read + len(batch.samples), batch.cursor
+    assert (cursor.samples, cursor.epoch) == (read, read // 20)
+
+
+def test_a_share_without_room_for_a_row_is_one_row() -> None:
+    assert len(mixed(0.001).batch(DataCursor(), 10).samples) == 1
+
+
+def test_mixed_data_that_are_missing_are_named_with_their_section(tmp_path: Path) -> None:
+    missing = MixedSftConfig(files=[str(tmp_path / "none.jsonl")])
+    with pytest.raises(UsageError, match=r"training\.sft: no such file"):
+        check_mixed(missing)
+    with pytest.raises(ValidationError, match="give one of"):
+        RunConfig.model_validate({"training": {"sft": {"weight": 0.1}}})

@@ -17,14 +17,17 @@ from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
+from primerl.node.config.sft import SftConfig
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import RunFailed, StorageError
+from primerl.node.ops.errors import RunFailed, StorageError, UsageError
 from primerl.node.ops.metrics import MetricsLog
+from primerl.node.sft.data import MixedReader
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.demonstrations import Demonstrations
 from primerl.node.trainer.loop import TrainerRole
 from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
-from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
 from primerl.node.training.curriculum import Curriculum
 from primerl.protocol.leases import LeaseBook, LeasePolicy, MixtureShare
@@ -47,14 +50,23 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[Counter[int]] = []
+        self.given: list[list[int]] = []
+        """Tokens of demonstrations, by batch."""
+        self.advantages: list[list[float]] = []
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        samples = Counter(sample.token_ids[1] for sample in batch.samples)
+        rollouts = [sample for sample in batch.samples if not sample.given]
+        self.advantages.append([sample.advantage for sample in rollouts])
+        self.given.append([sample.token_ids[1] for sample in batch.samples if sample.given])
+        samples = Counter(sample.token_ids[1] for sample in rollouts)
         self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
         return StepMetrics({})
 
     async def snapshot(self) -> None:
         return None
+
+    async def save(self, directory: Path) -> None:
+        await asyncio.to_thread(directory.mkdir, exist_ok=True)
 
 
 class FakeQueue:
@@ -66,6 +78,7 @@ class FakeQueue:
         self.kept = keeper(directory)
         self.grown = asyncio.Condition()
         self.curricula = {"e": Curriculum(TrainingConfig(), environment="e", seed=0)}
+        self.verifier = SimpleNamespace(judge_fault="")
 
     def waiting(self) -> int:
         return 0
@@ -84,7 +97,7 @@ class SlowPublisher:
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.may_end = asyncio.Semaphore(1000)
-        self.last_delta_bytes = 0
+        self.last_delta_bytes = self.delta_bytes = self.full_bytes = 0
         self.states: dict[int, Any] = defaultdict(dict)
 
     async def publish(self, version: int, *_: object, **__: object) -> None:
@@ -147,7 +160,7 @@ class World:
             self.metrics,
             SimpleNamespace(begin=begin_nothing),
         ]
-        self.role_parts: list[Any] = [services, self.config, *parts]
+        self.role_parts: list[Any] = [self.config, *parts]
         self.role = TrainerRole(*self.role_parts)
 
     def deliver(self, node: bytes, groups: int) -> None:
@@ -303,6 +316,23 @@ async def test_a_run_whose_groups_are_all_replaced_stops_and_says_so(tmp_path: P
     made.close()
 
 
+async def test_a_judge_that_is_down_is_waited_for_however_many_batches_are_late(
+    tmp_path: Path,
+) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    made.config.rollouts.batch_timeout_s = 0.01
+    made.queue.verifier.judge_fault = "the judge does not answer"
+    running = asyncio.create_task(made.role.run(0))
+    await asyncio.sleep(0.5)  # a run without batches ends after ten of 0.01 s
+    assert not running.done()
+    assert made.progress.late == 0
+    made.queue.verifier.judge_fault = ""
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(running, 30.0)
+    assert caught.group_contains(RunFailed, match="no batch came in 10 x")
+    made.close()
+
+
 async def test_a_run_ends_when_no_task_is_left_that_may_be_chosen(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
     pools = {"learnt": {"threshold": 0.5, "weight": 0.0}, "more": {"threshold": 1.0, "weight": 1.0}}
@@ -320,6 +350,81 @@ async def test_a_run_ends_when_no_task_is_left_that_may_be_chosen(tmp_path: Path
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(running, 5.0)
     assert caught.group_contains(RunFailed, match="pool of weight 0")
+    made.close()
+
+
+class Shown:
+    """Endless demonstrations: number n is the sample [99, n]."""
+
+    size = None
+
+    def sample(self, index: int) -> Sample:
+        return Sample([99, index], [False, True], [0.0, 0.0], 1.0)
+
+    def where(self, index: int) -> str:
+        return str(index)
+
+    def identity(self) -> str:
+        return "shown"
+
+
+async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
+    tmp_path: Path,
+) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    mixed = MixedReader(Shown(), SftConfig(), 1 / 5)  # 32 tokens of rollouts, 8 of demonstrations
+    made.role_parts.append(Demonstrations(mixed))
+    role = TrainerRole(*made.role_parts)
+    running = asyncio.create_task(role.run(0))
+    made.deliver(A, 2 * WANTED)
+    await until(lambda: len(made.recorder.given) == 2)
+    await role.checkpoint(2)
+    running.cancel()
+    await asyncio.wait([running])
+    assert made.recorder.given == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    parts = await role.checkpoints.read(2)
+    made.role_parts[-1] = Demonstrations(mixed)
+    again = TrainerRole(*made.role_parts)
+    await again.restore(2, parts)
+    running = asyncio.create_task(again.run(2))
+    made.deliver(A, WANTED)
+    await until(lambda: len(made.recorder.given) == 3)
+    running.cancel()
+    await asyncio.wait([running])
+    assert made.recorder.given[2] == [8, 9, 10, 11]
+
+    mixed.identity = "others"
+    with pytest.raises(UsageError, match="not those that the run began with"):
+        await TrainerRole(*made.role_parts).restore(2, parts)
+    made.close()
+
+
+async def test_a_resumed_run_goes_on_with_the_baselines_of_its_agents(tmp_path: Path) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    rae = TrainingConfig(advantage="rae", rae_decay=0.5)
+    made.role_parts[0] = made.config.model_copy(update={"training": rae})
+    role = TrainerRole(*made.role_parts)
+    running = asyncio.create_task(role.run(0))
+    made.deliver(A, WANTED)
+    await until(lambda: len(made.recorder.advantages) == 1)
+    await role.checkpoint(1)
+    running.cancel()
+    await asyncio.wait([running])
+    parts = await role.checkpoints.read(1)
+    again = TrainerRole(*made.role_parts)
+    await again.restore(1, parts)
+    running = asyncio.create_task(again.run(1))
+    made.deliver(A, WANTED)
+    await until(lambda: len(made.recorder.advantages) == 2)
+    running.cancel()
+    await asyncio.wait([running])
+    found, baseline = [one for batch in made.recorder.advantages for one in batch], 0.0
+    for number, advantage in enumerate(found):
+        reward = float(number % 2)
+        assert advantage == reward - baseline
+        baseline = 0.5 * baseline + 0.5 * reward
+    assert len(found) == 4 * WANTED
     made.close()
 
 

@@ -1,5 +1,7 @@
+import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from primerl.node.config.training import (
     TrainingConfig,
 )
 from primerl.node.training.advantages import (
+    CreditedBatch,
     Size,
     credit,
     grpo,
@@ -24,7 +27,7 @@ from primerl.node.training.advantages import (
     overlong_penalty,
     rloo,
 )
-from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
+from primerl.node.training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 
 KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl", "rloo", "reinforce_plus_plus"]
 OUTPUT_ONLY = LengthPenaltyConfig(num_input_tokens_weight=0.0, num_turns_weight=0.0)
@@ -314,3 +317,127 @@ def test_a_sequences_mean_is_not_taken_over_parts_of_it(loss: LossConfig) -> Non
     with pytest.raises(ValidationError, match="context_parallel to 1"):
         training(loss=loss, context_parallel=2)
     training(loss=LossConfig(type="reinforce", rejection="token"), context_parallel=2)
+
+
+# -- several agents -------------------------------------------------------------------------------
+
+
+def episodes(*rewards: Sequence[tuple[str, float]], environment: str = "e") -> RolloutGroup:
+    """A group of episodes: each (agent, reward) is a trace of one branch, whose number is its first token."""
+    numbers = itertools.count(1)
+    rollouts = [
+        ScoredRollout(
+            [BranchTokens([next(numbers), 5], [False, True], [0.0, -1.0]) for _ in one],
+            math.fsum(reward for _, reward in one) / len(one),
+            [AgentShare(agent, reward, 1) for agent, reward in one],
+        )
+        for one in rewards
+    ]
+    return RolloutGroup(b"t", environment, rollouts, 0, b"n", b"l")
+
+
+def advantages(batch: CreditedBatch) -> list[float]:
+    assert [one.token_ids[0] for one in batch.samples] == list(range(1, len(batch.samples) + 1))
+    return [sample.advantage for sample in batch.samples]
+
+
+def test_rae_compares_each_agent_with_a_moving_average_of_its_own_rewards() -> None:
+    """A zero-sum game that `first` wins three times of four: the mean over both is 0, whatever they do."""
+    wins = [1.0, 1.0, -1.0, 1.0]
+    group = episodes(*([("first", win), ("second", -win)] for win in wins))
+    batch = credit([group], training("rae", rae_decay=0.8))
+    # b before reward k is 0.2 * the sum over j < k of 0.8**(k - 1 - j) r_j
+    before = [0.2 * math.fsum(0.8 ** (k - 1 - j) * wins[j] for j in range(k)) for k in range(5)]
+    own = [win - b for win, b in zip(wins, before[:4], strict=True)]
+    assert advantages(batch)[::2] == pytest.approx(own, rel=1e-12)
+    assert advantages(batch)[1::2] == pytest.approx([-one for one in own], rel=1e-12)
+    assert batch.baselines == {
+        "e": {"first": pytest.approx(before[4]), "second": pytest.approx(-before[4])}
+    }
+
+
+def test_baselines_go_on_from_batch_to_batch_and_are_those_of_one_environment() -> None:
+    config, group = training("rae"), episodes([("a", 1.0)], [("a", 3.0)])
+    first = credit([group], config)
+    second = credit([group], config, {}, first.baselines)
+    both = credit([group, replace(group, environment="other")], config, {}, first.baselines)
+    together = credit([group, group], config)
+    assert first.baselines["e"]["a"] == pytest.approx(0.95 * 0.05 + 0.15)
+    assert advantages(second)[0] == pytest.approx(1.0 - first.baselines["e"]["a"])
+    assert together.baselines == second.baselines
+    assert both.baselines == {"e": second.baselines["e"], "other": first.baselines["e"]}
+    assert first.baselines == credit([group], config).baselines  # nothing was written into them
+
+
+def test_rae_without_agents_is_reinforce_with_a_moving_average() -> None:
+    batch = credit([group([1.0, 1.0])], training("rae", rae_decay=0.5))
+    assert [one.advantage for one in batch.samples] == [1.0, 0.5]
+    assert not has_equal_rewards(group([1.0, 1.0]), training("rae"))
+
+
+def test_hierarchical_grpo_compares_solvers_within_an_episode_and_proposers_across() -> None:
+    batch = credit(
+        [
+            episodes(
+                [("proposer", 1.0), ("solver", 1.0), ("solver", 0.0)],
+                [("proposer", 0.0), ("solver", 5.0), ("solver", 2.0)],
+            )
+        ],
+        training("hierarchical_grpo", episode_agents=["solver"]),
+    )
+    assert advantages(batch) == [0.5, 0.5, -0.5, -0.5, 1.5, -1.5]
+
+
+def test_an_agent_alone_in_its_episode_has_nothing_to_be_compared_with() -> None:
+    one = episodes([("p", 1.0), ("s", 4.0)], [("p", 0.0), ("s", 1.0)])
+    assert advantages(credit([one], training("hierarchical_grpo", episode_agents=["s"]))) == [
+        0.5,
+        0.0,
+        -0.5,
+        0.0,
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])  # the last one's scale is that of the whole batch
+def test_every_other_advantage_compares_an_agent_with_itself_alone(kind: str) -> None:
+    """Adding a second agent changes nothing of the first one's advantages."""
+    alone = credit([group([1.0, 0.0, 0.5])], training(kind))
+    rewards = [[("a", r), ("b", 10 * r)] for r in (1.0, 0.0, 0.5)]
+    batch = credit([episodes(*rewards)], training(kind))
+    assert advantages(batch)[::2] == pytest.approx([one.advantage for one in alone.samples])
+
+
+def test_rewards_that_only_differ_between_agents_are_no_signal() -> None:
+    flat = episodes([("a", 1.0), ("b", -1.0)], [("a", 1.0), ("b", -1.0)])
+    assert has_equal_rewards(flat, training())
+    assert credit([flat], training()).flat == 1
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e300])
+def test_an_absurd_reward_of_one_agent_leaves_its_episode_out(reward: float) -> None:
+    kept = [[("a", 1.0), ("b", 0.0)], [("a", 0.0), ("b", 1.0)]]
+    batch = credit([episodes(*kept, [("a", 0.5), ("b", reward)])], training("rae"))
+    assert len(batch.samples) == 4
+    assert all(map(math.isfinite, batch.baselines["e"].values()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"advantage": "hierarchical_grpo"}, "needs episode_agents"),
+        ({"advantage": "rae", "curriculum": {"gates": {"signal": {}}}}, "compares no groups"),
+        ({"advantage": "rae", "rae_decay": 1.0}, "less than 1"),
+    ],
+)
+def test_settings_of_agents_that_do_not_go_together_are_refused(
+    fields: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says):
+        TrainingConfig.model_validate(fields)
+
+
+def test_samples_that_are_rewarded_keep_their_routes() -> None:
+    routed = BranchTokens([1, 2], [False, True], [0.0, -1.0], routes=b"\1\2")
+    pair = [ScoredRollout([routed], reward) for reward in (0.0, 1.0)]
+    [one, other] = credit([RolloutGroup(b"t", "e", pair, 0, b"n", b"l")], training()).samples
+    assert (one.routes, other.routes) == (b"\1\2", b"\1\2")

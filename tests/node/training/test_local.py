@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
-from primerl.node.config.training import LossConfig, TrainingConfig
+from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, TrainBatch
@@ -130,6 +130,34 @@ def test_echo_and_the_loss_of_the_drawn_tokens_do_not_dilute_each_other(model_di
         assert torch.allclose(moment, parts[0][name] + parts[1][name], atol=1e-7)
 
 
+def test_a_mixed_step_has_the_weighted_sum_of_both_gradients(model_dir: Path) -> None:
+    """weight x cross entropy at temperature 1 + the loss of the rollouts at theirs, in one packed row."""
+    rollout = Sample([5, 6, 100], [False, False, True], [0.0, 0.0, -5.5], 1.0)
+    shown = Sample([7, 8, 9, 10], [False, False, True, True], [0.0] * 4, 1.0, given=True)
+
+    def moved(batch: TrainBatch) -> dict[str, torch.Tensor]:
+        changes = {"sft": MixedSftConfig(files=["x.jsonl"], weight=0.3), "max_norm": 1e9}
+        subject = learner(model_dir, FAST.model_copy(update=changes), temperature=0.7)
+        figures.append(subject.step(batch).values)
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    figures: list[dict[str, float]] = []
+    alone = moved(TrainBatch(1, [rollout]))
+    taught = moved(TrainBatch(1, [replace(shown, given=False)], "ce"))
+    for name, moment in moved(TrainBatch(1, [rollout, shown])).items():
+        assert torch.allclose(moment, alone[name] + 0.3 * taught[name], atol=1e-7)
+        assert not torch.allclose(moment, alone[name], atol=1e-7)
+    assert figures[2]["sft_loss/mean"] == pytest.approx(figures[1]["loss/mean"], rel=1e-6)
+    assert (figures[2]["tokens"], figures[2]["sft_loss/tokens"]) == (1, 2)
+
+
+def test_a_demonstration_without_training_sft_is_not_taken_for_a_rollout(model_dir: Path) -> None:
+    shown = Sample([7, 8, 9], [False, True, True], [0.0] * 3, 1.0, given=True)
+    values = learner(model_dir).step(TrainBatch(1, [shown])).values
+    assert (values["samples/malformed"], values["tokens"]) == (1, 0)
+
+
 def teacher_of(directory: Path, **shape: int) -> Path:
     huggingface.create(directory, TINY.model_copy(update=shape), seed=9)
     return directory
@@ -180,6 +208,88 @@ def test_a_policy_becomes_like_its_teacher(model_dir: Path, tmp_path: Path) -> N
         rows = [replace(every[one], logprobs=[0.0] * 3 + [pi[one]]) for one in drawn]
         subject.step(TrainBatch(step, rows))
     assert distance() < 0.7 * before
+
+
+HINT = [40, 41, 42]
+
+
+def hinted(teacher: Path | None = None, **fields: object) -> TrainingConfig:
+    whom = {"reference": teacher} if teacher else {"teacher": "policy"}
+    loss = {"type": "reverse_kl", "hint": "{demonstration}", "ref_kl_mask_low": 1.0, "kl_tau": 0.0}
+    return FAST.model_copy(update={"loss": LossConfig.model_validate(loss | whom | fields)})
+
+
+def with_hint(one: Sample) -> Sample:
+    """What a teacher reads, written out."""
+    blank = [0.0] * len(HINT)
+    return replace(
+        one,
+        token_ids=[*HINT, *one.token_ids],
+        mask=[False] * len(HINT) + one.mask,
+        logprobs=blank + one.logprobs,
+    )
+
+
+@pytest.mark.parametrize("teaches", ["policy", "reference"])
+def test_a_teacher_that_reads_a_hint_says_what_it_would_say_of_the_whole_text(
+    model_dir: Path, tmp_path: Path, teaches: str
+) -> None:
+    """OPSD: log pi(token | hint, before it) - log pi(token | before it), on the tokens of the policy alone."""
+    teacher = teacher_of(tmp_path / "teacher") if teaches == "reference" else None
+    rng = random.Random(5)
+    rows = [sample(rng, drawn=drawn) for drawn in (6, 3, 5)]
+    pi = [learner(model_dir).packed_logprobs([one]) for one in rows]
+    reader = learner(teacher or model_dir)
+    gaps = [
+        other - own
+        for one, mine in zip(rows, pi, strict=True)
+        for own, other in zip(mine, reader.packed_logprobs([with_hint(one)]), strict=True)
+    ]
+    drawn = [
+        replace(one, logprobs=[0.0] * 4 + mine, hint=HINT)
+        for one, mine in zip(rows, pi, strict=True)
+    ]
+    values = learner(model_dir, hinted(teacher)).step(TrainBatch(1, drawn)).values
+    assert values["loss/mean"] == pytest.approx(-sum(gaps) / len(gaps), abs=1e-5)
+    assert values["ref_kl/all/mean"] == pytest.approx(
+        sum(math.exp(gap) - gap - 1 for gap in gaps) / len(gaps), abs=1e-5
+    )
+    assert max(map(abs, gaps)) > 0.01
+    beside = hinted(teacher, type="reinforce", ref_kl_tau=0.5, adv_tau=0.0)
+    values = learner(model_dir, beside).step(TrainBatch(1, drawn)).values
+    assert values["loss/mean"] == pytest.approx(-0.5 * sum(gaps) / len(gaps), abs=1e-5)
+
+
+def test_a_policy_without_a_hint_has_nothing_to_learn_from_itself(model_dir: Path) -> None:
+    row = sample(random.Random(5), drawn=6)
+    drawn = replace(row, logprobs=[0.0] * 4 + learner(model_dir).packed_logprobs([row]))
+    values = learner(model_dir, hinted()).step(TrainBatch(1, [drawn])).values
+    assert values["loss/mean"] == pytest.approx(0.0, abs=1e-5)
+    assert values["optim/grad_norm"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_policy_that_teaches_itself_has_no_gradient_through_what_it_teaches(
+    model_dir: Path,
+) -> None:
+    """The step is that of a frozen copy of it as the teacher."""
+    rows = [replace(sample(random.Random(n)), hint=HINT) for n in range(3)]
+
+    def moved(teacher: Path | None) -> dict[str, torch.Tensor]:
+        subject = learner(model_dir, hinted(teacher))
+        subject.step(TrainBatch(1, rows))
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    itself, copied = moved(None), moved(model_dir)
+    assert any(float(one.abs().max()) > 1e-6 for one in itself.values())
+    for name, moment in itself.items():
+        assert torch.allclose(moment, copied[name], atol=1e-8)
+
+
+def test_a_hint_of_tokens_that_there_are_not_is_left_out_with_its_sample(model_dir: Path) -> None:
+    row = replace(sample(random.Random(5)), hint=[1, 10**6])
+    values = learner(model_dir, hinted()).step(TrainBatch(1, [row])).values
+    assert (values["samples/malformed"], values["tokens"]) == (1, 0)
 
 
 def test_a_teacher_of_other_tokens_is_refused(model_dir: Path, tmp_path: Path) -> None:

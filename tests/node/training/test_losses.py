@@ -25,6 +25,7 @@ from primerl.node.training.losses import (
     cross_entropy,
     formula,
     policy_loss,
+    sft,
     token_logprobs,
 )
 
@@ -673,6 +674,9 @@ def test_it_is_not_blamed_for_what_it_was_given(package: str) -> None:
         ({"custom_args": {"scale": 2}}, "are of type"),
         ({"type": "reverse_kl", "ref_kl_tau": 0.1}, "leave ref_kl_tau out"),
         ({"reference": "teacher"}, "reference is of type"),
+        ({"hint": "{demonstration}"}, "teacher and hint are of type"),
+        ({"type": "reverse_kl", "teacher": "policy"}, "needs a hint"),
+        ({"type": "reverse_kl", "hint": "the answer"}, "has no"),
         ({"type": "grpo_two_sided", "clip_high": 3.5}, "clip_ratio_max"),
         ({"type": "gspo", "sequence_clip_low": 1.0}, "less than 1"),
         ({"ref_kl_tau": float("nan")}, "greater than or equal"),
@@ -750,3 +754,30 @@ def test_a_step_of_the_environments_tokens_alone_is_reported() -> None:
     loss, sums = policy_loss(LossConfig(echo_alpha=0.1), only_heard(), 0, 4)
     assert set(sums.metrics()) == {"nll/mean", "nll/tokens", "tokens"}
     assert loss.item() == pytest.approx(0.1 * sums.metrics()["nll/mean"])
+
+
+# -- SFT beside rollouts ------------------------------------------------------------------------------
+
+GIVEN = np.isin(np.arange(15), [0, 3, 8, 14])
+"""Tokens of demonstrations among those of loss_cases; none of them is in HEARD."""
+
+
+def test_a_demonstration_adds_its_own_weighted_mean_and_nothing_else_sees_its_tokens() -> None:
+    """The gradient is slope / drawn, -alpha / heard and -weight / given."""
+    inputs = replace(with_echo(), given=torch.from_numpy(GIVEN.copy()))
+    config = LossConfig(type="reinforce", importance="none", kl_tau=0.0, echo_alpha=0.3)
+    loss, sums = policy_loss(config, inputs, 9, echo_tokens=5)
+    taught, more = sft(0.25, inputs, 6)
+    (found,) = torch.autograd.grad(loss + taught, inputs.logprobs)
+    drawn = ~(HEARD | GIVEN)
+    assert found.numpy()[drawn] == pytest.approx(
+        -loss_cases.tokens().advantage[drawn] / 9, rel=1e-6
+    )
+    assert found.numpy()[HEARD] == pytest.approx(-0.3 / 5, rel=1e-12)
+    assert found.numpy()[GIVEN] == pytest.approx(-0.25 / 6, rel=1e-12)
+    nats = -np.log(loss_cases.tokens().pi[GIVEN])
+    assert taught.item() == pytest.approx(0.25 * nats.sum() / 6, rel=1e-12)
+    sums.add(more)
+    figures = sums.metrics()
+    assert figures["sft_loss/mean"] == pytest.approx(nats.mean(), rel=1e-12)
+    assert [figures[n] for n in ("tokens", "nll/tokens", "sft_loss/tokens")] == [7, 4, 4]

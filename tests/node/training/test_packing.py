@@ -140,6 +140,34 @@ def test_the_environments_tokens_are_trained_as_such_and_counted_apart() -> None
     assert [flag for index in range(4) for flag in row.part(index, 4).echo] == row.echo.tolist()
 
 
+def test_demonstrations_share_rows_with_rollouts_and_are_counted_apart() -> None:
+    rollout = Sample([7, 8, 9, 10], [False, True, False, True], [0.0, -1.5, 0.0, -2.5], 0.25)
+    packed = pack([rollout, replace(rollout, token_ids=[4, 5, 6, 7], given=True)], 16, multiple=4)
+    (row,) = rows_of(packed)
+    assert row.given.tolist() == [False, False, True, True]
+    assert not row.echo.any()
+    assert (packed.tokens, packed.echo_tokens, packed.given_tokens) == (2, 0, 2)
+    assert [flag for index in range(4) for flag in row.part(index, 4).given] == row.given.tolist()
+
+
+def test_a_teacher_reads_hints_before_the_same_trained_tokens_in_the_same_order() -> None:
+    rng = random.Random(6)
+    samples = [
+        replace(sample(rng, drawn=rng.randint(1, 9)), hint=[1] * rng.randint(0, 7))
+        for _ in range(30)
+    ]
+    samples[3] = replace(samples[3], mask=[True] * len(samples[3].mask), hint=[1, 2])
+    packed = pack(samples, 32, ranks=2, multiple=4)
+    for rank in range(2):
+        both = zip(packed.rank(rank), packed.rank(rank, hinted=True), strict=True)
+        for row, other in both:
+            assert row.targets.tolist() == other.targets.tolist()
+            assert row.sequences.tolist() == other.sequences.tolist()
+            assert len(other.token_ids) <= 32
+            assert other.token_ids[other.rows + 1].tolist() == other.targets.tolist()
+    assert pack([replace(sample(rng, prompt=20, drawn=9), hint=[1] * 4)], 32).too_long
+
+
 def test_a_sample_of_which_only_the_environments_tokens_are_trained_has_a_row() -> None:
     only = Sample([1, 2, 3], [False] * 3, [0.0] * 3, 0.0, [False, False, True])
     packed = pack([only], 8)

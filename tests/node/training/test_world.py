@@ -1,7 +1,7 @@
 """One rank, two ranks, replicas and shared sequences learn the same: real gloo processes, one start for all."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from support import ranks_cases as ranks
 from support.training_cases import FAST, TINY, batch, logprobs
 
-from primerl.node.config.run import TrainingConfig
+from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import TrainBatch
@@ -43,6 +43,7 @@ CASES = [
 STEPS = 3
 LAST = batch(9, rows=7).samples
 FIGURES = ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/all/mean", "tokens")
+TAUGHT = (*FIGURES, "ref_kl/all/mean", "sft_loss/mean", "sft_loss/tokens")
 
 
 def steps() -> list[TrainBatch]:
@@ -77,6 +78,7 @@ def on_two_ranks(place: Path) -> dict[str, Any]:
         config = CONFIG.model_copy(update=SHAPES[name])
         found[case] = learn(place / kind, config, ranks.join(config))
     found["world"] = folded()
+    found["taught"] = taught(place, ranks.join(CONFIG))
     found["refused"] = [
         refused(place / "dense", {"fsdp": CONFIG.fsdp.model_copy(update={"replicas": 3})}),
         refused(place / "dense", {"context_parallel": 3}),
@@ -90,6 +92,28 @@ def on_two_ranks(place: Path) -> dict[str, Any]:
         ),
     ]
     found["handed over"] = [handed_over(place, *pair) for pair in ((1, 2), (2, 1))]
+    return found
+
+
+def taught(place: Path, world: World) -> list[dict[str, float]]:
+    """Figures of steps with demonstrations, and hints that the policy reads as its own teacher."""
+    loss = {"type": "reverse_kl", "teacher": "policy", "hint": "{demonstration}"}
+    update = {
+        "loss": LossConfig.model_validate(loss),
+        "sft": MixedSftConfig(files=["demonstrations.jsonl"], weight=0.3),
+    }
+    config = CONFIG.model_copy(update=update)
+    learner = Learner.build(
+        place / "dense", config, max_steps=9, seed=1, temperature=0.9, world=world
+    )
+    found: list[dict[str, float]] = []
+    for step in (1, 2):
+        drawn = batch(step).samples
+        hinted = [replace(one, hint=[3] * (at % 4)) for at, one in enumerate(drawn)]
+        given = [replace(one, given=True) for one in drawn[:3]]
+        values = learner.step(TrainBatch(step, [*hinted, *given])).values
+        found.append({name: values[name] for name in TAUGHT})
+    learner.close()
     return found
 
 
@@ -153,7 +177,7 @@ def refused(model_dir: Path, update: dict[str, Any]) -> str:
 class Found:
     """What a rank alone found, by the kind of model, and what each of two found."""
 
-    alone: dict[str, dict[str, Any]]
+    alone: dict[str, Any]
     ranks: list[dict[str, Any]]
 
 
@@ -166,7 +190,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     huggingface.create(place / "five", EXPERTS.model_copy(update={"num_experts": 5}), 7)
     alone = World.alone(torch.device("cpu"))
     before = torch.get_rng_state()
-    mine = {kind: learn(place / kind, CONFIG, alone) for kind in ("dense", "experts")}
+    mine: dict[str, Any] = {
+        kind: learn(place / kind, CONFIG, alone) for kind in ("dense", "experts")
+    }
+    mine["taught"] = taught(place, alone)
     torch.set_rng_state(before)
     return Found(mine, ranks.on_ranks(2, on_two_ranks, place))
 
@@ -186,6 +213,13 @@ def test_two_ranks_learn_what_one_does(found: Found, case: str) -> None:
         for got, had in zip(mine.get("logprobs", []), wanted["logprobs"], strict=False):
             assert got == pytest.approx(had, abs=1e-5)
     assert found.ranks[0][case] == found.ranks[1][case]  # the same figures on every rank
+
+
+def test_two_ranks_read_hints_and_demonstrations_as_one_does(found: Found) -> None:
+    for one in found.ranks:
+        for got, had in zip(one["taught"], found.alone["taught"], strict=True):
+            assert got == pytest.approx(had, rel=1e-5, abs=1e-5)
+            assert had["sft_loss/tokens"] > 0
 
 
 def test_the_experts_tokens_of_all_ranks_are_counted(found: Found) -> None:

@@ -4,7 +4,6 @@
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
 
 import asyncio
-import os
 import random
 import socket
 import subprocess
@@ -68,7 +67,7 @@ class UnrulyTaskset(vf.Taskset[UnrulyTask, UnrulyConfig]):
                 file.write("written")
         # tasks are dealt to the splits by their content: enough of them, so that both get some
         for number in range(60):
-            own = os.getpid() if "differs" in moods else 0
+            own = time.time_ns() if "differs" in moods else 0  # each sandbox may have the same pids
             mood = moods[number % len(moods)]
             values = {"prompt": f"say yes {number} {own}", "mood": mood, "idx": number}
             yield UnrulyTask(UnrulyData.model_validate(values), self.config.task)

@@ -1,0 +1,241 @@
+"""Ask the model that judges an environment's rollouts; only the trainer and `eval` have one.
+
+Invariants:
+- a judge that is down is waited for: whoever asks gets an answer, or JudgeRefused for a conversation that the
+  judge fails on while it answers others;
+- equal requests get equal answers, across restarts too: an answer is kept before it is given;
+- the environment's code decides the messages alone: model, temperature and limits are the config's.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from ...crypto.hashing import digest
+from ..config.chat_api import JudgeConfig
+from ..config.run import EnvironmentConfig
+from ..ops.errors import StorageError, UsageError
+from ..storage.judge_answers import JudgeAnswers
+from .chat_api import ApiUnavailable, ChatApi, open_api, read_key
+from .policies import JudgeRefused, PlayFailed
+
+logger = logging.getLogger(__name__)
+
+ANSWERS = "judge.db"
+"""File of the answers in the directory of a run or an evaluation."""
+MAX_REQUEST = 4 << 20
+"""Bytes of a request of the environment's code."""
+TRIES = 3
+"""Times that a conversation is tried while the judge answers others."""
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Between two looks at a judge that is down; the last one from then on."""
+PROBE = [{"role": "user", "content": "Say yes."}]
+PASSED_ON = ("messages", "response_format", "stop")
+"""What of a request is the environment's to say."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+class JudgeModel:
+    """A judge: start() first, close() last. `ask` may be called many times at once."""
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        key: str,
+        answers: Path,
+        *,
+        pauses_s: tuple[float, ...] = PAUSES_S,
+    ) -> None:
+        """`key` is sent, unless it is empty; answers are kept in the file `answers`."""
+        self._config = config
+        self._key = key
+        self._path = answers
+        self._pauses_s = pauses_s
+        self._room = asyncio.Semaphore(config.concurrency)
+        self._open = AsyncExitStack()
+        self._api: ChatApi | None = None
+        self._answers: JudgeAnswers | None = None
+        self._asked: dict[bytes, asyncio.Task[tuple[str, bool]]] = {}
+        """Requests under way, by digest: equal ones share an answer."""
+        self._waiting = asyncio.Lock()
+        """Held by the one that looks whether the judge is back."""
+        self._answered = float("-inf")
+        """Monotonic time at which the request that was answered last was sent."""
+        self.fault = ""
+        """Why the judge is waited for; empty while it answers."""
+
+    async def start(self) -> None:
+        """Open the client and the file; asks nothing. Raises StorageError."""
+        self._answers = JudgeAnswers(self._path)
+        self._open.callback(self._answers.close)
+        self._api = await self._open.enter_async_context(open_api(self._config, self._key))
+
+    async def close(self) -> None:
+        """Cancel what is under way and close both."""
+        tasks = list(self._asked.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._open.aclose()
+
+    async def ask(self, request: bytes) -> bytes:
+        """Answer a request to /chat/completions with such a completion, both in JSON.
+
+        Raises JudgeRefused; StorageError where the answer cannot be kept.
+        """
+        body = self._body(request)
+        encoded = msgspec.json.encode(body, order="deterministic")
+        name = digest(encoded)
+        found = self._kept.get(name)
+        if found is None:
+            task = self._asked.get(name)
+            if task is None:
+                task = asyncio.create_task(self._answer(name, body), name="judge")
+                self._asked[name] = task
+                task.add_done_callback(lambda done: self._ended(name, done))
+            # the others that wait for it, and the file, get it if this one is cancelled
+            found = await asyncio.shield(task)
+        return self._completion(*found)
+
+    def _ended(self, name: bytes, task: "asyncio.Task[tuple[str, bool]]") -> None:
+        self._asked.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # those who waited for it may all be gone
+
+    async def _answer(self, name: bytes, body: dict[str, Any]) -> tuple[str, bool]:
+        """Ask until there is an answer, and keep it."""
+        failures = tries = 0
+        while True:
+            began = time.monotonic()
+            try:
+                text, cut = await self._send(body)
+                asked = msgspec.json.encode(body["messages"]).decode()
+                self._kept.add(name, self._config.model, asked, text, cut=cut)
+                return text, cut
+            except ApiUnavailable as error:
+                trouble, tries = str(error), tries + (not error.busy)
+            except (PlayFailed, UsageError, StorageError) as error:
+                trouble, tries = str(error), tries + (not isinstance(error, StorageError))
+            await self._wait_for_judge(trouble, began)
+            if tries >= TRIES:
+                raise JudgeRefused(
+                    f"the judge answers others, and failed {tries} times on this conversation: {trouble}"
+                )
+            await self._pause(failures)
+            failures += 1
+
+    async def _wait_for_judge(self, trouble: str, since: float) -> None:
+        """Wait until the judge has answered anything that was asked after `since`."""
+        async with self._waiting:
+            looks = 0
+            while self._answered < since:
+                fault = f"the judge at {self._config.url} does not answer, rollouts wait for it: {trouble}"
+                if fault != self.fault:
+                    logger.warning("%s", fault)
+                self.fault = fault
+                try:
+                    await self._send(self._request(PROBE))
+                except (ApiUnavailable, PlayFailed, UsageError) as error:
+                    trouble = str(error)
+                    await self._pause(looks)
+                    looks += 1
+
+    async def _pause(self, before: int) -> None:
+        """Pause, longer the more pauses there were `before`."""
+        await asyncio.sleep(self._pauses_s[min(before, len(self._pauses_s) - 1)])
+
+    async def _send(self, body: Mapping[str, Any]) -> tuple[str, bool]:
+        """Send one request. Raises as ChatApi.ask()."""
+        assert self._api is not None  # start() opened it
+        async with self._room:
+            began = time.monotonic()
+            answer = await self._api.ask(body)
+        self._answered = max(self._answered, began)
+        if self.fault:
+            logger.warning("the judge at %s answers again", self._config.url)
+        self.fault = ""
+        return answer.text, answer.cut
+
+    def _body(self, request: bytes) -> dict[str, Any]:
+        """Make our request of one that the environment's code made. Raises JudgeRefused."""
+        if len(request) > MAX_REQUEST:
+            raise JudgeRefused(f"a request of {len(request)} bytes: send at most {MAX_REQUEST}")
+        try:
+            asked = msgspec.json.decode(request)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise JudgeRefused(f"a request that is no JSON: {error}") from error
+        if not isinstance(asked, dict):
+            raise JudgeRefused("a request that is no JSON object")
+        given = cast(dict[str, Any], asked)
+        if not isinstance(given.get("messages"), list) or given.get("stream"):
+            raise JudgeRefused("only chat completions, not streamed, are answered")
+        body = self._request(given["messages"])
+        body |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+        said = [given[name] for name in LIMITS if isinstance(given.get(name), int)]
+        limits = [limit for limit in said if limit > 0]
+        body[self._config.max_tokens_field] = min([*limits, self._config.max_tokens])
+        return body
+
+    def _request(self, messages: list[Any]) -> dict[str, Any]:
+        config = self._config
+        return {
+            "model": config.model,
+            "messages": messages,
+            "temperature": config.temperature,
+            config.max_tokens_field: config.max_tokens,
+        }
+
+    def _completion(self, text: str, cut: bool) -> bytes:
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}
+        return msgspec.json.encode(
+            {
+                "id": "judge",
+                "object": "chat.completion",
+                "created": 0,
+                "model": self._config.model,
+                "choices": [choice],
+            }
+        )
+
+    @property
+    def _kept(self) -> JudgeAnswers:
+        if self._answers is None:
+            raise StorageError("the judge was not started: call start() first")
+        return self._answers
+
+
+class Judges:
+    """Makes the judges of environments. The keys are read once, and no environment sees their variables."""
+
+    def __init__(
+        self,
+        environments: Sequence[EnvironmentConfig],
+        directory: Path,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Answers are kept in `directory`. Raises UsageError where `environ` lacks a key."""
+        held = os.environ if environ is None else environ
+        found = [one.judge for one in environments if one.judge is not None]
+        self._keys = {one.key_variable: read_key(one, held) for one in found}
+        self._directory = directory
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the environment variables that hold their keys."""
+        return frozenset(self._keys) - {""}
+
+    def judge(self, config: EnvironmentConfig) -> JudgeModel | None:
+        """The judge of an environment, not started; None where it has none."""
+        told = config.judge
+        if told is None:
+            return None
+        return JudgeModel(told, self._keys[told.key_variable], self._directory / ANSWERS)

@@ -1,0 +1,128 @@
+"""Demonstrations in a run of rollouts: rows mixed into every step, and hints that a teacher alone reads.
+
+Invariant: what a step gets follows from the data, the cursor of the checkpoint and the tasks of its rollouts.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..environments.chat import ChatFormat
+from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
+from ..ops.errors import UsageError
+from ..sft.data import DataCursor, MixedReader
+from ..training.backend import Sample
+from ..training.buffer import RolloutGroup
+from .state import TrainerState
+
+PLACE = "{demonstration}"
+"""What LossConfig.hint has where the demonstration belongs."""
+
+
+class Hints:
+    """Makes a system message of each task's right reply, as tokens (training.loss.hint)."""
+
+    def __init__(
+        self, template: str, chat: ChatFormat, environments: Mapping[str, Environment]
+    ) -> None:
+        """`environments` are those of the run, started, by name."""
+        self._template = template
+        self._chat = chat
+        self._environments = environments
+
+    async def check(self) -> None:
+        """Raise UsageError if the first task of an environment has no right reply, or the model's template no
+        system message."""
+        for name, environment in self._environments.items():
+            try:
+                found = await self._of(environment, await environment.task(0))
+            except EnvironmentFailed as error:
+                raise UsageError(f"training.loss.hint: {error}") from error
+            if not found:
+                raise UsageError(
+                    f"training.loss.hint: tasks of {name!r} have no right reply to show: leave hint out, or "
+                    "give their data an `answer` (docs/environments.md)"
+                )
+
+    async def of(self, group: RolloutGroup) -> list[int]:
+        """Make the hint of a group's task; none where the task has no right reply here."""
+        if group.task_index < 0:
+            return []  # of a checkpoint from before it was kept
+        environment = self._environments[group.environment]
+        try:
+            return await self._of(environment, Task(group.task_index, group.task))
+        except (EnvironmentFailed, ScoreMismatch):
+            return []
+
+    async def _of(self, environment: Environment, task: Task) -> list[int]:
+        reply = await environment.demonstration(task)
+        if reply is None:
+            return []
+        content = self._template.replace(PLACE, self._chat.text(reply))
+        message = {"role": "system", "content": content}
+        return self._chat.encode(self._chat.render([message], generate=False))
+
+
+class Demonstrations:
+    """What a step learns from beside its rollouts and their rewards."""
+
+    def __init__(self, mixed: MixedReader | None = None, hints: Hints | None = None) -> None:
+        self._mixed = mixed
+        self._hints = hints
+        self.cursor = DataCursor()
+        """Where `mixed` goes on."""
+
+    @property
+    def identity(self) -> str:
+        """Of the data that the cursor is a place in; empty without any."""
+        return self._mixed.identity if self._mixed else ""
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on where a checkpoint was; from the start if the run had no data then. Raises UsageError for
+        other data."""
+        if self._mixed is None or not state.sft_identity:
+            return
+        if state.sft_identity != self.identity:
+            raise UsageError(
+                "the data of training.sft are not those that the run began with: give the same, or "
+                "another --name"
+            )
+        self.cursor = state.sft
+
+    async def added_to(
+        self, samples: Sequence[Sample], groups: Sequence[RolloutGroup]
+    ) -> list[Sample]:
+        """Give the `samples` of `groups` their hints, and add the rows of this step. Raises RunFailed,
+        UsageError."""
+        found = await self._hinted(samples, groups)
+        if self._mixed is None:
+            return found
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        read = await asyncio.to_thread(self._mixed.batch, self.cursor, tokens)
+        self.cursor = read.cursor
+        return [*found, *read.samples]
+
+    async def _hinted(
+        self, samples: Sequence[Sample], groups: Sequence[RolloutGroup]
+    ) -> list[Sample]:
+        if self._hints is None:
+            return [*samples]
+        hints = await asyncio.gather(*map(self._hints.of, groups))
+        # a sample has the very list of its branch (advantages.py)
+        hint_of = {
+            id(branch.token_ids): hint
+            for group, hint in zip(groups, hints, strict=True)
+            for rollout in group.rollouts
+            for branch in rollout.branches
+        }
+        return [replace(sample, hint=hint_of[id(sample.token_ids)]) for sample in samples]
+
+    def figures(self) -> dict[str, float]:
+        """Return what was read of the data, by the metrics' names."""
+        if self._mixed is None:
+            return {}
+        return {
+            "sft/epoch": self.cursor.epoch,
+            "sft/total_samples": self.cursor.samples,
+            "sft/total_tokens": self.cursor.tokens,
+        }
