@@ -49,6 +49,8 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     logprob: float
     logprob_max: float
     other_policy: float
+    routing: float = 0.0
+    routing_max: float = 0.0
 
 
 class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -53,6 +53,7 @@ class Reason(StrEnum):
     WRONG_POLICY = "wrong_policy"
     WRONG_ORDER = "wrong_order"
     BAD_SAMPLING = "bad_sampling"
+    BAD_ROUTES = "bad_routes"
     AUDIT_FAILED = "audit_failed"
     UNCALIBRATED = "uncalibrated"
     ENVIRONMENT_ERROR = "environment_error"

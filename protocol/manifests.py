@@ -100,8 +100,11 @@ class EnvironmentContract(
     results and rewards is believed: its replies alone are proved."""
 
 
-class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of the measures of an audited rollout (protocol/rollouts.py: Evidence). Above is guilty."""
+class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Bounds of the measures of an audited rollout (protocol/rollouts.py: Evidence). Above is guilty.
+
+    Defaults, which bound nothing, are left out.
+    """
 
     fingerprint: Annotated[float, msgspec.Meta(gt=0)]
     sampling: Annotated[float, msgspec.Meta(gt=0)]
@@ -109,6 +112,8 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob: Annotated[float, msgspec.Meta(gt=0)]
     logprob_max: Annotated[float, msgspec.Meta(gt=0)]
     other_policy: Annotated[float, msgspec.Meta(gt=0)]
+    routing: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    routing_max: Annotated[float, msgspec.Meta(gt=0)] = 1e9
 
 
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -143,6 +148,27 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
 
+class RouteShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Routes of a mixture of experts: which of its experts read a token, layer by layer."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """Layers that have experts."""
+    experts: Annotated[int, msgspec.Meta(ge=1, le=2**15)]
+    """Of each of these layers."""
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    """Experts that read a token in each layer."""
+
+    @property
+    def dtype(self) -> str:
+        """Of an expert's number as it travels, as numpy calls it."""
+        return "<u1" if self.experts <= 2**8 else "<u2"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's route."""
+        return self.layers * self.top_k * (1 if self.experts <= 2**8 else 2)
+
+
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that every node knows beforehand."""
 
@@ -173,6 +199,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Random: two runs of one config are two runs."""
     adapters: AdapterContract | None = None
     """None: all weights are trained, and travel."""
+    routes: RouteShape | None = None
+    """Of a mixture of experts whose trainer replays the routes of its workers; None: they send none."""
 
     @property
     def temperature(self) -> float:

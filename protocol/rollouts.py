@@ -22,6 +22,8 @@ MAX_REJECTIONS = 128
 MAX_EVIDENCE = 256
 MAX_SPANS = 64
 MAX_BLAMED = 48
+MAX_ROUTES = 64 * 2**20
+"""Bytes of a branch's routes: 48 layers with 8 experts a token take 384 bytes a sampled token."""
 MAX_DETAIL = 200
 """Bytes of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
@@ -51,6 +53,9 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """Where the policy changed while the branch was drawn; empty if one version drew it all."""
     proof: Packed = b""
     """The fingerprints of the replies, one after the other; sizes follow from the replies' lengths."""
+    routes: Annotated[bytes, msgspec.Meta(max_length=MAX_ROUTES)] = b""
+    """S routes (manifests.RouteShape): of each sampled token the experts that read the token before it, and so
+    led to it. [layer][k] u8, u16 little-endian from 257 experts on. Empty: the trainer's own choice counts."""
 
 
 WITHDRAWN = "withdrawn: "
@@ -139,6 +144,12 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """The largest of these differences, nats."""
     other_policy: float
     """How much likelier another policy version than the claimed one makes the proof, nats; below 0 is less."""
+    routing: float = 0.0
+    """Share of the experts of its routes that the validator's own router does not choose; over 64 tokens at
+    least."""
+    routing_max: float = 0.0
+    """The largest margin by which one of these misses the validator's choice, in what the router ranks by
+    (logits, or scores with a bias)."""
 
 
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -10,7 +10,8 @@ and says whether its rewards are recomputed, sampled or claimed; samples of a gr
 they began; the end of a run says whether it finished, failed or was stopped; a withdrawn sample has a reason of
 its own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
 several environments, each with a name, a group size, a sampling contract and a limit of turns, a lease names
-one of them, and a worker says which it can play.
+one of them, and a worker says which it can play; rollouts of a mixture of experts may bring their routes, and
+audits measure these.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -446,6 +446,22 @@ FAULTS = (
     ),
     # -- verification
     Fault(
+        "routes are not replayed in training",
+        "training: experts",
+        "node/training/experts.py",
+        "self.routes = whole.transpose(0, 1).long()",
+        "self.routes = None",
+        ("test_other_routes_are_those_of_a_reference_with_gradients_to_the_router",),
+    ),
+    Fault(
+        "experts that a router did not choose are no fault of a route",
+        "verification: audits",
+        "node/models/routers.py",
+        "outside = ~(claimed[:, :, None] == own[:, None, :]).any(2) & (claimed >= 0)",
+        "outside = claimed < 0",
+        ("test_routes_that_were_not_taken_are_rejected",),
+    ),
+    Fault(
         "rollout of an older policy than its lease asks for is accepted",
         "verification: checks",
         "node/verification/checks.py",

@@ -47,6 +47,15 @@ def test_the_bench_of_the_trainer_runs_at_toy_size(tmp_path: Path) -> None:
     assert [goal["name"] for goal in told["goals"]] == ["packed and alone differ by"]
 
 
+@pytest.mark.nightly
+def test_the_bench_of_routes_runs_at_toy_size(tmp_path: Path) -> None:
+    told = bench("routes.py", tmp_path / "r.json", "--threads", "1")
+    assert told["bytes_a_token"] == 2 * 4
+    mismatch, audit = told["mismatch"], told["audit"]
+    assert mismatch["with"]["mismatch_kl"] < mismatch["without"]["mismatch_kl"]
+    assert max(audit["honest"]["routing"]) < min(audit["random in one layer"]["routing"])
+
+
 @pytest.mark.skipif(is_installed(), reason="vLLM is installed")
 def test_without_vllm_the_bench_of_pipelines_says_what_it_needs() -> None:
     command = [sys.executable, str(BENCH / "pipeline.py"), "--quick"]

@@ -21,6 +21,7 @@ from ...protocol.manifests import (
     EnvironmentContract,
     FileRef,
     ModelContract,
+    RouteShape,
     RunLimits,
     RunManifest,
     encode,
@@ -114,6 +115,7 @@ async def documents(
     if known is not None:
         found = _known_documents(known, key.node_id)
         _check_adapters(lora, found.manifest.adapters)
+        _check_routes(config.training.enable_router_replay, found.manifest)
         _check_environments(config, found.manifest)
         return found
     adapters = None
@@ -125,7 +127,8 @@ async def documents(
     environments = await asyncio.to_thread(environment_contracts, config)
     longest = longest_sequence(config, position_count(model_dir))
     new = _new_manifest(config, key, contract, environments, longest)
-    manifest = encode(structs.replace(new, adapters=adapters))
+    routes = await asyncio.to_thread(_routes, config, model_dir)
+    manifest = encode(structs.replace(new, adapters=adapters, routes=routes))
     if len(manifest) > MAX_RUN:
         raise UsageError(
             f"the run's manifest has {len(manifest)} bytes, and at most {MAX_RUN} may travel: name fewer "
@@ -254,6 +257,29 @@ def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> N
             f"this run began with training.lora {begun}, now it is {wanted}: change it back, or begin "
             "another run"
         )
+
+
+def _check_routes(wanted: bool, run: RunManifest) -> None:
+    """A run goes on as it began. Raises UsageError."""
+    if wanted != (run.routes is not None):
+        raise UsageError(
+            f"this run began with training.enable_router_replay = {str(not wanted).lower()}: change it back, "
+            "or begin another run"
+        )
+
+
+def _routes(config: RunConfig, model_dir: Path) -> RouteShape | None:
+    """The routes that workers send. Raises UsageError where there can be none."""
+    if not config.training.enable_router_replay:
+        return None
+    from ..models.routers import route_shape
+
+    shape = route_shape(model_dir)
+    if shape is None:
+        raise UsageError(
+            f"{config.model.name} has no experts: remove training.enable_router_replay"
+        )
+    return shape
 
 
 def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelContract:

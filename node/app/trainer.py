@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...crypto.keys import SecretKey
 from ...protocol.leases import LeaseBook, LeasePolicy, MixtureShare, TaskQueue
+from ...protocol.manifests import RouteShape
 from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
@@ -108,11 +109,12 @@ BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
 stages of the longest pipeline."""
 
 
-def lease_policy(config: RunConfig) -> LeasePolicy:
-    """Make the lease policy of a run."""
+def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
+    """Make the lease policy of a run whose rollouts bring such `routes`."""
     rollouts, mixture = config.rollouts, config.mixture
     largest = max(one.group_size for one in mixture)
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease
+    size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
     return LeasePolicy(
         environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
         groups_per_batch=rollouts.groups_per_batch,
@@ -120,7 +122,7 @@ def lease_policy(config: RunConfig) -> LeasePolicy:
         max_off_policy_steps=rollouts.max_off_policy_steps,
         leases_per_worker=rollouts.leases_per_worker,
         timeout_s=rollouts.lease_timeout_s,
-        max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, MAX_SUBMISSION),
+        max_bytes=min(MIB + tokens * size, MAX_SUBMISSION),
     )
 
 
@@ -431,7 +433,7 @@ class TrainerNode(Node):
             services,
             documents.sealed,
             LeaseBook(
-                lease_policy(config),
+                lease_policy(config, documents.manifest.routes),
                 next_lease=boot << LEASES_PER_BOOT,
                 tasks=[
                     TaskQueue(draw=one.draw if one.chooses else None) for one in curricula.values()

@@ -100,6 +100,9 @@ class EngineConfig(BaseConfig):
     batch_invariant: bool = False
     """vLLM computes each token by the same operations whatever is beside it (its batch-invariant kernels,
     slower on a GPU); a run whose numerics are exact switches it on."""
+    enable_return_routed_experts: bool = False
+    """Record which experts of a mixture read each token; a run whose trainer replays them
+    (training.enable_router_replay) switches it on."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
     """Passed to vLLM's engine arguments; those that would break proofs or versions are refused. Speculative

@@ -113,7 +113,7 @@ scheduler.min_lr | training.min_lr_ratio | raw min_lr | min_lr / lr
 scheduler.decay_steps | - | | the rate falls from the warm-up to max_steps
 data.fake.* | - | | no fake batches: `python scripts/bench/trainer.py`
 dist_timeout_seconds | training.fsdp.timeout_s
-enable_router_replay | - | off false | experts are chosen again in training
+enable_router_replay | training.=
 enable_token_export | - | off false | nearest: rollouts.keep, `primerl-node rollouts`
 matmul_precision | . | | TF32 where a GPU has it
 gc.* | . | | Python's own
@@ -201,7 +201,7 @@ vllm.chat_template | - | | the model's own is used
 vllm.quantization | - | off null | other numbers would fail every audit
 vllm.enable_eplb | - | off false | experts stay where an update finds them
 vllm.enable_dbo, use_deep_gemm, enable_fp32_lm_head | - | off false | other numbers would fail every audit
-vllm.enable_return_routed_experts | - | off false | experts are chosen again in training
+vllm.enable_return_routed_experts | . | | training.enable_router_replay switches it on in every worker
 vllm.rope_scaling | - | | the run's model decides that
 vllm.* | engine.vllm.* | | all other arguments of vLLM's engine
 deployment.* | - | | start `primerl-node join` on each node; no engine is split in prefill and decode

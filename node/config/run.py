@@ -674,6 +674,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(EXACT_NEEDS_VLLM)
+            if self.training.enable_router_replay:
+                raise ValueError(
+                    "vLLM, which audits exact numerics, does not measure routes: leave "
+                    "training.enable_router_replay out"
+                )
             if self.verification.calibration is not None:
                 raise ValueError(
                     "verification.numerics exact has bounds of its own: leave verification.calibration out"

@@ -406,6 +406,9 @@ class TrainingConfig(BaseConfig):
     """Learn from demonstrations beside the rollouts."""
     freeze_router: bool = False
     """Of a mixture of experts: who reads which token stays as it was."""
+    enable_router_replay: bool = False
+    """Of a mixture of experts: workers send which experts led to each token that they drew, and in training the
+    same ones do (R3, arXiv 2510.11370). Fixed for the run; a token costs layers x experts per token bytes."""
     lora: LoraConfig | None = None
     """Train adapters of this shape in place of all weights."""
     threads: Annotated[int, Field(ge=0)] = 0

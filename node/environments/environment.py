@@ -49,6 +49,8 @@ class Branch:
     """Completion.boundaries of all replies of a pipeline, joined."""
     plan: bytes = b""
     """Plan of these boundaries; if several plans made the branch, the last one, and there are no boundaries."""
+    routes: bytes = b""
+    """Routes of all sampled tokens, joined; empty if a reply has none."""
 
     @classmethod
     def of_turns(
@@ -71,6 +73,9 @@ class Branch:
             proof=b"".join(turn.proof for turn in turns),
             boundaries=boundaries,
             plan=plan,
+            routes=b"".join(turn.routes for turn in turns)
+            if all(turn.routes for turn in turns)
+            else b"",
         )
 
 

@@ -23,13 +23,15 @@ COMPACT_AT = 0.75
 class DecodedReply:
     """What one request got; `stopped` by a stop token, else by length.
 
-    `hidden` [tokens, d] fp32 are the states that led to the tokens, if they were asked for.
+    `hidden` [tokens, d] fp32 are the states that led to the tokens, `routes` [tokens, layers, k] the experts,
+    if they were asked for.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool = False
     hidden: Tensor | None = None
+    routes: Tensor | None = None
 
 
 @dataclass
@@ -67,6 +69,7 @@ def decode(
     max_length: int,
     cancelled: Callable[[], bool],
     keep_hidden: bool = False,
+    keep_routes: bool = False,
 ) -> list[DecodedReply]:
     """Sample every request, prompt and completion together at most `max_length` tokens.
 
@@ -74,16 +77,18 @@ def decode(
     logits are not numbers, and when hidden states are to be kept that it does not show.
     """
     replies = [DecodedReply([], []) for _ in requests]
-    trail = Trail()
+    hidden, routes = Trail(), Trail()
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
         narrow = rows.narrowed() is not None
-        session, output = _prefill(network, requests)
+        session, output = _prefill(network, requests, keep_routes)
         while True:
             if cancelled():
                 raise EngineError("the engine was closed while it generated: start it again")
             if keep_hidden:
-                trail.add(output, rows)
+                hidden.add(_shown(output), rows)
+            if output.routes is not None:
+                routes.add(output.routes, rows)
             narrowed = rows.narrowed() if narrow else None
             drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
@@ -94,13 +99,25 @@ def decode(
             if not len(tokens):
                 break
             output = session.step(tokens)
-        if keep_hidden:
-            trail.share_out(replies)
+        counts = [len(reply.token_ids) for reply in replies]
+        for reply, own in zip(replies, hidden.share_out(counts), strict=False):
+            reply.hidden = own.float()
+        for reply, own in zip(replies, routes.share_out(counts), strict=False):
+            reply.routes = own
     return replies
 
 
+def _shown(output: ModelOutput) -> Tensor:
+    if output.hidden is None:
+        raise EngineError(
+            "this model does not show the hidden states that feed its head: "
+            "choose another model, or a run without fingerprints"
+        )
+    return output.hidden
+
+
 class Trail:
-    """The hidden states of a batch: whole steps as they came, told apart at the end.
+    """What a network showed of each token of a batch: whole steps as they came, told apart at the end.
 
     Bounded by the batch: steps x rows x width, in the network's own dtype, where the network is.
     """
@@ -109,26 +126,21 @@ class Trail:
         self._steps: list[Tensor] = []
         self._owners: list[Tensor] = []
 
-    def add(self, output: ModelOutput, rows: Rows) -> None:
-        """Keep what leads to the next token of every live row."""
-        if output.hidden is None:
-            raise EngineError(
-                "this model does not show the hidden states that feed its head: "
-                "choose another model, or a run without fingerprints"
-            )
-        self._steps.append(output.hidden)
+    def add(self, shown: Tensor, rows: Rows) -> None:
+        """Keep what leads to the next token of every live row, `shown` [B, ...]."""
+        self._steps.append(shown)
         self._owners.append(rows.requests.where(rows.alive, -1))
 
-    def share_out(self, replies: list[DecodedReply]) -> None:
-        """Give each reply its own, in order."""
+    def share_out(self, counts: Sequence[int]) -> Sequence[Tensor]:
+        """What each request got [tokens, ...], in order, by their `counts` of tokens. Empty if nothing came."""
+        if not self._steps:
+            return ()
         owners = torch.cat(self._owners)
         steps = torch.cat(self._steps)
         self._steps.clear()
         order = owners.argsort(stable=True)
         order = order[int((owners == -1).sum()) :]
-        parts = order.split([len(reply.token_ids) for reply in replies])
-        for reply, part in zip(replies, parts, strict=True):
-            reply.hidden = steps[part].float()
+        return [steps[part] for part in order.split(list(counts))]
 
 
 def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length: int) -> Rows:
@@ -157,7 +169,7 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
 
 
 def _prefill(
-    network: LanguageModel, requests: Sequence[GenerateRequest]
+    network: LanguageModel, requests: Sequence[GenerateRequest], keep_routes: bool
 ) -> tuple[Session, ModelOutput]:
     """Read every different prompt once, then give each request its copy."""
     prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.prompt for r in requests))}
@@ -166,12 +178,16 @@ def _prefill(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
     tokens = torch.tensor(padded, dtype=torch.int64, device=network.device)
     columns = torch.arange(width, device=network.device)
-    session, output = network.prefill(tokens, columns >= width - lengths[:, None])
+    session, output = network.prefill(
+        tokens, columns >= width - lengths[:, None], keep_routes=keep_routes
+    )
     if len(prompts) < len(requests):
         owners = torch.tensor([prompts[r.prompt] for r in requests], device=network.device)
         session.select(owners)
-        hidden = None if output.hidden is None else output.hidden[owners]
-        output = ModelOutput(hidden, output.logits[owners])
+        hidden, routes = (
+            None if one is None else one[owners] for one in (output.hidden, output.routes)
+        )
+        output = ModelOutput(hidden, output.logits[owners], routes)
     return session, output
 
 

@@ -64,6 +64,8 @@ class Completion:
     on, 8 bytes a token (pipeline/trails.py). Empty is allowed: then stage 0 alone is accountable."""
     plan: bytes = b""
     """The sealed plan that these stages worked by; without boundaries only the last of several."""
+    routes: bytes = b""
+    """As in BranchRecord, of a mixture of experts with engine.enable_return_routed_experts; else empty."""
 
 
 @dataclass(frozen=True)

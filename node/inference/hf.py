@@ -31,6 +31,7 @@ from .engine import (
 from .handover import read_update
 
 if TYPE_CHECKING:
+    from ...protocol.manifests import RouteShape
     from .decoding import DecodedReply
     from .fingerprint import Projection
     from .model import LanguageModel
@@ -100,6 +101,7 @@ class HfEngine:
         self._model = model
         self._model_dir: Path | None = None
         self._fingerprint: Projection | None = None
+        self._route_shape: RouteShape | None = None
         self._loaded: Loaded | None = None
         self._jobs: asyncio.Queue[DecodeJob] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
         self._waiting: set[asyncio.Future[Completion]] = set()
@@ -128,6 +130,10 @@ class HfEngine:
             self._fingerprint = find_fingerprint(fingerprint)
         self._thread = ComputeThread("hf-engine")
         await self._thread.run(huggingface.load_config, model_dir)
+        if self._config.enable_return_routed_experts:
+            from ..models.routers import route_shape
+
+            self._route_shape = await self._thread.run(route_shape, model_dir)
         self._model_dir = model_dir
         self._batcher = asyncio.create_task(self._run_batches(), name="hf-engine batches")
         self._batcher.add_done_callback(self._ended)
@@ -277,6 +283,7 @@ class HfEngine:
             max_length=self._config.max_model_len,
             cancelled=cancelled,
             keep_hidden=self._fingerprint is not None,
+            keep_routes=self._config.enable_return_routed_experts,
         )
         return [self._complete(reply, loaded.version) for reply in replies]
 
@@ -288,7 +295,15 @@ class HfEngine:
             policy_first=version,
             policy_last=version,
             proof=self._prove(reply),
+            routes=self._routes(reply),
         )
+
+    def _routes(self, reply: "DecodedReply") -> bytes:
+        from ..models.routes import pack_routes
+
+        if reply.routes is None or self._route_shape is None:
+            return b""
+        return pack_routes(reply.routes.cpu().numpy(), self._route_shape)
 
     def _prove(self, reply: "DecodedReply") -> bytes:
         from .fingerprint import ProofFailed

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..models import huggingface
+from ..models.routers import RouterTap
 from ..models.tensors import to_torch
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
@@ -49,6 +51,18 @@ class LayerHooks(Protocol):
         ...
 
 
+class RouterHooks(Protocol):
+    """Sees what the routers of a mixture of experts choose."""
+
+    def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
+        """Read the scores [T, E] by which layer number `layer` of those with experts ranks them, and its choice
+        `own` [T, k].
+
+        One pass may make several calls for a layer, each for the tokens after the last ones.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ModelOutput:
     """What a model says after the last token of B sequences."""
@@ -57,6 +71,8 @@ class ModelOutput:
     """[B, d], the state that led to `logits`; None where LanguageModel.hidden() raises EngineError."""
     logits: Tensor
     """[B, V], of the next token."""
+    routes: Tensor | None = None
+    """[B, layers with experts, k], the experts that read that token; None where they were not asked for."""
 
 
 class LanguageModel:
@@ -80,6 +96,7 @@ class LanguageModel:
         head: Any = model.get_output_embeddings()
         if head is not None:
             head.register_forward_pre_hook(self._tap.feed)
+        self._routers = RouterTap(model)
         self._shown = True
         self._shown = _shows(self, self._tap)
 
@@ -102,12 +119,15 @@ class LanguageModel:
         """Where the model is."""
         return self._model.device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Session", ModelOutput]:
+    def prefill(
+        self, tokens: Tensor, mask: Tensor, *, keep_routes: bool = False
+    ) -> tuple["Session", ModelOutput]:
         """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
 
-        Returns the session of these P sequences and what comes after each prompt.
+        Returns the session of these P sequences and what comes after each prompt; with `keep_routes` every
+        output of a mixture of experts has them.
         """
-        session = Session(self, mask)
+        session = Session(self, mask, keep_routes)
         return session, session.extend(tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -121,20 +141,26 @@ class LanguageModel:
         return self._tap.taken()
 
     def packed(
-        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        taps: LayerHooks | None = None,
+        routes: RouterHooks | None = None,
     ) -> Tensor:
         """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
 
         None of them sees another one: neighbours of like length are padded to one width, and causal attention
-        sees no padding. On a GPU nothing here waits for it. `taps` see the states between layers. Raises as
-        hidden().
+        sees no padding. On a GPU nothing here waits for it. `taps` see the states between layers, `routes` what
+        routers of a mixture of experts choose. Raises as hidden().
         """
         found: list[Tensor] = []
         rest = list(tokens.split(list(lengths)))
         while rest:
             count = _alike([len(one) for one in rest])
             batch, rest = rest[:count], rest[count:]
-            with nullcontext() if taps is None else self._hooked(taps, batch):
+            watched = None if routes is None else partial(_take_unpadded, routes, batch)
+            hooked = nullcontext() if taps is None else self._hooked(taps, batch)
+            with hooked, self._routers.watched(watched):
                 hidden = self.hidden(pad_sequence(batch, batch_first=True))
             found += _unpadded(hidden, batch)
         return torch.cat(found)
@@ -200,22 +226,31 @@ class LanguageModel:
         """One plain pass: the model's own logits, and the tap is full."""
         return self._model(input_ids=tokens, use_cache=False).logits
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+    def run(
+        self, tokens: Tensor, mask: Tensor, cache: Any, keep_routes: bool = False
+    ) -> tuple[ModelOutput, Any]:
         """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
         extra: dict[str, Any] = {self._cache_name: cache}
         if self._takes_positions:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)
             extra["position_ids"] = positions[:, -tokens.shape[1] :]
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=mask.long(),
-            use_cache=True,
-            logits_to_keep=1,
-            **extra,
-        )
+        last: list[Tensor] = []
+
+        def take(_layer: int, _scores: Tensor, chosen: Tensor) -> None:
+            last.append(chosen.view(*tokens.shape, -1)[:, -1])
+
+        with self._routers.watched(take if keep_routes else None):
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=mask.long(),
+                use_cache=True,
+                logits_to_keep=1,
+                **extra,
+            )
         # contiguous: not a view that keeps the whole prompt's
         hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
-        return ModelOutput(hidden, output.logits[:, -1]), output[self._cache_name]
+        routes = torch.stack(last, 1) if last else None
+        return ModelOutput(hidden, output.logits[:, -1], routes), output[self._cache_name]
 
     def _check_shown(self) -> None:
         if not self._shown:
@@ -228,14 +263,15 @@ class LanguageModel:
 class Session:
     """Sequences that are generated together, and the cache object that the model made for them."""
 
-    def __init__(self, network: LanguageModel, mask: Tensor) -> None:
+    def __init__(self, network: LanguageModel, mask: Tensor, keep_routes: bool) -> None:
         self._network = network
         self._mask = mask
+        self._keep_routes = keep_routes
         self._cache: Any = None
 
     def extend(self, tokens: Tensor) -> ModelOutput:
         """Append `tokens` [B, N], already counted in the mask."""
-        output, self._cache = self._network.run(tokens, self._mask, self._cache)
+        output, self._cache = self._network.run(tokens, self._mask, self._cache, self._keep_routes)
         return output
 
     def select(self, rows: Tensor) -> None:
@@ -313,6 +349,11 @@ def _shows(network: LanguageModel, tap: Tap) -> bool:
         same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
         again = network.hidden(tokens)
         return same and torch.allclose(again, hidden, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _take_unpadded(routes: RouterHooks, batch: Sequence[Tensor], layer: int, *seen: Tensor) -> None:
+    scores, own = (torch.cat(_unpadded(one.unflatten(0, (len(batch), -1)), batch)) for one in seen)
+    routes.take(layer, scores, own)
 
 
 def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:

@@ -149,7 +149,8 @@ def check_exact(config: EngineConfig, run: RunManifest) -> None:
 
 
 def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:
-    """`config` with the kernels that `run` asks for."""
-    if run.proofs.numerics != "exact":
-        return config
-    return config.model_copy(update={"batch_invariant": True})
+    """`config` with the kernels and the routes that `run` asks for."""
+    wanted: dict[str, Any] = {"enable_return_routed_experts": run.routes is not None}
+    if run.proofs.numerics == "exact":
+        wanted["batch_invariant"] = True
+    return config.model_copy(update=wanted)

@@ -29,10 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ...protocol.manifests import RouteShape
 from ..config.engine import EngineConfig
+from ..models.routes import route_columns
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause, named_line
 from .engine import (
     Completion,
@@ -49,6 +52,7 @@ from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
+    ROUTES,
     SAMPLING,
     check_device,
     check_family,
@@ -187,17 +191,24 @@ class CollectedTokens:
     proof: bytes
     boundaries: tuple[bytes, ...] = ()
     """Of a pipeline: the fingerprints at each boundary between stages."""
+    routes: bytes = b""
+    """As in Completion."""
 
 
 class CompletionCollector:
     """Asks for what many concurrent callers want."""
 
     def __init__(
-        self, ask: Ask, fingerprint: str, under_way: Callable[[], int] = lambda: 1
+        self,
+        ask: Ask,
+        fingerprint: str,
+        under_way: Callable[[], int] = lambda: 1,
+        routes: RouteShape | None = None,
     ) -> None:
-        """`under_way`: how many requests vLLM has."""
+        """`under_way`: how many requests vLLM has; `routes`: the shape of those that are recorded."""
         self._ask = ask
         self._fingerprint = fingerprint
+        self._routes = routes
         self._under_way = under_way
         self._wanted: dict[int, int] = {}
         self._came: dict[int, list[Any]] = {}
@@ -253,12 +264,17 @@ class CompletionCollector:
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
             raise EngineError("vLLM gave no finite logprob for a token: are the weights finite?")
+        routes = b""
+        if self._routes is not None:
+            numbers, bits = np.split(numbers, [-route_columns(self._routes)], axis=1)
+            raw = np.ascontiguousarray(bits).view(np.uint8)
+            routes = raw[:, : self._routes.token_bytes].tobytes()
         try:
             proof = projection_proof(numbers[:, 1:]) if self._fingerprint else b""
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
-        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed))
+        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed), routes)
 
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:
@@ -336,7 +352,23 @@ class VllmCore:
         faults = await self._rpc("primerl_record", fingerprint, *served)
         if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
-        self._collector = CompletionCollector(self._ask, fingerprint, lambda: self._meter.pending)
+        routes = await self._record_routes(model_dir)
+        self._collector = CompletionCollector(
+            self._ask, fingerprint, lambda: self._meter.pending, routes
+        )
+
+    async def _record_routes(self, model_dir: Path) -> RouteShape | None:
+        """Have the workers record routes, where that is wanted of a mixture of experts. Raises EngineError."""
+        if not self._config.enable_return_routed_experts:
+            return None
+        from ..models.routers import route_shape
+
+        shape = await asyncio.to_thread(route_shape, model_dir)
+        if shape is not None:
+            faults = await self._rpc("primerl_routes", msgspec.msgpack.encode(shape))
+            if fault := next(filter(None, faults), ""):
+                raise EngineError(fault)
+        return shape
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
@@ -386,6 +418,7 @@ class VllmCore:
             spans=drawn.spans if len(drawn.spans) > 1 else (),
             proof=drawn.proof,
             boundaries=drawn.boundaries,
+            routes=drawn.routes,
         )
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
@@ -686,6 +719,8 @@ def prepare_library(
         raise UsageError(
             "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
         )
+    if config.enable_return_routed_experts:
+        os.environ[ROUTES] = "1"
     drafts = config.draft_tokens
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
     vllm = _library()

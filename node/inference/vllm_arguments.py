@@ -496,6 +496,8 @@ GREEDY_BELOW = 1e-5
 """A temperature below it takes the likeliest token, as in vLLM."""
 
 INVARIANT = "VLLM_BATCH_INVARIANT"
+ROUTES = "PRIMERL_ROUTES"
+"""Tells vllm_worker.py in vLLM's processes that routes are recorded."""
 """Environment variable: vLLM computes each row by the same operations whatever is beside it. GPUs only: on a
 CPU it always does."""
 

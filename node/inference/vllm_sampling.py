@@ -26,6 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.manifests import RouteShape
+from ..models.routes import route_columns
 from .device import upload_array
 from .fingerprint import NUMBERS, signs
 from .sampler import Narrowed, SampledTokens, draw
@@ -53,6 +55,8 @@ class SampledStep(NamedTuple):
     """[n, width]: what feeds the head."""
     drafts: NDArray[np.int64]
     """How many drafts of its request each row comes after: 0 in its first row."""
+    places: NDArray[np.int64] | None = None
+    """Where each row is among all tokens of the step; None where nothing asks for it."""
 
     @property
     def first(self) -> NDArray[np.bool_]:
@@ -190,8 +194,47 @@ class HiddenProjection:
         return torch.cat([part.float() @ self._signs for part in parts])
 
 
+class RouteBuffer:
+    """The experts that read each token of the latest step, on the device: vLLM's routers tell them by hook().
+
+    vLLM's graphs write into it, too: it has its full size before they are captured.
+    """
+
+    def __init__(self) -> None:
+        self.layers = 0
+        """Routers that have a hook, the lowest first."""
+        self._chosen: Tensor | None = None
+
+    def hook(self) -> Callable[[Tensor], None]:
+        """What the next router tells its choice [tokens, k]."""
+        layer, self.layers = self.layers, self.layers + 1
+
+        def take(chosen: Tensor) -> None:
+            held = self._chosen
+            if held is None or held.shape[1] < len(chosen):
+                shape = (self.layers, *chosen.shape)
+                held = self._chosen = chosen.new_zeros(shape, dtype=torch.int16)
+            held[layer, : len(chosen)] = chosen
+
+        return take
+
+    def read(self, places: Tensor, shape: RouteShape) -> Tensor:
+        """Routes as they travel, of the tokens at `places` [n]: the bits of fp32 numbers [n, route_columns()].
+
+        Raises RuntimeError if the routers of the model have told another shape.
+        """
+        held = self._chosen
+        if held is None or (len(held), held.shape[2]) != (shape.layers, shape.top_k):
+            raise RuntimeError("vLLM's routers do not tell what they choose: use vLLM 0.25 to 0.33")
+        found = held.index_select(1, places).transpose(0, 1).flatten(1)
+        found = found.to(torch.uint8) if shape.dtype == "<u1" else found.contiguous()
+        raw = found.view(torch.uint8)
+        missing = 4 * route_columns(shape) - raw.shape[1]
+        return torch.nn.functional.pad(raw, (0, missing)).contiguous().view(torch.float32)
+
+
 class Recorder:
-    """Keeps a row of numbers for every token that is drawn: [logprob, projected hidden state].
+    """Keeps a row of numbers for every token that is drawn: [logprob, projected hidden state, route's bits].
 
     The rows of a whole batch are computed and copied to the host in stream order, never waited for in a step,
     and filed under their requests by numpy once the copy has arrived. No Python runs for each request in a
@@ -215,7 +258,8 @@ class Recorder:
         self._step_rows = requests * (1 + drafts)
         self._slots = RequestSlots(requests)
         self._projection = HiddenProjection(device, width, dtype) if fingerprint else None
-        self._columns = 1 if self._projection is None else 1 + NUMBERS
+        self._numbers = 1 if self._projection is None else 1 + NUMBERS
+        self._columns = self._numbers
         # np.empty: pages that are never written take no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
         self._buffers: list[Tensor] = []
@@ -226,6 +270,18 @@ class Recorder:
         """The policy version that draws."""
         self.collecting = True
         """False on the ranks that the node collects nothing from."""
+        self._routes: tuple[RouteBuffer, RouteShape] | None = None
+
+    @property
+    def wants_places(self) -> bool:
+        """Whether begin() has to be told SampledStep.places."""
+        return self._routes is not None
+
+    def record_routes(self, buffer: RouteBuffer, shape: RouteShape) -> None:
+        """Keep the routes that led to each token, too; before the first step."""
+        self._routes = buffer, shape
+        self._columns = self._numbers + route_columns(shape)
+        self._rows = np.empty((*self._rows.shape[:2], self._columns), np.float32)
 
     def warm_up(self, logits: Tensor, hidden: Tensor) -> None:
         """Run a step's computations once, on two rows, so that compilation happens now."""
@@ -373,7 +429,7 @@ class Recorder:
         slots.stamp(where[first], rows[first], self.version)
         if not self.collecting or not len(where):
             return
-        columns = self._project(step.hidden, logprobs)
+        columns = self._with_routes(self._project(step.hidden, logprobs), step)
         buffer = self._buffer(len(columns))
         buffer[: len(columns)].copy_(columns, non_blocking=True)
         self._later(lambda: self._file(buffer, len(columns), chosen, where, rows))
@@ -385,6 +441,15 @@ class Recorder:
         columns = self._projection(hidden)
         columns[:, 0] = logprobs
         return columns
+
+    def _with_routes(self, columns: Tensor, step: SampledStep) -> Tensor:
+        if self._routes is None:
+            return columns
+        if step.places is None:
+            raise RuntimeError(f"vLLM does not say where the rows of a step are: {_USE}")
+        held, shape = self._routes
+        routes = held.read(upload_array(step.places, self._device), shape)
+        return torch.cat([columns, routes], 1)
 
     # -- finished copies ---------------------------------------------------------------------------
 
@@ -458,7 +523,7 @@ class Recorder:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
         rows = self._rows[slot, :count].copy()
         if self._projection is not None:
-            rows[:, 1:] *= self._projection.scale
+            rows[:, 1 : self._numbers] *= self._projection.scale
         return [key, rows.tobytes(), spans]
 
 
@@ -555,6 +620,8 @@ class Hooks:
             return self._sample_tokens(*arguments, **named)
         with torch.inference_mode():
             step = read_step(self._runner, state)
+            if self._recording.wants_places:
+                step = step._replace(places=sampled_places(self._runner, state, step))
             self._recording.begin(step)
         self._serves = bool(self._served) and not self._served.isdisjoint(step.ids)
         self._inside = True
@@ -648,6 +715,18 @@ def read_step(runner: Any, state: Any) -> SampledStep:
         ids = [ids[row] for row in rows.tolist()]
         positions, sampling = (positions - last)[rows] + drafts, sampling[rows]
     return SampledStep(ids, positions, sampling, state.sample_hidden_states, drafts)
+
+
+def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
+    """Where the rows of `step` are among all tokens that a runner has computed."""
+    if is_second(runner):
+        return state.input_batch.query_start_loc_np[1 : len(step.ids) + 1].astype(np.int64) - 1
+    batch, first = runner.input_batch, step.first
+    scheduled = state.scheduler_output.num_scheduled_tokens
+    ends = np.cumsum([scheduled[one] for one in batch.req_ids[: batch.num_reqs]])
+    request = np.cumsum(first) - 1
+    last = np.maximum.reduceat(step.drafts, np.flatnonzero(first))
+    return ends[request] - 1 - last[request] + step.drafts
 
 
 def drafts_of(runner: Any) -> int:

@@ -16,16 +16,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 
+from ...protocol.manifests import RouteShape
 from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
-from .vllm_arguments import INVARIANT
+from .vllm_arguments import INVARIANT, ROUTES
 from .vllm_prefill import PromptReader
-from .vllm_sampling import HiddenProjection, Hooks, RankPlace, Recorder, drafts_of
+from .vllm_sampling import (
+    HiddenProjection,
+    Hooks,
+    RankPlace,
+    Recorder,
+    RouteBuffer,
+    drafts_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +87,33 @@ def _keep_rows_apart() -> None:
         vocab_parallel_embedding.linear_batch_invariant = torch.nn.functional.linear
 
 
+ROUTE_BUFFER = RouteBuffer()
+"""What this process's routers choose."""
+
+
+def _watch_routers() -> None:
+    """With ROUTES in the environment, have every router tell ROUTE_BUFFER what it chooses.
+
+    From its making on, so that CUDA graphs have it. vLLM's own return of routes is another in each release, and
+    travels with its outputs.
+    """
+    if os.environ.get(ROUTES) != "1":
+        return
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter  # pyright: ignore
+
+    plain: Any = BaseRouter.__init__
+
+    def init(router: Any, *arguments: Any, **named: Any) -> None:
+        plain(router, *arguments, **named)
+        router.set_capture_fn(ROUTE_BUFFER.hook())
+
+    BaseRouter.__init__ = init
+
+
 # at import, because vLLM gives an extension no call before the model is built
 _keep_plain_weights()
 _keep_rows_apart()
+_watch_routers()
 
 
 class WorkerExtension:
@@ -105,6 +138,27 @@ class WorkerExtension:
         # a daemon thread: it must die with the process, and has nothing to clean up
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
         return os.getpid()
+
+    def primerl_routes(self, shape: bytes) -> str:
+        """Record routes of this shape (RouteShape) with every token; after primerl_record().
+
+        Returns what speaks against it; "" if nothing.
+        """
+        wanted = msgspec.msgpack.decode(shape, type=RouteShape)
+        parallel = self.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
+            return (
+                "a token's experts are on several GPUs, which do not tell each other its route: set pp to 1, "
+                "and leave vllm.enable_expert_parallel out"
+            )
+        if wanted.layers != ROUTE_BUFFER.layers:
+            return (
+                f"{ROUTE_BUFFER.layers} routers of vLLM tell what they choose, and the model has "
+                f"{wanted.layers}: use vLLM 0.25 to 0.33, without drafts by a model"
+            )
+        if self._primerl_recorder is not None:
+            self._primerl_recorder.record_routes(ROUTE_BUFFER, wanted)
+        return ""
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
         """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs. `served`: for

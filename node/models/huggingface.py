@@ -311,6 +311,15 @@ def load_model(
     return model.to(device).eval()
 
 
+def empty_model(directory: Path) -> "PreTrainedModel":
+    """The causal language model of a directory without weights: its layers alone. Raises EngineError."""
+    import torch
+
+    config = load_config(directory)
+    with torch.device("meta"):
+        return _model_class(config)(config)
+
+
 def register_attention(name: str, attend: "Callable[..., Any]") -> None:
     """Let models use `attend` under `name`, without a mask: it knows by itself who sees whom."""
     transformers = _transformers()

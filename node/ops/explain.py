@@ -69,6 +69,12 @@ MEANINGS: dict[Reason, Meaning] = {
             *NUMERICS,
         ),
     ),
+    Reason.BAD_ROUTES: Meaning(
+        "routes of a mixture of experts: those claimed, against the choice of the auditor's own routers",
+        "experts were claimed that no near tie explains, or too many that only a near tie does",
+        "that the tokens are wrong: routes decide which experts are trained, not what was drawn",
+        NUMERICS,
+    ),
     Reason.BAD_LOGPROBS: Meaning(
         "log-probabilities: those claimed, against those of a prefill under the claimed policy",
         "the claimed log-probabilities are not those of the distribution that the run samples from",

@@ -75,6 +75,9 @@ class KeptRollout:
     """Which tokens of the completion the model drew: those are trained."""
     completion_logprobs: list[float] = field(default_factory=list[float])
     """The sampler's; 0 where the model did not draw."""
+    routes: bytes = b""
+    """Which experts led to each token that the model drew, as in a submission (protocol/rollouts.py); not of a
+    rejected one."""
 
     @property
     def place(self) -> str:
@@ -93,7 +96,7 @@ class KeptRollout:
 
 
 COLUMNS = tuple(one.name for one in fields(KeptRollout))
-TOKENS = ("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs")
+TOKENS = ("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs", "routes")
 BRIEF = tuple(name for name in COLUMNS if name not in (*TOKENS, "prompt", "completion", "cuts"))
 """Columns that are small."""
 
@@ -331,5 +334,6 @@ def _schema() -> Any:
         "completion_ids": pa.list_(pa.uint32()),
         "completion_mask": pa.list_(pa.bool_()),
         "completion_logprobs": pa.list_(pa.float32()),
+        "routes": pa.binary(),
     }
     return pa.schema([(name, kinds.get(name, pa.string())) for name in COLUMNS])

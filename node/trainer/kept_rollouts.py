@@ -263,6 +263,7 @@ def _kept_branch(row: KeptRollout) -> BranchTokens:
         [False] * read + row.completion_mask,
         [0.0] * read + row.completion_logprobs,
         (row.policy_first, row.policy_last),
+        row.routes,
     )
 
 
@@ -381,4 +382,5 @@ def _row(row: KeptRollout, branch: BranchTokens, shown: Shown) -> KeptRollout:
         completion_ids=ids[start:],
         completion_mask=mask[start:],
         completion_logprobs=branch.logprobs[start:],
+        routes=branch.routes,
     )

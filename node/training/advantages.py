@@ -331,6 +331,7 @@ def _samples(
             branch.logprobs,
             advantage,
             observations(branch.mask) if echo else None,
+            routes=branch.routes if rewarded else b"",
         )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches

@@ -35,6 +35,9 @@ class Sample:
     """Tokens that a teacher alone reads before the others (LossConfig.hint)."""
     given: bool = False
     """Whether it is a demonstration (training.sft), whose tokens with `mask` were not sampled."""
+    routes: bytes = b""
+    """One route for each token with `mask`, in order, as they travel (protocol/rollouts.py: BranchRecord): that
+    of the token before it. Empty: the trainer's own routers choose."""
 
 
 Example = tuple[Sequence[int], Sequence[int]]

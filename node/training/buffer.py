@@ -27,6 +27,8 @@ class BranchTokens:
     logprobs: list[float]
     versions: tuple[int, int] = (0, 0)
     """Oldest and newest policy version that drew any token."""
+    routes: bytes = b""
+    """As in Sample."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Mixtures of experts: routers in fp32, and how evenly tokens are spread over experts. Imports torch lazily.
+"""Mixtures of experts: routers in fp32, the routes that samplers took in place of their choice, and how evenly
+tokens are spread over experts. Imports torch lazily.
 
 Counts are only good for shares: tokens computed again in backward may be counted twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ...protocol.manifests import RouteShape
+from ..models.routers import ReplayedRoutes, mixtures
+from ..models.routes import route_fault, unpack_routes
 from ..ops.errors import EngineError
+from .packing import MicroBatch
 from .world import World
 
-ROUTERS = ("gate", "router")
-"""What models call the module beside their `experts` that says who of them reads a token."""
 COLD = 0.1
 """An expert that gets less than this share of the mean is cold."""
 
@@ -54,31 +57,53 @@ class ExpertLoad:
         }
 
 
-def prepare(causal: nn.Module, world: World, *, freeze_router: bool, count: bool) -> ExpertLoad:
-    """Have every router of `causal` compute in fp32 and, with `count`, every expert's tokens be counted.
+class RouterReplay:
+    """The routes that the routers of a model take in its next pass, and when that is computed again in backward
+    (rollout routing replay, R3, arXiv 2510.11370)."""
+
+    def __init__(self) -> None:
+        self.shape: RouteShape | None = None
+        """Of the model's routes; None without experts."""
+        self.routes: Tensor | None = None
+        """[layers, T, top_k] int64, below 0 where the router chooses; None: everywhere."""
+
+    def fault(self, routes: bytes, tokens: int) -> str:
+        """Why `routes` are none of `tokens` tokens of this model; empty if they are, or if there are none."""
+        if not routes:
+            return ""
+        return "no mixture" if self.shape is None else route_fault(routes, tokens, self.shape)
+
+    def set(self, row: MicroBatch, device: torch.device) -> None:
+        """Take the routes of a row, or of a rank's part of one."""
+        self.routes = None
+        if self.shape is None or not len(row.routed):
+            return
+        own = torch.from_numpy(unpack_routes(row.routes, self.shape)).to(device)
+        whole = own.new_full((len(row.token_ids), *own.shape[1:]), -1)
+        whole[torch.from_numpy(row.routed).to(device)] = own
+        self.routes = whole.transpose(0, 1).long()
+
+
+def prepare(
+    causal: nn.Module, world: World, *, freeze_router: bool, count: bool
+) -> tuple[ExpertLoad, RouterReplay]:
+    """Have every router of `causal` compute in fp32, take the routes that it is given and, with `count`, have
+    every expert's tokens counted.
 
     Before compilation and sharding. A model without experts is left as it is.
     """
     counts: list[Tensor] = []
-    for router, experts in _mixtures(causal):
+    replay = RouterReplay()
+    for layer, (router, experts) in enumerate(mixtures(causal)):
         if freeze_router:
             router.requires_grad_(False)
-        router.forward = _exactly(router)
+        router.forward = _exactly(router, replay, layer)
+        replay.shape = RouteShape(layer + 1, int(experts.num_experts), int(router.top_k))
         if count:
             read = torch.zeros(experts.num_experts, dtype=torch.int64, device=world.device)
             experts.forward = _counting(experts.forward, read)
             counts.append(read)
-    return ExpertLoad(counts, world)
-
-
-def _mixtures(causal: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """(router, experts) of each layer that has them."""
-    for module in causal.modules():
-        experts: Any = getattr(module, "experts", None)
-        routers: list[Any] = [getattr(module, name, None) for name in ROUTERS]
-        router = next((one for one in routers if isinstance(one, nn.Module)), None)
-        if router is not None and isinstance(getattr(experts, "num_experts", None), int):
-            yield router, experts
+    return ExpertLoad(counts, world), replay
 
 
 # -- routers ---------------------------------------------------------------------------------------
@@ -99,13 +124,18 @@ class _Exact:
         return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _exactly(router: Any) -> Callable[[Tensor], Any]:
-    """The forward of `router` in fp32, logits and weights of the chosen included."""
+def _exactly(router: Any, replay: RouterReplay, layer: int) -> Callable[[Tensor], Any]:
+    """The forward of `router` in fp32, logits and weights of the chosen included; `replay` may choose."""
     inner: Callable[..., Any] = type(router).forward
+    experts = int(router.num_experts)
 
     def forward(hidden: Tensor) -> Any:
+        routes = replay.routes
         with torch.autocast(hidden.device.type, enabled=False):
-            return inner(_Exact(router), hidden.float())
+            if routes is None:
+                return inner(_Exact(router), hidden.float())
+            with ReplayedRoutes(experts, routes[layer]):
+                return inner(_Exact(router), hidden.float())
 
     return forward
 

@@ -294,6 +294,7 @@ class Learner:
         return (
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
+            and not self._model.replay.fault(sample.routes, sum(sample.mask[1:]))
             and math.isfinite(sample.advantage)
             and _can_be_logprobs(sample.logprobs)
         )

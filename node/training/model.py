@@ -27,7 +27,7 @@ from ..models.tensors import torch_dtype
 from ..ops.errors import EngineError
 from . import attention, experts, linear_attention
 from .attention_kernels import Layout
-from .experts import ExpertLoad
+from .experts import ExpertLoad, RouterReplay
 from .losses import TokenInputs
 from .packing import MicroBatch
 from .world import World
@@ -202,6 +202,7 @@ class TrainedModel(nn.Module):
         self._masters: Masters | None = None
         self.expert_load = ExpertLoad([], world)
         """Of a mixture of experts that is trained."""
+        self.replay = RouterReplay()
 
     @classmethod
     def build(
@@ -234,9 +235,11 @@ class TrainedModel(nn.Module):
         owned = experts.share_out(
             causal, config.expert_parallel, world, compute_dtype(config, world)
         )
-        model.expert_load = experts.prepare(
+        model.expert_load, replay = experts.prepare(
             causal, world, freeze_router=config.freeze_router, count=not frozen
         )
+        if not frozen:  # another policy has routes of its own
+            model.replay = replay
         for layer in huggingface.layers_of(causal):
             layer.forward = _prepared(layer.forward, config, world)
         return model._shard(config, world, owned)
@@ -274,6 +277,7 @@ class TrainedModel(nn.Module):
         own = row.part(world.context_rank, world.context_size)
         arrays = (own.token_ids, own.positions, own.rows, own.targets, own.logprobs)
         ids, positions, rows, targets, behaviour = (_upload(one, world.device) for one in arrays)
+        self.replay.set(own, world.device)
         given = _upload(own.given, world.device) if own.given.any() else None
         logprobs, entropy = self(ids, positions, layout, rows, targets, temperature, given)
         advantages, sequences = (

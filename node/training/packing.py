@@ -18,6 +18,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 PADDING_ID = 0
 """Padding is a sequence of its own and never trained; any id of the vocabulary would do."""
+NOWHERE = np.empty(0, np.int64)
 EVEN = 8192
 """Tokens of a sequence whose attention costs as much as everything else (0.6B: 10,400; 4B: 15,000)."""
 
@@ -45,6 +46,10 @@ class MicroBatch:
     """[N]: whether the environment said it (Sample.echo)."""
     given: NDArray[np.bool_]
     """[N]: whether it is of a demonstration (Sample.given)."""
+    routed: NDArray[np.int64]
+    """[R], ascending: the places that have routes."""
+    routes: NDArray[np.uint8]
+    """[R, bytes of a route], as they travel."""
 
     @property
     def tokens(self) -> int:
@@ -56,6 +61,7 @@ class MicroBatch:
         size = len(self.token_ids) // count
         start, stop = index * size, (index + 1) * size
         own = slice(*np.searchsorted(self.rows, [start, stop]))
+        replayed = slice(*np.searchsorted(self.routed, [start, stop]))
         return MicroBatch(
             token_ids=self.token_ids[start:stop],
             positions=self.positions[start:stop],
@@ -67,6 +73,8 @@ class MicroBatch:
             sequences=self.sequences[own],
             echo=self.echo[own],
             given=self.given[own],
+            routed=self.routed[replayed] - start,
+            routes=self.routes[replayed],
         )
 
 
@@ -199,6 +207,9 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
     starts = np.cumsum([0, *lengths[:-1]])
     drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # places that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
+    led = [np.flatnonzero(one.mask[1:]) if one.routes else NOWHERE for one in samples]
+    routes = [np.frombuffer(one.routes, np.uint8) for one in samples if one.routes]
+    routed = _joined([at + start for at, start in zip(led, starts, strict=False)], np.int64)
     return MicroBatch(
         token_ids=_joined([*tokens, np.full(padding, PADDING_ID, np.int64)], np.int64),
         positions=np.concatenate([np.arange(length) for length in lengths]),
@@ -220,6 +231,8 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         given=_joined(
             [np.full(len(at), one.given) for one, at in zip(samples, drawn, strict=True)], np.bool_
         ),
+        routed=routed,
+        routes=_joined(routes, np.uint8).reshape(len(routed), -1 if len(routed) else 0),
     )
 
 

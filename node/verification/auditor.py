@@ -21,7 +21,7 @@ import msgspec
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, sample_seed
-from ...protocol.manifests import AdapterContract, ProofContract, RunManifest
+from ...protocol.manifests import AdapterContract, ProofContract, RouteShape, RunManifest
 from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..environments.environment import Branch
@@ -31,7 +31,16 @@ from ..weights.state import State
 from ..weights.state_history import HeldState
 from .checks import CheckedRollout, sampled_runs
 
-MEASURES = ("fingerprint", "sampling", "sampling_max", "logprob", "logprob_max", "other_policy")
+MEASURES = (
+    "fingerprint",
+    "sampling",
+    "sampling_max",
+    "logprob",
+    "logprob_max",
+    "other_policy",
+    "routing",
+    "routing_max",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class AuditItem:
     proof: bytes
     boundaries: Sequence[BoundaryClaim] = ()
     """From the lowest on; empty if one node computed all, or does not say."""
+    routes: bytes = b""
+    """S routes of the run's shape, or none."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
@@ -86,6 +97,8 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     logprob: float
     logprob_max: float
     other_policy: float
+    routing: float = 0.0
+    routing_max: float = 0.0
     boundaries: tuple[float, ...] = ()
     """Distance at each boundary of the item, like `fingerprint`."""
 
@@ -112,6 +125,8 @@ class AuditTerms:
     """Of a run whose states are adapters: the weights in `model_dir` are the base."""
     base_state: bytes = b""
     """Digest of the base."""
+    routes: RouteShape | None = None
+    """Of a run whose rollouts may bring routes."""
 
 
 def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
@@ -123,6 +138,7 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
         device,
         run.adapters,
         run.model.base_state,
+        run.routes,
     )
 
 
@@ -256,6 +272,7 @@ def audit_items(
             versions=versions(branch),
             proof=branch.proof,
             boundaries=_boundaries(plan, proofs),
+            routes=branch.routes,
         )
 
     return [item(*parts) for parts in zip(rollout.branches, turns, crossed, strict=True)]

@@ -25,6 +25,7 @@ from ...protocol.rollouts import (
 )
 from ..environments.environment import Branch
 from ..inference.fingerprint import TOKEN_BYTES, BadProof, Projection, split
+from ..models.routes import route_fault
 
 ORDER_SLACK = 2
 """Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
@@ -213,6 +214,7 @@ def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version:
     check_termination(branch, run, environment_of(run, lease))
     _check_spans(branch)
     _check_proof(branch, run)
+    _check_routes(branch, run)
     return branch
 
 
@@ -235,6 +237,7 @@ def _unpack(record: BranchRecord) -> Branch:
         finish=record.finish,
         spans=tuple((span.start, span.version) for span in record.spans),
         proof=record.proof,
+        routes=record.routes,
     )
 
 
@@ -295,6 +298,16 @@ def _check_proof(branch: Branch, run: RunManifest) -> None:
             fingerprint.check(part, tokens)
     except BadProof as error:
         raise Rejected(Reason.BAD_PROOF, str(error)) from error
+
+
+def _check_routes(branch: Branch, run: RunManifest) -> None:
+    """Check that routes are wanted and well formed; an audit tells whether they were taken."""
+    if not branch.routes:
+        return
+    if run.routes is None:
+        raise Rejected(Reason.BAD_ROUTES, "routes in a run that replays none")
+    if fault := route_fault(branch.routes, sum(branch.sampled), run.routes):
+        raise Rejected(Reason.BAD_ROUTES, fault)
 
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:

@@ -22,6 +22,8 @@ REASONS: dict[str, Reason] = {
     "sampling": Reason.BAD_SAMPLING,
     "logprob_max": Reason.BAD_LOGPROBS,
     "logprob": Reason.BAD_LOGPROBS,
+    "routing_max": Reason.BAD_ROUTES,
+    "routing": Reason.BAD_ROUTES,
 }
 """Measures in the order in which they are blamed: the model first, for it moves all the others."""
 

@@ -11,6 +11,7 @@ from math import inf, isfinite, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from ...protocol.manifests import RouteShape
 from ..inference.fingerprint import (
     TOKEN_BYTES,
     BadProof,
@@ -22,6 +23,7 @@ from ..inference.fingerprint import (
     sums,
     token_distances,
 )
+from ..models.routes import route_fault
 from .auditor import AuditItem, Measured, Unreadable
 
 Numbers = NDArray[np.float64]
@@ -39,9 +41,14 @@ _PROJECTION = Projection()
 # -- checks of an item -----------------------------------------------------------------------------
 
 
-def check_item(item: AuditItem, vocabulary: int, layers: int) -> Unreadable | None:
-    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can."""
-    detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
+def check_item(
+    item: AuditItem, vocabulary: int, layers: int, routes: RouteShape | None = None
+) -> Unreadable | None:
+    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can.
+
+    `routes` is the shape of routes in its run.
+    """
+    detail = _fault(item, vocabulary) or _boundary_fault(item, layers) or _route_fault(item, routes)
     if detail:
         return Unreadable(detail, proof=False)
     try:
@@ -73,6 +80,14 @@ def _fault(item: AuditItem, vocabulary: int) -> str:
     if sorted(item.versions) != list(item.versions):
         return "its policy versions go back"
     return ""
+
+
+def _route_fault(item: AuditItem, shape: RouteShape | None) -> str:
+    if not item.routes:
+        return ""
+    if shape is None:
+        return "routes in a run that has none"
+    return route_fault(item.routes, len(item.versions), shape)
 
 
 def _boundary_fault(item: AuditItem, layers: int) -> str:
@@ -196,6 +211,13 @@ def _other_policy(compared: Sequence[Compared]) -> float:
             if one.samples:
                 totals[place] += one.samples / 2 * log((one.own + floor) / (other + floor))
     return max(totals) if all(map(isfinite, totals)) else inf
+
+
+def off_routes(found: NDArray[np.floating]) -> tuple[float, float]:
+    """Sum up what was found of the routes of S tokens [S, 2]: of each the share of its experts that the auditor
+    does not choose, and the largest margin of these. Returns Evidence.routing and routing_max."""
+    found = _infinite(found.astype(np.float64))
+    return float(found[:, 0].sum()) / max(len(found), FEWEST), float(found[:, 1].max(initial=0))
 
 
 def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:

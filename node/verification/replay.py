@@ -25,6 +25,8 @@ from ..inference.model import LanguageModel
 from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
+from ..models.routers import off_route
+from ..models.routes import unpack_routes
 from ..ops.errors import EngineError
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
@@ -39,7 +41,7 @@ from .auditor import (
     other_versions,
     wanted_versions,
 )
-from .measures import check_item, compare_replies, distances, split_proof, summarize
+from .measures import check_item, compare_replies, distances, off_routes, split_proof, summarize
 
 Integers = NDArray[np.int64]
 
@@ -73,6 +75,8 @@ class _Branch:
     """version -> projected states [S, 7], on the CPU."""
     crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The same of its boundaries [S, boundaries, 8]."""
+    routed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """The same of its routes [S, 2], see RouteChecker."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class _Flight:
     """Projected states [S, 7] of the sampled tokens of all `branches`."""
     crossed: Tensor
     """The same at their boundaries [S, boundaries, 8]."""
+    routed: Tensor
+    """The same of their routes [S, 2]."""
     drawn: Integers
     """The tokens, among all, that claim this version [N]."""
     numbers: Tensor
@@ -162,7 +168,7 @@ class Replay:
         check_versions(items, states, others)
         vocabulary = huggingface.vocab_size(self._model_dir)
         layers = layer_count(self._model_dir)
-        faults = [check_item(item, vocabulary, layers) for item in items]
+        faults = [check_item(item, vocabulary, layers, self._terms.routes) for item in items]
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound, others)
         done: dict[int, Measured] = {}
@@ -221,17 +227,35 @@ class Replay:
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
-        hidden = network.packed(ids, lengths, checker if checker.layers else None)[led]
+        routes = self._route_checker(batch, leading, led)
+        hidden = network.packed(ids, lengths, checker if checker.layers else None, routes)[led]
         return _Flight(
             version=version,
             branches=batch,
             counts=counts,
             led=download(self._projected(hidden)),
             crossed=download(checker.led()),
+            routed=download(routes.led() if routes else torch.zeros(len(chosen), 2)),
             drawn=drawn,
             numbers=download(self._draw(network, hidden[rows], *claims)),
             mark=Mark(network.device),
         )
+
+    def _route_checker(
+        self, batch: Sequence[_Branch], leading: Integers, led: Tensor
+    ) -> "RouteChecker | None":
+        """What compares the routes of `batch`, if it has any. `led` is `leading` on the network's device."""
+        shape = self._terms.routes
+        if shape is None or not any(branch.item.routes for branch in batch):
+            return None
+        claimed = np.full((len(leading), shape.layers, shape.top_k), -1, np.int16)
+        start = 0
+        for branch in batch:
+            end = start + branch.at.stop - branch.at.start
+            if branch.item.routes:
+                claimed[start:end] = unpack_routes(branch.item.routes, shape)
+            start = end
+        return RouteChecker(upload(torch.from_numpy(claimed), led.device), leading, led)
 
     def _projected(self, hidden: Tensor) -> Tensor:
         """Project states [S, d] to [S, 7], which the fingerprint compares."""
@@ -292,10 +316,12 @@ class Replay:
         tokens.margins[flight.drawn] = margins
         tokens.logprobs[flight.drawn] = logprobs
         done: list[_Branch] = []
-        parts = (found.split(flight.counts) for found in (flight.led, flight.crossed))
-        for branch, part, crossed in zip(flight.branches, *parts, strict=True):
+        numbers = (flight.led, flight.crossed, flight.routed)
+        parts = (found.split(flight.counts) for found in numbers)
+        for branch, part, crossed, routed in zip(flight.branches, *parts, strict=True):
             branch.found[flight.version] = part
             branch.crossed[flight.version] = crossed
+            branch.routed[flight.version] = routed
             branch.waits -= 1
             if not branch.waits:
                 done.append(branch)
@@ -319,10 +345,16 @@ class Replay:
         done: dict[int, Measured] = {}
         for branch, claimed, each in zip(branches, versions, found, strict=True):
             crossed = _own_states(branch.crossed, claimed).numpy()
-            boundaries = distances(branch.item, crossed)
-            done[branch.number] = structs.replace(each, boundaries=boundaries)
+            share, margin = off_routes(_own_states(branch.routed, claimed).numpy())
+            done[branch.number] = structs.replace(
+                each,
+                routing=share,
+                routing_max=margin,
+                boundaries=distances(branch.item, crossed),
+            )
             branch.found.clear()
             branch.crossed.clear()
+            branch.routed.clear()
         return done
 
 
@@ -373,6 +405,42 @@ def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
         batches[-1].append(branch)
         room -= length
     return batches
+
+
+# -- routes ----------------------------------------------------------------------------------------
+
+
+class RouteChecker:
+    """Hooks of one forward pass that compare the routes of some tokens with what the model's routers choose."""
+
+    def __init__(self, claimed: Tensor, places: Integers, rows: Tensor) -> None:
+        """`claimed` [S, layers, k], below 0: nothing is claimed. `places` and `rows` as BoundaryChecker's."""
+        self._claimed = claimed
+        self._places = places
+        self._rows = rows
+        layers = claimed.shape[1]
+        self._passed = [0] * layers
+        self._outside: list[list[Tensor]] = [[] for _ in range(layers)]
+        self._margins: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
+        """See RouterHooks."""
+        start = self._passed[layer]
+        self._passed[layer] = end = start + len(scores)
+        first, last = np.searchsorted(self._places, [start, end]).tolist()
+        rows = self._rows[first:last] - start
+        claimed = self._claimed[first:last, layer].long()
+        outside, margins = off_route(scores[rows], own[rows], claimed)
+        self._outside[layer].append(outside)
+        self._margins[layer].append(margins)
+
+    def led(self) -> Tensor:
+        """Return of each token, in order [S, 2] fp32, the share of its experts that were not chosen, and by how
+        much the worst of these misses it."""
+        outside = torch.stack([torch.cat(parts) for parts in self._outside]).sum(0)
+        margins = torch.stack([torch.cat(parts) for parts in self._margins]).amax(0)
+        _, layers, top_k = self._claimed.shape
+        return torch.stack([outside.float() / (layers * top_k), margins.float()], 1)
 
 
 # -- boundaries of a pipeline ----------------------------------------------------------------------

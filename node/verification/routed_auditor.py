@@ -1,4 +1,4 @@
-"""An Auditor over two: vLLM's for whole engines, hf's for what came out of a pipeline over several nodes."""
+"""An Auditor over two: vLLM's for whole engines, hf's for pipelines over nodes and for routes of experts."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,23 @@ from .auditor import AuditItem, Auditor, Measured, Unreadable
 
 
 class RoutedAuditor:
-    """Sends items with boundaries between stages to an auditor that can measure them.
+    """Sends items with boundaries between stages, or with routes, to an auditor that can measure them.
 
-    The process of `staged` starts when it is needed, so a run without pipelines has one. In a run of exact
+    The process of `staged` starts when it is needed, so a run without these has one. In a run of exact
     numerics there are no pipelines: `whole` gets all items.
     """
 
     def __init__(self, whole: Auditor, staged: Auditor) -> None:
         self._whole = whole
         self._staged = staged
-        self._routes = False
+        self._both = False
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor."""
         await self._whole.start(model_dir, run)
         if run.proofs.numerics != "exact":
             await self._staged.start(model_dir, run)
-            self._routes = True
+            self._both = True
 
     async def audit(
         self,
@@ -36,7 +36,7 @@ class RoutedAuditor:
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
-        staged = [self._routes and bool(item.boundaries) for item in items]
+        staged = [self._both and bool(item.boundaries or item.routes) for item in items]
         whole = [not one for one in staged]
         parts = [(self._whole, list(compress(items, whole)))]
         parts.append((self._staged, list(compress(items, staged))))

@@ -530,6 +530,7 @@ class Verifier:
                                     b.sampled,
                                     b.logprobs,
                                     (b.policy_first, b.policy_last),
+                                    b.routes,
                                 )
                                 for b in one.rollout.branches
                             ],

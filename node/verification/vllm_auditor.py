@@ -78,6 +78,10 @@ NEEDS_VLLM = (
 NO_BOUNDARIES = (
     "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
 )
+NO_ROUTES = (
+    "vLLM does not measure the routes of a mixture of experts: set verification.auditor to hf, or "
+    "verification.numerics to calibrated"
+)
 STEP_TOKENS = {"cpu": 2**12, "cuda": 2**15}
 """Tokens of a forward pass. To launch one takes a GPU's host tens of milliseconds, however long it is."""
 SEQUENCES = 256
@@ -137,7 +141,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             **(vllm.get("compilation_config") or {}),
             "cudagraph_mode": "NONE",
         }
-    return config.model_copy(update={"vllm": vllm})
+    return config.model_copy(update={"vllm": vllm, "enable_return_routed_experts": False})
 
 
 def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
@@ -478,7 +482,9 @@ class VllmAuditor:
         if len(item.token_ids) > longest:
             detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"
             return Unreadable(detail, proof=False)
-        return Unreadable(NO_BOUNDARIES, proof=False) if item.boundaries else None
+        if item.boundaries or item.routes:
+            return Unreadable(NO_BOUNDARIES if item.boundaries else NO_ROUTES, proof=False)
+        return None
 
     # -- one audit ---------------------------------------------------------------------------------
 

@@ -454,4 +454,5 @@ def branch_record(branch: Branch) -> BranchRecord:
         finish=branch.finish,
         spans=tuple(Span(start, version) for start, version in branch.spans),
         proof=branch.proof,
+        routes=branch.routes,
     )

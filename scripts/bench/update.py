@@ -164,7 +164,7 @@ class Watched(LanguageModel):
         self.frozen.append((took, took))
         return written
 
-    def prefill(self, tokens: Any, mask: Any) -> Any:
+    def prefill(self, tokens: Any, mask: Any, **_: Any) -> Any:
         """See LanguageModel; the session notes its steps, too."""
         session, logits = super().prefill(tokens, mask)
         self.times.append(time.monotonic())

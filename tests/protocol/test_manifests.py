@@ -98,6 +98,9 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("adapters.target_modules", ("q_proj",)),
         ("adapters.base.digest", digest(b"other")),
         ("adapters.base.size", 6),
+        ("routes.layers", 2),
+        ("routes.experts", 8),
+        ("routes.top_k", 1),
     ],
 )
 def test_another_manifest_is_another_run(path: str, value: object) -> None:
@@ -106,8 +109,9 @@ def test_another_manifest_is_another_run(path: str, value: object) -> None:
     assert run_id(changed) != run_id(encode(ADAPTED))
 
 
-def test_a_run_without_adapters_has_the_bytes_that_it_always_had() -> None:
+def test_a_run_without_adapters_or_routes_has_the_bytes_that_it_always_had() -> None:
     assert b"adapters" not in encode(MANIFEST)
+    assert b"rout" not in encode(MANIFEST)
     assert run_id(encode(MANIFEST)) != run_id(encode(ADAPTED))
 
 

@@ -18,6 +18,7 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
+from primerl.node.models.routers import route_shape
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
 from primerl.node.verification.auditor import (
@@ -91,6 +92,7 @@ async def make_case(
     torch.set_num_threads(1)
     run = make_run(dtype)
     first = make(directory / "own", 0)
+    run = structs.replace(run, routes=route_shape(directory / "own"))
     far = make(directory / "far", 1)
     near, _ = blended(first, far, 0.002)
     states = {OWN: first, NEAR: near, FAR: far}
@@ -106,7 +108,8 @@ async def generate(
     version: int = OWN,
 ) -> list[AuditItem]:
     """Branches of all lengths under `state`, in one batch; `version` is what they claim."""
-    engine = HfEngine(FP32.model_copy(update={"dtype": dtype, "device": "cpu"}))
+    options = {"dtype": dtype, "device": "cpu", "enable_return_routed_experts": True}
+    engine = HfEngine(FP32.model_copy(update=options))
     await engine.start(model_dir, fingerprint="projection")
     try:
         await engine.load(version, state)
@@ -143,6 +146,7 @@ def item_of(request: GenerateRequest, completion: Completion, version: int) -> A
         logprobs=completion.logprobs,
         versions=[version] * count,
         proof=completion.proof,
+        routes=completion.routes,
     )
 
 
@@ -154,6 +158,7 @@ def joined(first: AuditItem, second: AuditItem) -> AuditItem:
         logprobs=[*first.logprobs, *second.logprobs],
         versions=[*first.versions, *second.versions],
         proof=first.proof + second.proof,
+        routes=first.routes + second.routes,
     )
 
 

@@ -33,6 +33,7 @@ from primerl.protocol.manifests import (
     PolicyHead,
     PolicyManifest,
     ProofContract,
+    RouteShape,
     RunLimits,
     RunManifest,
     SamplingContract,
@@ -146,8 +147,9 @@ def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
 ADAPTED = structs.replace(
     MANIFEST,
     adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
+    routes=RouteShape(layers=1, experts=300, top_k=2),
 )
-"""A run that trains adapters."""
+"""A run that trains adapters, and replays routes."""
 OTHER_RUN = digest(b"another run")
 
 POLICY_MANIFEST = PolicyManifest(
@@ -249,6 +251,8 @@ BRANCH = BranchRecord(
     spans=(Span(0, 3), Span(1, 4)),
     proof=bytes(range(16)),
 )
+ROUTED_BRANCH = structs.replace(BRANCH, routes=bytes([7, 0, 43, 1, 0, 0, 1, 0]))
+"""Of a run with the routes of ADAPTED."""
 
 SUBMISSION = Submission(
     lease=SEALED_LEASE,
@@ -275,7 +279,7 @@ VERDICT = Verdict(
     audited=1,
     rejected=2,
     challenge=digest(b"challenge"),
-    evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5, 0.125, 0.5),),
     validator=STRANGER.node_id,
 )
 NUMERICS = NumericsClass("vllm", "0.25.1", "H100", 2, "bfloat16")

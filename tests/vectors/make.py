@@ -63,6 +63,7 @@ def build() -> dict[str, Any]:
         "mixed_run_manifest": encode(cases.MIXED).hex(),
         "mixed_lease": encode(cases.MIXED_LEASE).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
+        "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),
         "split_submission": encode(cases.SPLIT_SUBMISSION).hex(),

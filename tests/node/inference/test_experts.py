@@ -11,6 +11,7 @@ from support.engine_cases import SHAPE, blended, make_qwen3, request
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
+from primerl.node.models.routers import RouterTap
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
@@ -83,3 +84,29 @@ def test_a_state_without_one_expert_is_refused(model: tuple[Path, State]) -> Non
     lacking = {name: one for name, one in state.items() if ".experts.3.up_proj" not in name}
     with pytest.raises(EngineError, match="does not fit"):
         network((directory, lacking))
+
+
+def routes_of(model: tuple[Path, State], tokens: list[int]) -> torch.Tensor:
+    """What the routers of transformers' model choose in one pass [T, layers, k]."""
+    plain: Any = huggingface.model_from_state(*model)
+    found: list[torch.Tensor] = []
+
+    def take(_layer: int, _scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        found.append(chosen)
+
+    with RouterTap(plain).watched(take), torch.inference_mode():
+        plain(torch.tensor([tokens]))
+    return torch.stack(found, 1)
+
+
+def test_every_drawn_token_has_the_route_that_a_whole_pass_says(model: tuple[Path, State]) -> None:
+    """The token before it chose: also of requests that share a prompt, and in a batch that shrinks."""
+    made = network(model)
+    asked = [request(seed=one, max_tokens=3 + 4 * one) for one in range(4)]
+    replies = decode(made, asked, max_length=256, cancelled=lambda: False, keep_routes=True)
+    for one, reply in zip(asked, replies, strict=True):
+        wanted = routes_of(model, [*one.prompt, *reply.token_ids])[len(one.prompt) - 1 : -1]
+        assert reply.routes is not None
+        assert torch.equal(reply.routes, wanted)
+        assert reply.routes.shape == (len(reply.token_ids), 2, 2)
+    assert decode(made, asked, max_length=256, cancelled=lambda: False)[0].routes is None

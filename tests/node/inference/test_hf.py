@@ -64,7 +64,7 @@ class Counting(LanguageModel):
         self.stepped: list[int] = []
         self.made.append(self)
 
-    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         self.prefilled.append((tokens.shape[0], tokens.shape[1]))
         session, output = super().prefill(tokens, mask)
         step = session.step
@@ -303,7 +303,7 @@ async def test_what_cannot_be_written_in_place_is_loaded_whole(
 
 
 class Exhausted(LanguageModel):
-    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor, **_: Any) -> Any:
         raise RuntimeError("out of memory")
 
 

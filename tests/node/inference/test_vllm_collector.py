@@ -10,6 +10,7 @@ import pytest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.vllm import MOST_FORGOTTEN, CompletionCollector
 from primerl.node.ops.errors import EngineError
+from primerl.protocol.manifests import RouteShape
 
 
 @dataclass
@@ -131,3 +132,20 @@ async def test_a_worker_that_never_answers_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.setattr("primerl.node.inference.vllm.PATIENCE_S", 0.05)
     with pytest.raises(EngineError, match="restart"):
         await CompletionCollector(asked.ask, "").collect(1, 1)
+
+
+async def test_routes_come_as_the_bits_behind_the_numbers() -> None:
+    """Whatever numbers these bits would be; what fills the last one up is cut off."""
+    shape = RouteShape(layers=3, experts=256, top_k=2)
+    routes = bytes(range(250, 256)) + bytes([255, 192, 127, 255, 127, 0])
+    padded = [routes[:6] + b"\0\0", routes[6:] + b"\0\0"]
+    bits = np.frombuffer(b"".join(padded), np.float32).reshape(2, 2)
+    numbers = np.concatenate([np.array(rows(1), np.float32), bits], axis=1)
+
+    async def ask(wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
+        return [[key, numbers.tobytes(), [[0, 3]], b""] for key, _ in wanted]
+
+    found = await CompletionCollector(ask, "projection", routes=shape).collect(1, 2)
+    assert found.routes == routes
+    assert found.logprobs == [-1.0, -0.25]
+    Projection().check(found.proof, 2)

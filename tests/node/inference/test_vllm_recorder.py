@@ -14,7 +14,8 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm import projection_proof
 from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
-from primerl.node.inference.vllm_sampling import Hooks, Recorder
+from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer
+from primerl.protocol.manifests import RouteShape
 
 torch.set_num_threads(1)
 WIDTH, VOCABULARY, LENGTH = 16, 50, 256
@@ -120,6 +121,8 @@ class Runner:
     requests: dict[str, Request] = field(default_factory=dict[str, Request])
     execute_model_state: Any = None
     num_spec_tokens: int = 0
+    routers: list[Any] = field(default_factory=list[Any])
+    """What each router tells its choice."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(second=self.second)
@@ -144,6 +147,13 @@ class Runner:
                 hidden[last - back] = hidden_state(one, int(end) - back - 1)
                 indices.append(int(last) - back)
         rows = np.array(indices)
+        for layer, tell in enumerate(self.routers):
+            chosen = torch.full((len(hidden), 2), 299, dtype=torch.int32)
+            for one, start, last in zip(ids, computed, np.cumsum(new), strict=True):
+                count = counts[one]
+                places = range(int(start), int(start) + count)
+                chosen[last - count : last] = torch.tensor([route(one, p, layer) for p in places])
+            tell(chosen)
         known = np.array([one.known for one in requests], np.int32)
         batch = SimpleNamespace(
             num_reqs=len(ids),
@@ -154,6 +164,7 @@ class Runner:
             num_scheduled_tokens=new,
             prefill_len_np=known,
             logits_indices=torch.from_numpy(rows),
+            query_start_loc_np=np.concatenate([[0], np.cumsum(new)]),
         )
         self.execute_model_state = SimpleNamespace(hidden_states=hidden)
         if self.second:
@@ -205,6 +216,11 @@ class Runner:
 def hidden_state(request: str, position: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * ord(request[0]) + position)
     return torch.randn(WIDTH, generator=generator)
+
+
+def route(request: str, position: int, layer: int) -> list[int]:
+    """The experts of a token in a layer."""
+    return [(ord(request[0]) + 3 * position + layer) % 300, position % 7]
 
 
 def logits_of(request: str, position: int) -> Tensor:
@@ -600,3 +616,47 @@ def test_requests_of_a_group_get_no_further_than_those_that_began_before_them() 
     assert lengths() == [5, 6, 10]
     for name in "abcd":
         expect_record(engine, name, 5)
+
+
+# -- routes of a mixture of experts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", [256, 300])
+@pytest.mark.parametrize(("second", "drafts"), [(False, 0), (True, 0), (False, 2)])
+def test_the_route_of_the_token_before_is_kept_with_each_token(
+    second: bool, drafts: int, experts: int
+) -> None:
+    """In batches that mix prompts in parts, single tokens and drafts, and after the rows have grown."""
+    shape = RouteShape(layers=3, experts=experts, top_k=2)
+    engine, buffer = make_engine(second=second, requests=2, drafts=drafts), RouteBuffer()
+    engine.runner.routers = [buffer.hook() for _ in range(shape.layers)]
+    engine.recorder.record_routes(buffer, shape)
+    prompts = {"a": 5, "b": 9, "c": 3}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    engine.step({"a": 5, "b": 4})
+    engine.step({"a": 1, "b": 5, "c": 3})
+    own = expected("a", 5, 8)[0]
+    for _ in range(3):
+        at = len(engine.runner.requests["a"].tokens)
+        guess = {"a": own[at : at + drafts]} if drafts else {}
+        engine.step({"a": 1, "b": 1, "c": 1}, guess)
+    for name, prompt in prompts.items():
+        tokens = len(engine.runner.requests[name].tokens)
+        _, rows, _ = engine.collect(name)
+        numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
+        raw = np.ascontiguousarray(numbers[:, 8:]).view(np.uint8)[:, : shape.token_bytes]
+        found = np.frombuffer(raw.tobytes(), shape.dtype).reshape(tokens, 3, 2)
+        places = range(prompt - 1, prompt - 1 + tokens)
+        wanted = np.array([[route(name, p, layer) for layer in range(3)] for p in places])
+        assert np.array_equal(found, wanted.astype(shape.dtype))
+        assert np.allclose(numbers[:, 0], expected(name, prompt, tokens)[1], atol=1e-5)
+
+
+def test_routers_of_another_shape_are_refused() -> None:
+    engine, buffer = make_engine(), RouteBuffer()
+    engine.runner.routers = [buffer.hook() for _ in range(2)]
+    engine.recorder.record_routes(buffer, RouteShape(layers=3, experts=8, top_k=2))
+    engine.add("a", 5)
+    with pytest.raises(RuntimeError, match="routers do not tell"):
+        engine.step({"a": 5})

@@ -196,7 +196,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     )
     (item,) = job_items(job, data, run=MANIFEST, run_id=RUN)
     assert [one.layers for one in item.boundaries] == [14]
-    found = Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, (0.25,))
+    found = Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, (0.25,))
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
@@ -226,7 +226,7 @@ def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, .
 
 def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() -> None:
     def branch(*boundaries: float) -> Measured:
-        return Measured(2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries)
+        return Measured(2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
 
     assert boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
     assert boundary_distances([branch(0.1), branch()]) == ()
@@ -246,7 +246,7 @@ def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
         rejected=2**31,
         challenge=node,
         rate=0.1,
-        evidence=(Evidence(4095, 4095, 2**24, *[0.1] * 6),) * MAX_EVIDENCE,
+        evidence=(Evidence(4095, 4095, 2**24, *[0.1] * 8),) * MAX_EVIDENCE,
         validator=node,
         pipeline=PipelineVerdict(
             node,

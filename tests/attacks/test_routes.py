@@ -1,0 +1,205 @@
+"""Routes of a mixture of experts that were never taken, to have other experts trained: an audit sees them.
+
+Honest ones pass, also in bfloat16 and over two turns.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from numpy.typing import NDArray
+from support.auditor_cases import OWN, Case, make_case, measured
+from support.engine_cases import FP32, SHAPE, make_qwen3
+from support.prefill_core import PrefillCore
+from support.protocol_cases import ADAPTED, BRANCH, LEASE, MANIFEST, ROUTED_BRANCH, SUBMISSION
+from torch import Tensor
+
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.model import LanguageModel
+from primerl.node.models.routes import pack_routes, unpack_routes
+from primerl.node.verification.auditor import AuditItem, Measured, evidence
+from primerl.node.verification.bounds import BUILT_IN, bands
+from primerl.node.verification.checks import CheckedRollout, check_submission
+from primerl.node.verification.judge import Judgement, judge
+from primerl.protocol.errors import Reason
+from primerl.protocol.rollouts import Evidence, RolloutRecord
+
+MIXTURE = SHAPE.model_copy(
+    update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+)
+Routes = NDArray[np.int16]
+Forge = Callable[[Routes, Tensor], Routes]
+"""Of honest routes [S, layers, k], and the scores [S, layers, E] of the right model."""
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    make = partial(make_qwen3, shape=MIXTURE)
+    return asyncio.run(make_case(tmp_path_factory.mktemp("routes"), request.param, make))
+
+
+def audit(case: Case, *items: AuditItem) -> list[Measured]:
+    async def run() -> list[Measured]:
+        auditor = PrefillCore(FP32)
+        await auditor.start(case.model_dir, case.run)
+        found = await auditor.audit(items, case.states, {})
+        await auditor.close()
+        return measured(found)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def honest(case: Case) -> list[Measured]:
+    return audit(case, *case.honest)
+
+
+def seen(one: Measured) -> Evidence:
+    return evidence(CheckedRollout(0, 0, [], 0.0), [one])
+
+
+def judged(case: Case, honest: Sequence[Measured], one: Measured) -> Judgement:
+    """By the bounds that are built in for float32; in bfloat16 by such as a run makes of `honest` rollouts."""
+    contract = case.run.proofs
+    if contract.dtype == "float32":
+        reject, suspect = BUILT_IN["float32"]
+        return judge(seen(one), structs.replace(contract, reject=reject, suspect=suspect))
+    return judge(seen(one), bands([seen(other) for other in honest] * 2).contract(contract))
+
+
+class Scores:
+    """RouterHooks that keep what routers rank by."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
+        self.found.append(scores)
+
+
+def forged(case: Case, item: AuditItem, forge: Forge) -> AuditItem:
+    shape = case.run.routes
+    assert shape is not None
+    network = LanguageModel.build(
+        case.model_dir, case.states[OWN], dtype=case.run.proofs.dtype, device="cpu"
+    )
+    scores = Scores()
+    with torch.inference_mode():
+        network.packed(torch.tensor(item.token_ids), [len(item.token_ids)], None, scores)
+    places = [place - 1 for reply in item.replies for place in range(reply.start, reply.end)]
+    led = torch.stack(scores.found, 1)[torch.tensor(places)]
+    routes = forge(unpack_routes(item.routes, shape).copy(), led)
+    return replace(item, routes=pack_routes(routes, shape))
+
+
+def test_honest_routes_are_the_choice_of_the_auditor_but_for_near_ties(
+    case: Case, honest: list[Measured]
+) -> None:
+    shape = case.run.routes
+    assert shape is not None
+    assert all(len(one.routes) == len(one.logprobs) * shape.token_bytes for one in case.honest)
+    bounds = BUILT_IN[case.run.proofs.dtype][0]
+    for one in honest:
+        assert judged(case, honest, one).reason is None
+        assert one.routing <= bounds.routing
+        assert one.routing_max <= bounds.routing_max
+
+
+def rng(routes: Routes) -> np.random.Generator:
+    return np.random.default_rng(len(routes))
+
+
+def random_route(routes: Routes, _: Tensor) -> Routes:
+    shape = (*routes.shape[:2], MIXTURE.num_experts)
+    return rng(routes).random(shape).argsort(axis=2)[..., : routes.shape[2]].astype(np.int16)
+
+
+def always_the_same(routes: Routes, _: Tensor) -> Routes:
+    return np.broadcast_to(np.arange(routes.shape[2], dtype=np.int16), routes.shape)
+
+
+def next_best_everywhere(routes: Routes, scores: Tensor) -> Routes:
+    """The most that can be steered while each step is as small as it can be."""
+    routes[..., -1] = scores.topk(routes.shape[2] + 1).indices[..., -1].numpy()
+    return routes
+
+
+def one_expert_starved(routes: Routes, scores: Tensor) -> Routes:
+    """Whatever chose expert 0 gets the next best in its place."""
+    after = scores.topk(routes.shape[2] + 1).indices[..., -1:].numpy()
+    return np.where(routes == 0, after, routes).astype(np.int16)
+
+
+def worst_for_one_token(routes: Routes, scores: Tensor) -> Routes:
+    routes[len(routes) // 2, 0, -1] = int(scores[len(routes) // 2, 0].argmin())
+    return routes
+
+
+def of_the_token_before(routes: Routes, _: Tensor) -> Routes:
+    return np.roll(routes, 1, axis=0)
+
+
+FORGERIES: dict[str, Forge] = {
+    "random": random_route,
+    "always the same": always_the_same,
+    "next best everywhere": next_best_everywhere,
+    "one expert starved": one_expert_starved,
+    "worst for one token": worst_for_one_token,
+    "of the token before": of_the_token_before,
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES.keys())
+def test_routes_that_were_not_taken_are_rejected(
+    case: Case, honest: list[Measured], forge: Forge
+) -> None:
+    [found] = audit(case, forged(case, case.item, forge))
+    assert judged(case, honest, found).reason is Reason.BAD_ROUTES
+    assert found.sampling_max == pytest.approx(
+        honest[0].sampling_max, abs=0.05
+    )  # it was drawn as claimed
+
+
+def test_an_item_without_routes_is_measured_as_before(case: Case, honest: list[Measured]) -> None:
+    [bare] = audit(case, replace(case.item, routes=b""))
+    assert (bare.routing, bare.routing_max) == (0.0, 0.0)
+    assert bare.fingerprint == pytest.approx(honest[0].fingerprint, abs=0.02)
+
+
+# -- before anything is computed ---------------------------------------------------------------------
+
+
+PROVED = structs.replace(
+    BRANCH, proof=Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
+)
+TAKEN = ROUTED_BRANCH.routes
+
+
+@pytest.mark.parametrize(
+    ("routes", "wanted"),
+    [
+        (b"", True),
+        (TAKEN, True),
+        (TAKEN[:-1], False),
+        (TAKEN + b"\0\0", False),
+        (bytes([44, 1, 43, 1, 0, 0, 1, 0]), False),  # expert 300 of 300
+        (bytes([7, 0, 7, 0, 0, 0, 1, 0]), False),  # the same expert twice
+    ],
+    ids=["none", "two routes", "cut short", "too long", "of no expert", "of one expert twice"],
+)
+def test_routes_of_another_form_cost_their_rollout(routes: bytes, wanted: bool) -> None:
+    branch = structs.replace(PROVED, routes=routes)
+    group = structs.replace(SUBMISSION.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),) * 2)
+    submission = structs.replace(SUBMISSION, groups=(group, *SUBMISSION.groups[1:]))
+    run = structs.replace(MANIFEST, routes=ADAPTED.routes)
+    found = check_submission(submission, LEASE, run, 4)
+    assert [one.branches[0].routes for one in found.rollouts] == [routes] * 2 * wanted
+    reasons = {one.reason for one in found.rejections if one.group == 0}
+    assert (Reason.BAD_ROUTES in reasons) is not wanted
+    unasked = check_submission(submission, LEASE, MANIFEST, 4)
+    assert bool(unasked.rollouts) is (routes == b"")
