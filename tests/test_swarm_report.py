@@ -1,5 +1,6 @@
 """What scripts/bench/swarm.py makes of its figures; the runs themselves need root and are not tests."""
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -9,12 +10,16 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "swarm_repo
 
 
 def report() -> ModuleType:
-    """scripts/ is no package: loaded from its file."""
+    """scripts/ is no package: loaded from its file, which finds its neighbours on the path."""
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = spec_from_file_location("swarm_report", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
     return module
 
 

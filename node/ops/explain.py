@@ -3,7 +3,7 @@
 Works without a network and beside a running node. A verdict is explained only if this run's trainer signed it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -476,6 +476,8 @@ def _book(path: Path, view: LedgerView) -> _Book:
 
 def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
     proofs, bounds = contract_of(book.manifest, verdict), verdict.bounds
+    routed = book.manifest.routes is not None
+    measures = [name for name in REASONS if routed or not name.startswith("routing")]
     measured = bounds if isinstance(bounds, ClassBounds) else None
     return Explanation(
         run=LedgerRun(
@@ -492,7 +494,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         rate=verdict.rate,
         challenge=verdict.challenge.hex(),
         validator=verdict.validator.hex(),
-        evidence=[_audited(proofs, verdict, seen) for seen in verdict.evidence],
+        evidence=[_audited(proofs, verdict, seen, measures) for seen in verdict.evidence],
         bounds=_source(measured) if measured else _printable(proofs.source),
         honest_rollouts=measured.rollouts if measured else proofs.honest_rollouts,
         honest_tokens=measured.tokens if measured else proofs.honest_tokens,
@@ -552,7 +554,9 @@ def _findings(verdict: Verdict) -> list[RejectedRollout]:
     return found
 
 
-def _audited(proofs: ProofContract, verdict: Verdict, seen: Evidence) -> AuditedRollout:
+def _audited(
+    proofs: ProofContract, verdict: Verdict, seen: Evidence, measures: Sequence[str]
+) -> AuditedRollout:
     place = (seen.group, seen.rollout)
     return AuditedRollout(
         group=seen.group,
@@ -560,7 +564,7 @@ def _audited(proofs: ProofContract, verdict: Verdict, seen: Evidence) -> Audited
         tokens=seen.tokens,
         lot=draw(verdict.challenge, *place),
         drawn=is_audited(verdict.challenge, *place, verdict.rate),
-        measures=[_measure(proofs, seen, name) for name in REASONS],
+        measures=[_measure(proofs, seen, name) for name in measures],
     )
 
 

@@ -55,9 +55,10 @@ class Hints:
             return []
 
     async def _of(self, environment: Environment, task: Task) -> list[int]:
-        reply = await environment.demonstration(task)
-        if reply is None:
+        shown = await environment.demonstration(task)
+        if shown is None:
             return []
+        _, reply = shown.turns()[-1]
         content = self._template.replace(PLACE, self._chat.text(reply))
         message = {"role": "system", "content": content}
         return self._chat.encode(self._chat.render([message], generate=False))

@@ -43,17 +43,22 @@ class Float8Cache(DynamicCache):
 class RoundedCache(LanguageModel):
     """Generates with a Float8Cache."""
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+    def run(
+        self, tokens: Tensor, mask: Tensor, cache: Any, keep_routes: bool = False
+    ) -> tuple[ModelOutput, Any]:
         """See LanguageModel."""
-        return super().run(tokens, mask, Float8Cache() if cache is None else cache)
+        cache = Float8Cache() if cache is None else cache
+        return super().run(tokens, mask, cache, keep_routes)
 
 
 class Narrowed(LanguageModel):
     """Generates with fewer tokens than there are."""
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+    def run(
+        self, tokens: Tensor, mask: Tensor, cache: Any, keep_routes: bool = False
+    ) -> tuple[ModelOutput, Any]:
         """See LanguageModel."""
-        output, cache = super().run(tokens, mask, cache)
+        output, cache = super().run(tokens, mask, cache, keep_routes)
         return replace(output, logits=self.narrow(output.logits)), cache
 
     def narrow(self, logits: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ SHORTEST, LONGEST = 16, 48
 class CorpusEnvironment:
     """Single turn, deterministic, no start-up cost."""
 
+    judge_fault = ""
+
     def __init__(self, corpus: Corpus, *, max_tokens: int, stops: tuple[int, ...]) -> None:
         self._corpus = corpus
         self._max_tokens = max_tokens

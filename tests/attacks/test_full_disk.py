@@ -172,6 +172,7 @@ async def test_what_ended_a_worker_is_told_also_where_its_disk_is_full(
             await worker.ended()
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_real_disk_is_full_ends_with_the_reason(
     tmp_path: Path, model_dir: Path
 ) -> None:

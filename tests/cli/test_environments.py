@@ -280,6 +280,7 @@ def test_a_finite_taskset_is_counted_and_tokens_are_those_of_the_model(
     assert scripts == {"right answer", "empty", "noise", "cut off"}
 
 
+@pytest.mark.slow
 def test_tools_are_called_and_their_calls_counted(cli: Cli) -> None:
     found = checks(cli("env", "test", "calculator", "--tasks", "2", "--json"))
     assert [problem for _, problem in found.values()] == [""] * len(found)

@@ -227,7 +227,7 @@ def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
     """The others refuse a message, or a whole submission."""
     others = set(Reason) - set(MEANINGS)
     assert {Reason.WRONG_MODEL, Reason.DUPLICATE, Reason.STALE, Reason.TOO_LARGE} <= set(MEANINGS)
-    assert len(MEANINGS) == 21, others
+    assert len(MEANINGS) == 22, others
     for reason in Reason:
         means = meaning(reason)
         assert all((means.check, means.proves, means.proves_not, means.look_at)), reason

@@ -177,6 +177,7 @@ async def _rejected(swarm: Swarm) -> dict[str, int]:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
     tmp_path: Path, tiny: Path
 ) -> None:

@@ -71,6 +71,7 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
         await ended_well(swarm, 4)
 
 
+@pytest.mark.slow
 async def test_a_spare_takes_the_place_of_a_stage_that_dies(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

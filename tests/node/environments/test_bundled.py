@@ -355,6 +355,7 @@ def test_a_run_names_a_data_set_and_no_path(name: str, home: Path) -> None:
         math_env.MathEnvConfig.model_validate({"id": "math-env", "dataset_split": f"{name}/"})
 
 
+@pytest.mark.slow
 async def test_a_data_set_that_is_nowhere_is_one_line(
     home: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

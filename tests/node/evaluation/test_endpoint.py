@@ -352,6 +352,7 @@ async def test_an_evaluation_asks_the_judge_of_its_environment(
     assert await asyncio.to_thread((tmp_path / "eval" / "judge.db").is_file)
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
     down = False
 

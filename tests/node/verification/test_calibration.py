@@ -40,6 +40,7 @@ class Letters:
 
     name = "letters"
     status = ""
+    judge_fault = ""
 
     async def start(self) -> None: ...
 
