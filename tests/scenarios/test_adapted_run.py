@@ -188,10 +188,10 @@ async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
         await swarm.seated()
         engine: Any = noting()
         swarm.add_worker("w", engine=engine)
-        await swarm.wait_step(1)
-        detail = (await validator.status())["detail"]
+        async with asyncio.timeout(60.0):  # on a busy machine its first audit may outlast the run
+            while not int((await validator.status())["detail"].split()[0]):
+                await asyncio.sleep(0.02)
         summary = await swarm.finished()
-    assert int(detail.split()[0]) > 0
     assert summary["rejected"].keys() <= {"stale"}
 
 

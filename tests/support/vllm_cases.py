@@ -83,7 +83,8 @@ async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[T
     at_once = min(len(requests), CONFIG.max_batch)
     await until(lambda: not engine.stats().running)  # what was before: it is told a little later
     tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
-    await until(lambda: engine.stats().running == at_once)
+    # one that has ended by the time the engine tells it has drawn one, too
+    await until(lambda: engine.stats().running == at_once or any(task.done() for task in tasks))
     return tasks
 
 
