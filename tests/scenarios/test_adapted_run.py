@@ -189,7 +189,7 @@ async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
         engine: Any = noting()
         swarm.add_worker("w", engine=engine)
         async with asyncio.timeout(60.0):  # on a busy machine its first audit may outlast the run
-            while not int((await validator.status())["detail"].split()[0]):
+            while not int((await validator.status())["detail"].split()[0]):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         summary = await swarm.finished()
     assert summary["rejected"].keys() <= {"stale"}
