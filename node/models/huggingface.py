@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.run import ModelCreateConfig
 from ..ops.errors import EngineError, one_line
-from ..weights.state import State
+from ..weights.state import FLOATS, State
 from .json_files import read_json
 from .model_files import (
     CONTRACT_PATTERNS,
@@ -52,8 +52,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
-"""Of a state that a model is made of."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 MARKUP_TOKENS = (

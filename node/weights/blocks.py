@@ -27,7 +27,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from .state import CodecError
+from .state import FLOATS, CodecError
 
 MAX_STREAM = 1 << 20
 """Bytes of the longest stream: one byte plane of a full block. Also bounds the zstd window."""
@@ -55,8 +55,6 @@ Flags = NDArray[np.bool_]
 Positions = NDArray[np.int64]
 Bits = NDArray[Any]
 """A flat array of unsigned integers: the storage bits of elements."""
-
-FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 FEW_FLAGS = 8192
 """Flags below which the calls cost more than the work."""

@@ -29,6 +29,7 @@ BITS: dict[str, np.dtype[Any]] = {
     "U64": np.dtype("<u8"),
 }
 """safetensors dtype name -> the unsigned integer that holds one element's bits."""
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True)

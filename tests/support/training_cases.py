@@ -3,7 +3,7 @@
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TINY = ModelCreateConfig(
     hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
 )
+MIXTURE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
 DEVICE = os.environ.get("PRIMERL_TEST_DEVICE", "cpu")
 """With `cuda` the conformance suite of backends runs on GPUs (scripts/bench/gpu.sh)."""
 FAST = TrainingConfig(
@@ -34,6 +35,14 @@ FAST = TrainingConfig(
 def make_model(directory: Path) -> Path:
     huggingface.create(directory, TINY, seed=7)
     return directory
+
+
+def learner(directory: Path, **changes: Any) -> Any:
+    """A learner to look into, of the model in `directory`; `changes` are those of FAST."""
+    from primerl.node.training.learner import Learner
+
+    config = FAST.model_copy(update=changes)
+    return Learner.build(directory, config, max_steps=9, seed=1, temperature=1.0)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from support.engine_cases import (
     FP32,
-    make_llama,
-    make_qwen3,
     request,
     started,
     varied_requests,
@@ -26,19 +24,6 @@ from primerl.node.inference.model import LanguageModel, ModelOutput
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    torch.set_num_threads(1)
-    directory = tmp_path_factory.mktemp("tied")
-    return directory, make_qwen3(directory, 3)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    directory = tmp_path_factory.mktemp("llama")
-    return directory, make_llama(directory, 5)
 
 
 @pytest.fixture(params=["tied", "llama"])

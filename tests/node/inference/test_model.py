@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import SHAPE, blended, make_llama, make_qwen3, request
+from support.engine_cases import SHAPE, blended, make_qwen3, request
 
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.model import LanguageModel
@@ -22,22 +22,9 @@ UNTIED = SHAPE.model_copy(
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    torch.set_num_threads(1)
-    directory = tmp_path_factory.mktemp("tied")
-    return directory, make_qwen3(directory, 3)
-
-
-@pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     directory = tmp_path_factory.mktemp("untied")
     return directory, make_qwen3(directory, 4, UNTIED)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
-    directory = tmp_path_factory.mktemp("llama")
-    return directory, make_llama(directory, 5)
 
 
 @pytest.fixture(params=["tied", "untied", "llama"])

@@ -199,14 +199,23 @@ async def world(
 ) -> AsyncGenerator[World]:
     """The loop runs until the end of the block."""
     made = World(directory, share, timeout_s, bound)
-    running = asyncio.create_task(made.role.run(0))
-    await asyncio.sleep(0)
     try:
-        yield made
+        async with training(made.role, 0):
+            await asyncio.sleep(0)
+            yield made
+    finally:
+        made.close()
+
+
+@asynccontextmanager
+async def training(role: TrainerRole, step: int) -> AsyncGenerator[None]:
+    """The loop runs from `step` on until the end of the block."""
+    running = asyncio.create_task(role.run(step))
+    try:
+        yield
     finally:
         running.cancel()
         await asyncio.wait([running])
-        made.close()
 
 
 async def test_a_flood_does_not_fill_a_batch_while_another_worker_has_leases(
@@ -375,23 +384,19 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
     mixed = MixedReader(Shown(), SftConfig(), 1 / 5)  # 32 tokens of rollouts, 8 of demonstrations
     made.role_parts.append(Demonstrations(mixed))
     role = TrainerRole(*made.role_parts)
-    running = asyncio.create_task(role.run(0))
-    made.deliver(A, 2 * WANTED)
-    await until(lambda: len(made.recorder.given) == 2)
-    await role.checkpoint(2)
-    running.cancel()
-    await asyncio.wait([running])
+    async with training(role, 0):
+        made.deliver(A, 2 * WANTED)
+        await until(lambda: len(made.recorder.given) == 2)
+        await role.checkpoint(2)
     assert made.recorder.given == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     parts = await role.checkpoints.read(2)
     made.role_parts[-1] = Demonstrations(mixed)
     again = TrainerRole(*made.role_parts)
     await again.restore(2, parts)
-    running = asyncio.create_task(again.run(2))
-    made.deliver(A, WANTED)
-    await until(lambda: len(made.recorder.given) == 3)
-    running.cancel()
-    await asyncio.wait([running])
+    async with training(again, 2):
+        made.deliver(A, WANTED)
+        await until(lambda: len(made.recorder.given) == 3)
     assert made.recorder.given[2] == [8, 9, 10, 11]
 
     mixed.identity = "others"
@@ -405,20 +410,16 @@ async def test_a_resumed_run_goes_on_with_the_baselines_of_its_agents(tmp_path: 
     rae = TrainingConfig(advantage="rae", rae_decay=0.5)
     made.role_parts[0] = made.config.model_copy(update={"training": rae})
     role = TrainerRole(*made.role_parts)
-    running = asyncio.create_task(role.run(0))
-    made.deliver(A, WANTED)
-    await until(lambda: len(made.recorder.advantages) == 1)
-    await role.checkpoint(1)
-    running.cancel()
-    await asyncio.wait([running])
+    async with training(role, 0):
+        made.deliver(A, WANTED)
+        await until(lambda: len(made.recorder.advantages) == 1)
+        await role.checkpoint(1)
     parts = await role.checkpoints.read(1)
     again = TrainerRole(*made.role_parts)
     await again.restore(1, parts)
-    running = asyncio.create_task(again.run(1))
-    made.deliver(A, WANTED)
-    await until(lambda: len(made.recorder.advantages) == 2)
-    running.cancel()
-    await asyncio.wait([running])
+    async with training(again, 1):
+        made.deliver(A, WANTED)
+        await until(lambda: len(made.recorder.advantages) == 2)
     found, baseline = [one for batch in made.recorder.advantages for one in batch], 0.0
     for number, advantage in enumerate(found):
         reward = float(number % 2)

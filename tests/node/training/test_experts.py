@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from support import ranks_cases as ranks
-from support.training_cases import FAST, TINY, batch
+from support.training_cases import FAST, MIXTURE, TINY, batch, learner
 from support.weights_cases import same
 from torch import Tensor
 
@@ -20,22 +20,8 @@ from primerl.node.training.experts import ExpertLoad, count_chosen
 from primerl.node.training.learner import Learner
 from primerl.node.training.world import World
 
-SHAPE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
 CPU = torch.device("cpu")
 LAYERS = 2
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("experts")
-    huggingface.create(directory, SHAPE, 7)
-    return directory
-
-
-def learner(directory: Path, **changes: Any) -> Any:
-    """A learner to look into."""
-    config = FAST.model_copy(update=changes)
-    return Learner.build(directory, config, max_steps=9, seed=1, temperature=1.0)
 
 
 def routers(of: Any) -> list[Any]:
@@ -47,8 +33,8 @@ def routers(of: Any) -> list[Any]:
 
 
 def test_the_same_seed_makes_the_same_experts(directory: Path, tmp_path: Path) -> None:
-    huggingface.create(tmp_path / "again", SHAPE, 7)
-    huggingface.create(tmp_path / "other", SHAPE, 8)
+    huggingface.create(tmp_path / "again", MIXTURE, 7)
+    huggingface.create(tmp_path / "other", MIXTURE, 8)
     read = [
         huggingface.read_state(one) for one in (directory, tmp_path / "again", tmp_path / "other")
     ]

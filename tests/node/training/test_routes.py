@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training_cases import FAST, TINY, batch, sample
+from support.training_cases import TINY, batch, learner, sample
 from support.weights_cases import same
 from torch import Tensor, nn
 
@@ -15,24 +15,10 @@ from primerl.node.models import huggingface
 from primerl.node.models.routers import RouterTap, mixtures, route_shape
 from primerl.node.models.routes import pack_routes, route_fault, unpack_routes
 from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.learner import Learner
 from primerl.node.training.packing import pack
 from primerl.protocol.manifests import RouteShape
 
-MIXTURE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
 SHAPE = RouteShape(layers=2, experts=6, top_k=2)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("experts")
-    huggingface.create(directory, MIXTURE, 7)
-    return directory
-
-
-def learner(directory: Path, **changes: Any) -> Any:
-    config = FAST.model_copy(update=changes)
-    return Learner.build(directory, config, max_steps=9, seed=1, temperature=1.0)
 
 
 def with_routes(one: Sample, routes: "np.ndarray[Any, Any]") -> Sample:
