@@ -138,7 +138,7 @@ class Sandbox:
     def overrun(self, pid: int) -> str:
         """Why the environment of this process id has to be ended; empty while it keeps its limits.
 
-        Sees Linux alone. All descendants are counted, and the memory that they hold.
+        Sees Linux alone. All descendants are counted, and the memory that they hold: what forks share counts once.
         """
         config = self.config
         found = _descendants(pid, config.processes + self.wrapping + MARGIN)
@@ -147,7 +147,8 @@ class Sandbox:
                 f"the environment's code has more than {config.processes} processes running: mend it, or raise "
                 "sandbox.processes"
             )
-        if sum(map(_resident, [pid, *found])) > config.memory_gib * GIB:
+        most = config.memory_gib * GIB
+        if sum(map(_resident, [pid, *found])) > most and sum(map(_proportional, [pid, *found])) > most:
             return (
                 f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
                 "sandbox.memory_gib"
@@ -419,10 +420,24 @@ def _descendants(pid: int, most: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds, files aside; 0 if it has ended."""
+    """Bytes of memory that a process maps, files aside; 0 if it has ended."""
+    return _held(pid, "status", ("RssAnon", "RssShmem")) or 0
+
+
+def _proportional(pid: int) -> int:
+    """Its part of those bytes where several processes share pages, as forks do; slower to find by far."""
+    found = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
+    return _resident(pid) if found is None else found  # a process may deny others the sight of its pages
+
+
+def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:
+    """Sum the `kinds` of memory in /proc/PID/NAME, in bytes; None if it cannot be read or has not all of them."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
     except OSError:
-        return 0
+        return None
     held = dict(line.split(":", 1) for line in lines if ":" in line)
-    return sum(int(held.get(kind, "0").split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
+    try:
+        return sum(int(held[kind].split()[0]) << 10 for kind in kinds)
+    except KeyError:  # an older kernel, or a process that has ended
+        return None

@@ -167,6 +167,8 @@ async def behave(mood: str) -> None:
             hide()
         case "hoards":
             hoard()
+        case "forks":
+            fork_a_pool()
         case "kills":
             os.kill(os.getppid(), signal.SIGKILL)
         case "strangles":
@@ -256,6 +258,20 @@ def hoard() -> None:
             time.sleep(3600)
             del held
     time.sleep(3600)
+
+
+def fork_a_pool() -> None:
+    """Hold 200 MiB that 4 children see too, as a pool of workers does, for a second."""
+    held = bytearray(os.urandom(1 << 20)) * 200
+    children: list[int] = []
+    for _ in range(4):
+        if not (child := os.fork()):
+            time.sleep(1.0)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    del held
 
 
 def read_memory(pid: int) -> None:
