@@ -1,4 +1,4 @@
-"""What commands share: config arguments and their help, the running node to ask, and signals.
+"""Shared parts of commands: config arguments and their help, finding the running node, and signals.
 
 Config arguments (`@ file`, `--a.b value`) pass through typer untouched, in their order; node/config/loader.py
 alone reads them. Nothing here may import pydantic or a config at the top: `--help` must stay fast.
@@ -245,7 +245,7 @@ Docs = dict[tuple[str, str], str]
 
 
 class ConfigCommand(typer.core.TyperCommand):
-    """A command whose --help goes on with the keys of its config."""
+    """A command whose --help also lists the keys of its config."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS] [@ FILE]... [--KEY VALUE]..."""

@@ -111,7 +111,7 @@ class InstalledEnvironment:
 
     id: str
     source: str
-    """Of this program, or distribution and version."""
+    """"bundled" and this version, or the distribution and its version."""
     digest: str
     """Hexadecimal; empty where a run compares none."""
     trust: Trust
@@ -526,7 +526,7 @@ def _judge(text: str) -> "JudgeConfig":
 
 
 def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
-    """Print what was found. Raises NodeError if a check failed."""
+    """Print the findings. Raises NodeError if a check failed."""
     from ..node.ops.errors import NodeError
     from .rollouts import visible
     from .tables import plain_table, write

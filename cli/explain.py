@@ -39,7 +39,7 @@ def run(
     last: Annotated[int, typer.Option("--last", min=1, help="How many --list shows.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a verdict: which check failed, what was measured, what that proves, and where to look.
+    """Explain a verdict: the failed check, the measurements, what they prove, and where to look.
 
     Without an argument the latest with rejections, or, where nothing was rejected, the latest.
     Reads the ledger of a worker or of a trainer; needs no network, and the node may run or be gone. The

@@ -275,7 +275,7 @@ def _progress(status: Status | None, width: int) -> Table:
 
 
 def _own(node: NodeState) -> list[tuple[str, str]]:
-    """List what a volunteer looks at; run, phase and waiting keep their places when they are empty."""
+    """List the figures for a volunteer; run, phase and waiting keep their places when they are empty."""
     if node.status is None:
         return [("phase", node.note)]
     lines = {name: value for name, value in status_lines(node.status) if name not in OWN_LINES}

@@ -1,4 +1,4 @@
-"""`primerl-node replay`: compute a finished run again, from what it kept."""
+"""`primerl-node replay`: compute a finished run again, from its kept files."""
 
 from collections import Counter
 from contextlib import aclosing

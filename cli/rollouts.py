@@ -138,7 +138,7 @@ def _place(text: str, parts: int) -> list[int]:
 
 
 def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
-    """Read what is at a place. Raises UsageError, StorageError."""
+    """Read the rollouts at a place. Raises UsageError, StorageError."""
     from ..node.ops.errors import UsageError
     from ..node.storage.rollouts import RolloutFilter
 
@@ -169,7 +169,7 @@ def _mates(files: "RolloutFiles", text: str) -> "list[KeptRollout]":
 
 
 def visible(text: str) -> str:
-    """Escape what is no text but line ends and tabs: a reply may hold what a terminal obeys."""
+    """Escape everything but text, line ends and tabs: a reply may hold terminal control sequences."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
@@ -270,7 +270,7 @@ def _facts(one: "KeptRollout") -> list[tuple[str, str]]:
 
 
 def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
-    """Draw the completions in columns, as many as fit; what all of them begin with is dim."""
+    """Draw the completions in columns, as many as fit; their common beginning is dim."""
     from rich.table import Table
     from rich.text import Text
 

@@ -249,7 +249,7 @@ def gone(row: PeerRow) -> bool:
 
 
 def state_of(row: PeerRow) -> str:
-    """Say what an operator should notice about a peer; `explain` has the rest."""
+    """Describe a peer's state that an operator should notice; `explain` has the rest."""
     if row.refused:
         why = row.refused
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."

@@ -1,1 +1,1 @@
-"""What nodes say, and what of it they may believe. No I/O, no asyncio, no torch."""
+"""Messages between nodes, and the rules for believing them. No I/O, no asyncio, no torch."""

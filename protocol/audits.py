@@ -54,7 +54,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A rollout whose proof is no proof, or whose audit came to no end."""
+    """A rollout with an invalid proof, or without a finished audit."""
 
     group: Index
     rollout: Index
@@ -84,7 +84,7 @@ class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crossed: (
         Annotated[tuple[CrossedRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] | msgspec.UnsetType
     ) = msgspec.UNSET
-    """Of measured rollouts, at most one row each; left out where there is none."""
+    """Rows of measured rollouts, at most one each; left out where there is none."""
 
 
 def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:

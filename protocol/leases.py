@@ -47,7 +47,7 @@ MIN_ADMITTED = 0.5
 """However few groups are admitted, less than twice those that could be trained in time are on lease: should all
 be admitted, some become too old."""
 HORIZON = 0.5
-"""A node holds at most what it settles, at its pace, in this share of a lease's time."""
+"""Share of a lease's time: a node holds at most the groups that it settles in it, at its pace."""
 EARNED = 2
 """Groups that a proven node may hold for each group of it that was accepted, less those that it lost."""
 STAFFED_S = 15.0
@@ -190,7 +190,7 @@ class NewcomerQueue:
     _asking: dict[bytes, dict[bytes, tuple[Origin, float]]] = field(
         default_factory=dict[bytes, dict[bytes, tuple[Origin, float]]]
     )
-    """By ticket, then by node: its origin, and since when it waits."""
+    """By ticket, then by node: its origin, and the time since which it waits."""
     _places: OrderedDict[bytes, tuple[float, float]] = field(
         default_factory=OrderedDict[bytes, tuple[float, float]]
     )
@@ -306,7 +306,7 @@ class Held:
     newcomer: Origin | None = None
     """Where the node is from, if no work of it had been accepted when this was granted."""
     charges: Mapping[int, float] = field(default_factory=dict[int, float])
-    """What it changed of the groups that environments are owed; undone if it does not come back."""
+    """The change of each environment's balance by this lease; undone if the lease does not come back."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class LeaseShare:
-    """What a node's share of the work depends on, besides its record in the book."""
+    """The inputs of a node's share of the work, besides its record in the book."""
 
     trust: float = 1.0
     """Reputation.trust_low, 0 to 1."""
@@ -510,7 +510,7 @@ class LeaseBook:
     policy: LeasePolicy
     next_lease: int = 0
     tasks: list[TaskQueue] = field(default_factory=list[TaskQueue])
-    """By environment."""
+    """Queues by environment."""
     held: dict[int, Held] = field(default_factory=dict[int, Held])
     expired: int = 0
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])

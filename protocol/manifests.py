@@ -17,10 +17,10 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Role = Literal["inference", "trainer", "validator", "seed"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 MAX_ENVIRONMENTS = 64
-"""Of one run."""
+"""Most environments of one run."""
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 MAX_RANK = 1024
-"""Of adapters; higher ones save nothing."""
+"""Highest rank of adapters; higher ones save nothing."""
 Addresses = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -51,7 +51,7 @@ class ModelContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a run that trains low-rank adapters: its policies hold these alone, and a base never changes.
+    """The adapters of a run that trains them: its policies hold these alone, and a base never changes.
 
     A layer W of the base then computes as W + alpha / rank x B A, rounded as node/weights/adapters.py does.
     """
@@ -92,12 +92,12 @@ class EnvironmentContract(
     package: Name = ""
     """Distribution and version that the environment comes from; empty for one that is bundled."""
     package_digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
-    """Of that package's files: a worker plays no other. Empty for an environment that is bundled."""
+    """Digest of that package's files: a worker plays no other. Empty for an environment that is bundled."""
     rewards: Literal["recomputed", "sampled", "claimed"] = "recomputed"
-    """Whether equal rollouts always earn equal rewards. Where they are `sampled` (judges, randomness) the
-    trainer's own score counts, and a claim that differs from it tells nothing. Where they are `claimed` the
-    environment's tools are not deterministic, nobody can play a rollout again, and what a worker says of tool
-    results and rewards is believed: its replies alone are proved."""
+    """Whether equal rollouts always earn equal rewards. If they are `sampled` (judges, randomness), the
+    trainer's own score counts, and a different claim proves nothing. If they are `claimed`, the environment's
+    tools are not deterministic and a rollout cannot be played again: a worker's tool results and rewards are
+    believed, and only its replies are proved."""
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -142,7 +142,7 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """`exact`: workers and auditors run the same kernels, batch-invariant ones, so honest noise is that of the
     measures themselves; see docs/proofs.md."""
     engine_class: Name = ""
-    """Of exact numerics: release, device and settings that every engine of the run has."""
+    """Class of the engines under exact numerics: release, device and settings that all of them have."""
     bounds: Literal["fixed", "measured"] = "fixed"
     """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""
@@ -154,13 +154,13 @@ class RouteShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     """Layers that have experts."""
     experts: Annotated[int, msgspec.Meta(ge=1, le=2**15)]
-    """Of each of these layers."""
+    """Experts of each of these layers."""
     top_k: Annotated[int, msgspec.Meta(ge=1, le=64)]
     """Experts that read a token in each layer."""
 
     @property
     def dtype(self) -> str:
-        """Of an expert's number as it travels, as numpy calls it."""
+        """Type of an expert's number on the wire, by numpy's name."""
         return "<u1" if self.experts <= 2**8 else "<u2"
 
     @property
@@ -200,7 +200,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     adapters: AdapterContract | None = None
     """None: all weights are trained, and travel."""
     routes: RouteShape | None = None
-    """Of a mixture of experts whose trainer replays the routes of its workers; None: they send none."""
+    """Shape of the routes, if the trainer replays those of its workers (mixtures of experts); None: they send
+    none."""
 
     @property
     def temperature(self) -> float:
@@ -243,8 +244,8 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     offsets: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=2**18)
     ] = ()
-    """Bytes of the payload before the first block of each tensor, by name: who needs some tensors only fetches
-    the chunks that hold them. Empty where it is not said."""
+    """Bytes of the payload before the first block of each tensor, by name: a node that needs some tensors
+    fetches only the chunks that hold them. Empty: not stated."""
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

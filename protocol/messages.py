@@ -49,7 +49,7 @@ class Hello(Message, frozen=True):
     record: SmallSealed
     """The worker's sealed PeerRecord."""
     unix_time: UnixSeconds = 0
-    """By the worker's clock; 0 where it does not say."""
+    """The worker's clock; 0: not stated."""
 
 
 class Welcome(Message, frozen=True):
@@ -59,9 +59,9 @@ class Welcome(Message, frozen=True):
     """The sealed RunManifest."""
     software: Name
     wire_version: int = 1
-    """What a trainer of version 1 did not say."""
+    """Version 1 for a trainer that does not state it."""
     unix_time: UnixSeconds = 0
-    """By the trainer's clock; 0 where it does not say."""
+    """The trainer's clock; 0: not stated."""
 
 
 class WatchHeads(Message, frozen=True):
@@ -141,7 +141,8 @@ class LeaseReply(Message, frozen=True, omit_defaults=True):
     """Sealed PeerRecords to fetch chunks from, best first; the trainer itself is always the last resort."""
     retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
     downstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
-    """As upstreams, but admitted later: where there are too few chunks to share out, we get them first."""
+    """Peers as in upstreams, but admitted later: where there are too few chunks to share out, we get them
+    first."""
     why: Name = ""
     """Why there are no leases, for the worker's operator."""
 
@@ -225,7 +226,7 @@ class AuditJob(Message, frozen=True):
     """Every version that is needed."""
     others: Annotated[tuple[OtherPolicies, ...], msgspec.Meta(max_length=MAX_SHELF)]
     seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
-    """For the answer, from now on."""
+    """Time for the answer, from now on."""
 
 
 class AuditDone(Message, frozen=True):
@@ -239,7 +240,7 @@ class OfferStage(Message, frozen=True):
 
     offer: StageOffer
     group: Digest = NO_DIGEST
-    """Of the plan that I am in; zeros for none."""
+    """Group of the plan that I am in; zeros for none."""
     generation: Version = 0
     lost: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
     """Stages of it that I cannot reach, or that stall."""
@@ -304,7 +305,7 @@ LEAVING = "leaving"
 
 
 class Goodbye(Message, frozen=True):
-    """I leave; lease my work to somebody else."""
+    """I leave; lease my work to other workers."""
 
     detail: Name = LEAVING
     """LEAVING, or the error that ended this node."""
@@ -327,7 +328,8 @@ class GetChunk(Message, frozen=True):
 class GetAnyChunk(Message, frozen=True):
     """Send me the one of these chunks that helps the swarm most: the one that you sent least often.
 
-    A trainer refuses with NOT_YET what it has just sent to others, who will pass it on, unless `urgent`.
+    A trainer refuses with NOT_YET a chunk that it has just sent to others, which will pass it on, unless
+    `urgent`.
     """
 
     wanted: Digests
@@ -366,7 +368,8 @@ class Refusal(Message, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """What a Hello, a Welcome and a Refusal of every wire version have, read where the whole does not decode.
+    """The common fields of a Hello, a Welcome and a Refusal of every wire version, read where the whole does
+    not decode.
 
     Fields that we do not know are skipped: a later version may have more.
     """
@@ -391,8 +394,8 @@ ControlRequest = (
     | OfferStage
     | GetBounds
 )
-"""What may open a stream on ALPN_CONTROL."""
+"""Requests that may open a stream on ALPN_CONTROL."""
 PipelineRequest = OpenLine | PrepareVersion | Probe
-"""What may open a stream on ALPN_PIPELINE."""
+"""Requests that may open a stream on ALPN_PIPELINE."""
 BlobRequest = GetChunk | GetAnyChunk | WatchChunks
-"""What may open a stream on ALPN_BLOBS."""
+"""Requests that may open a stream on ALPN_BLOBS."""

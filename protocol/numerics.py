@@ -21,12 +21,12 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class NumericsClass(
     msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Workers whose honest noise is alike. Without any field: unknown."""
+    """A class of workers with the same honest noise. Without any field: unknown."""
 
     engine: Label = ""
     """`hf` or `vllm`; `vllm pipeline` where several nodes hold the model."""
     release: Label = ""
-    """Of the library whose kernels compute: vLLM's, else torch's."""
+    """Release of the library whose kernels compute: vLLM's, else torch's."""
     device: Label = ""
     """Family of the device: `H100`, `RTX 4090`, `cpu`."""
     tp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
@@ -48,9 +48,9 @@ class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reject: Thresholds
     suspect: Thresholds
     other_scale: Share
-    """As in the manifest's ProofContract."""
+    """See the manifest's ProofContract."""
     rollouts: Version
-    """Of reference workers, behind the bounds; 0 while they are provisional."""
+    """Rollouts of reference workers behind the bounds; 0 while they are provisional."""
     tokens: Version
     term: Version = 0
     """Epoch of the chain in which they were made."""

@@ -38,7 +38,7 @@ class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Literal["hf", "vllm"]
     """`vllm`; nodes of older releases may say `hf`, for which no plans are made any more."""
     software: Name
-    """The engine's release, which decides what a step looks like; every stage runs the same."""
+    """The engine's release, which decides the form of a step; every stage runs the same."""
     dtype: Literal["float32", "bfloat16"]
     hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
@@ -53,7 +53,7 @@ class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most that are in flight at a time; how many there are follows the round trip."""
     encoding: Encoding = "raw"
     fingerprint: Literal["", "projection"] = ""
-    """Of the states at every boundary; empty: none."""
+    """Fingerprint of the states at every boundary; empty: none."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: Digest
     """Random: which pipeline this is."""
     generation: Version
-    """Higher after every change of who takes part; (group, generation) names one plan."""
+    """Higher after every change of the stages; (group, generation) names one plan."""
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=2, max_length=MAX_STAGES)]
     spares: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=MAX_SPARES)]
     """Nodes that may replace a lost stage in the next generation, best first; not to be talked to before."""
@@ -70,7 +70,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layers(self) -> int:
-        """Of the whole model."""
+        """Layers of the whole model."""
         return self.stages[-1].end
 
     def rank_of(self, node: bytes) -> int | None:
@@ -91,7 +91,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The resources of a worker that cannot, or does not want to, hold the whole model."""
 
     memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-    """For weights, keys and values."""
+    """Memory for weights, keys and values."""
     engine: Literal["hf", "vllm"]
     """`vllm`; an offer of `hf`, from a node of an older release, is refused."""
     software: Name

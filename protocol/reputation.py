@@ -1,8 +1,8 @@
-"""Evidence about a peer: trust that heals, and a sequential test whose false bans are budgeted. Sans I/O.
+"""Evidence about a peer: trust that heals, and a sequential test with a budget of false bans. Sans I/O.
 
 Two instruments, never mixed: trust (a Beta posterior) decides how much a peer is leased and audited, the test
-decides who is banned. A long good record buys no room for fraud: the test starts anew at 0 every moment.
-Reliability (bytes/s, latency, success) is another score and lives with the peers (node/network).
+decides bans. A long good record buys no room for fraud: the test starts anew at 0 every moment. Reliability
+(bytes/s, latency, success) is another score and lives with the peers (node/p2p).
 """
 
 import math
@@ -18,8 +18,8 @@ from .manifests import ProofContract
 from .numerics import NumericsClass
 
 BAN_AT_ONCE = frozenset({Reason.BAD_PROOF})
-"""Bytes that no honest software makes, whatever its numerics: one of them is enough. Signatures, recipients
-and replays are refused on arrival and never get here; a wrong reward or prompt may be a library's fault in
+"""Bytes that no honest software makes, with any numerics: one case is enough. Signatures, recipients and
+replays are refused on arrival and never get here; a wrong reward or prompt may be a library's fault in
 another version, so it weighs FRAUD_WEIGHT and leads to quarantine."""
 AUDIT_FAULTS = frozenset(
     {
@@ -62,20 +62,23 @@ FAULT_MEMORY = 64
 """A fault is recent for this many audited rollouts."""
 
 VOUCHED = 0.25
-"""Of what a rollout adds to the test of outcomes, the share of those beside the stage that it is laid to: of
-stage 0, which signs for all, and of the one that sent to it."""
+"""Share of a rollout's increment of the test of outcomes for the stages beside the blamed one: stage 0, which
+signs for all, and the stage that sent to the blamed one."""
 VOUCHED_MOST = 0.125
-"""Of the bar, most that all rollouts of one plan add to such a stage: banned after eight bad ones in a row."""
+"""Share of the bar: most that all rollouts of one plan add to such a stage. Eight bad plans in a row ban
+it."""
 DOUBTED_MOST = 0.4
-"""Of the bar, most that they add to a stage that is one of several that it can be of: after three in a row."""
+"""Share of the bar: most that they add to a stage that is one of several possible ones. Three in a row ban
+it."""
 ALONE_MOST = 0.9
-"""Of the bar, most that the word of a single stage 0 brings another stage to."""
+"""Share of the bar: most that the statements of a single stage 0 add to another stage."""
 NAMED_AT = 0.7
-"""Of the bar: once so much can be of one stage, its plan is given up, and it is in no other."""
+"""Share of the bar: at this possible total of one stage its plan is given up, and it is in no other."""
 
 Outcome = Literal["clean", "suspect", "rejected"]
 HONEST: dict[Outcome, float] = {"clean": 0.9899, "suspect": 0.01, "rejected": 1e-4}
-"""What the manifest's thresholds are calibrated to, per audited rollout of an honest worker."""
+"""Rates of outcomes of an honest worker's audited rollouts, to which the manifest's thresholds are
+calibrated."""
 CHEATER: dict[Outcome, float] = {"clean": 0.4, "suspect": 0.3, "rejected": 0.3}
 """The weakest cheater that the test is made for: most of them are rejected far oftener."""
 INCREMENT: dict[Outcome, float] = {
@@ -97,15 +100,15 @@ Z_05 = 1.6448536
 
 @dataclass(frozen=True)
 class Audited:
-    """What the audit of one rollout adds to the sequential tests."""
+    """Contribution of one rollout's audit to the sequential tests."""
 
     outcome: Outcome
     other_policy: float
     """Evidence.other_policy, nats; NaN tells nothing here (the judgement rejects it)."""
     share: float = 1.0
-    """Of a pipeline: how much of it is laid to this peer."""
+    """This peer's share of a pipeline's rollout."""
     vouches: bool = False
-    """Of a pipeline: it is not of this peer, which only dealt with the one that it is of."""
+    """In a pipeline: the fault is that of another stage, which this peer only dealt with."""
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Room:
         return Room(DOUBTED_MOST * test.bar, VOUCHED_MOST * test.bar)
 
     def take(self, one: Audited, nats: float) -> float:
-        """As much of `nats` as there is room for."""
+        """Take `nats`, at most the room that is left."""
         if one.vouches:
             taken = min(nats, self.vouched)
             self.vouched -= taken
@@ -134,10 +137,10 @@ class Room:
 CANARIES = 16
 """Audited rollouts by which a worker is put into the class that it claims, once that class has bounds."""
 ODD_CANARIES = 5
-"""So many of them above the class's bounds to suspect, and it is not of that class: 4e-7 of honest ones, of
-whose rollouts one in a hundred is suspect."""
+"""At this number above the class's bounds to suspect, a worker is not of that class: 4e-7 of honest ones
+reach it, with one in a hundred rollouts suspect."""
 MAX_MISPLACED = 4
-"""Classes that a worker may claim in vain; then it is refused whatever it claims."""
+"""Classes that a worker may claim wrongly; then it is refused under any class."""
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,7 +150,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     canaries: int = 0
     """Audited rollouts that were judged by the measured bounds of that class, up to CANARIES."""
     odd: int = 0
-    """Of them, those above the bounds to suspect."""
+    """Those of them above the bounds to suspect."""
     misplaced: tuple[NumericsClass, ...] = ()
     """Classes that it turned out not to be of."""
     refused: str = ""
@@ -261,9 +264,10 @@ class Reputation:
     banned: str = ""
     """Why, in a sentence; empty if it is not banned."""
     accusers: tuple[str, ...] = ()
-    """First stages (hex) of pipelines whose rollouts were laid to this peer alone; two are as good as many."""
+    """First stages (hex) of pipelines whose rollouts were blamed on this peer alone; two are as good as
+    many."""
     placement: Placement = field(default_factory=Placement)
-    """Of a run that measures its bounds."""
+    """Placement in a run that measures its bounds."""
 
     def age(self, now: float) -> None:
         """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
@@ -313,7 +317,7 @@ class Reputation:
     def observe_stage(
         self, audits: Iterable[Audited], test: BanTest, room: Room, *, accuser: bytes, named: bool
     ) -> None:
-        """As observe(), of a submission that this peer had a part in as a later stage of a pipeline.
+        """Observe, as observe(), a submission in which this peer was a later stage of a pipeline.
 
         `accuser` signed it as stage 0; `named`: some of it is laid to this peer alone. A word of one stage 0
         is no reason for a ban: it could be invented.

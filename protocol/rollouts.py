@@ -85,7 +85,7 @@ class Crossed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     rollout: Annotated[int, msgspec.Meta(ge=0, le=4096)]
     branch: Annotated[int, msgspec.Meta(ge=0, le=64)]
     boundaries: Annotated[tuple[Packed, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
-    """Of each stage but the last, a fingerprint of each sampled token in order."""
+    """Boundary fingerprints of each stage but the last, one of each sampled token in order."""
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,7 +98,7 @@ class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     plan: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)] = b""
     """The sealed pipeline plan that `crossed` was made under; empty if one node computed all."""
     crossed: Annotated[tuple[Crossed, ...], msgspec.Meta(max_length=2**16)] = ()
-    """Of the branches that were drawn under it alone, in order; others may be missing."""
+    """Boundaries of the branches that were drawn under it alone, in order; others may be missing."""
     numerics: NumericsClass | None = None
     """How the worker says that it computes; None where it does not."""
 
@@ -148,12 +148,12 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Share of the experts of its routes that the validator's own router does not choose; over 64 tokens at
     least."""
     routing_max: float = 0.0
-    """The largest margin by which one of these misses the validator's choice, in what the router ranks by
-    (logits, or scores with a bias)."""
+    """The largest margin by which one of these misses the validator's choice, in the router's scores (logits,
+    or scores with a bias)."""
 
 
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One audited rollout of a pipeline that is not clean, and the stages whose fault it can be."""
+    """One audited rollout of a pipeline that is not clean, and the stages that may be at fault."""
 
     group: int
     rollout: int
@@ -190,11 +190,11 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: float = 0.0
     """Share of the rollouts that was to be audited; once one of them is guilty, all are."""
     evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
-    """Of the first audited rollouts."""
+    """Evidence of the first audited rollouts."""
     validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """The validator that audited, if it was not the trainer."""
     pipeline: PipelineVerdict | msgspec.UnsetType = msgspec.UNSET
-    """Of a submission that says what crossed between its stages; else it is left out."""
+    """Pipeline verdict of a submission that states its boundaries; else it is left out."""
     bounds: ClassBounds | msgspec.UnsetType = msgspec.UNSET
     """The bounds of noise that judged, in a run that measures them; else the manifest's did."""
 

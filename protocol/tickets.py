@@ -54,7 +54,7 @@ def read(text: str, *, now: int) -> Ticket:
 
 
 def check(sealed: bytes, *, now: int) -> Ticket:
-    """As read(), of the sealed bytes."""
+    """Check a sealed ticket, as read()."""
     envelope = read_envelope(sealed, "ticket")
     ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body
     if (ticket.trainer, ticket.run) != (envelope.signer, envelope.run):

@@ -21,7 +21,7 @@ ALPN_CONTROL = b"primerl/control/1"
 ALPN_BLOBS = b"primerl/blobs/1"
 """Chunks by digest, on their own connection so that bulk never delays a lease."""
 ALPN_PIPELINE = b"primerl/pipeline/1"
-"""What the stages of one model say to each other."""
+"""Between the stages of one model."""
 
 KIB = 1024
 MIB = 1024 * KIB

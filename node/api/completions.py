@@ -37,7 +37,7 @@ KINDS = {
     TOKENS: ("", "gen"),
 }
 DEFAULT_TOKENS = 16
-"""Of a completion that names no length; a chat goes on to its end."""
+"""Length of a completion that names none; a chat goes on to its end."""
 FIRST_PIECE, FIRST_LOOK, LAST_LOOK = 4, 32, 256
 """Tokens of the first piece of a stream, and of the first and the longest where only stop strings are looked
 for; each is twice as long as the one before."""

@@ -68,7 +68,7 @@ def publish(
 
 
 def read_table(run: RunManifest, store: Store) -> PolicyManifest:
-    """What the base of `run` consists of; nothing of it is allocated yet.
+    """Read the table of the base of `run`; allocates none of its tensors.
 
     Raises:
         RemoteProtocolError: it is no such table, or its tensors cannot have the run's adapters.

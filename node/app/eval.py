@@ -40,7 +40,7 @@ from .factories import make_environment
 
 MAX_TOKENS = 512
 MAX_CHARACTERS = 1 << 22
-"""Of a reply of an API, whose own limit counts tokens."""
+"""Longest reply that is accepted from an API, which itself counts tokens."""
 BATCHES = 2
 """Rollouts in flight, in batches of the engine: the next one waits while one is generated."""
 
@@ -77,8 +77,8 @@ class EvalFactories:
 
     @classmethod
     def sandboxed(cls, config: EvalConfig, environ: Mapping[str, str]) -> "EvalFactories":
-        """The real ones, whose environments run in the sandbox of `config`. Judges keep answers beside the
-        results; `environ` holds their keys. Raises UsageError."""
+        """Make the real factories; environments run in the sandbox of `config`. Judges keep answers beside
+        the results; `environ` holds their keys. Raises UsageError."""
         sandbox = choose(config.sandbox)
         judges = Judges(config.environments, config.directory, environ)
         return cls(

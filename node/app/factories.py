@@ -122,7 +122,7 @@ def make_pipeline_stage(config: EngineConfig, place: StagePlace) -> StageEngine:
 
 
 def make_evaluation_engine(config: EngineConfig) -> Engine:
-    """The trainer's own engine for evaluation: always the embedded one, whatever the workers use."""
+    """Make the trainer's own engine for evaluation: always the embedded one, also where workers use vLLM."""
     return build_engine(config.model_copy(update={"type": "hf"}))
 
 
@@ -135,7 +135,7 @@ def auditing(config: RunConfig) -> EngineConfig:
 
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
-    """What audits rollouts with `config.type`, not started; an audit takes at most `timeout_s`."""
+    """Make the auditor that `config.type` names, not started; an audit takes at most `timeout_s`."""
     from ..verification.hf_auditor import HfAuditor
 
     embedded = HfAuditor(config, timeout_s=timeout_s)
@@ -189,7 +189,7 @@ class Factories:
 
 
 def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factories:
-    """The real factories of a node, whose environments run in its own sandbox.
+    """Make the real factories of a node; its environments run in its own sandbox.
 
     `judged`: their judges are asked, which only the trainer does. Raises UsageError, also for want of a key.
     """

@@ -71,7 +71,7 @@ async def open_server(
 
 
 def bounded(config: ServeConfig) -> ApiConfig:
-    """The API's limits, no wider than what the engine lets wait."""
+    """Narrow the API's limits to the queue of the engine."""
     most = config.api.max_inflight
     if config.engine.type == "hf":
         most = min(most, QUEUE_BATCHES * config.engine.max_batch)
@@ -130,7 +130,7 @@ class OwnPolicy(Node):
 
 
 class FollowedPolicy(PeerNode):
-    """Joins a run to serve what it learns; asks for no lease."""
+    """Joins a run to serve its newest policy; asks for no lease."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ def find_policy(config: ServeConfig) -> Candidate:
 
 
 def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: str) -> Status:
-    """`status` with what a server adds."""
+    """Add a server's fields to `status`."""
     if server is None:
         return status
     stats = server.stats()

@@ -1,4 +1,4 @@
-"""What every node that joins by ticket does, whatever its role: ticket, hello, model files, heads, peers.
+"""Join a run by ticket, as every role does: ticket, hello, model files, heads, peers.
 
 The roles' own parts are in `worker.py` and `validator.py`.
 """
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0
 LOOK_S = 1.0
 LEAST_SILENCE_S = 60.0
-"""A trainer that said nothing of stopping may be silent for this long, whatever wait_for_trainer_s is."""
+"""Shortest silence that ends a node, if the trainer announced no stop; wait_for_trainer_s may be longer."""
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
@@ -76,7 +76,7 @@ PUBLIC_OF_NODE = {
 }
 """Keys of a worker's config that its monitors get."""
 MAX_WORDS = 400
-"""Characters of what a node says that it waits for."""
+"""Longest text of a node's `waits_for`, characters."""
 Questions = WatchHeads | GetHeads | Hello
 
 
@@ -109,7 +109,7 @@ class PeerNode(Node):
         self._weights: WeightSync | None = None
         self._name = ""
         self._obstacle = ""
-        """What keeps this node from having joined; empty while nothing does."""
+        """Reason why this node has not joined yet; empty once it has."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
 
@@ -128,11 +128,11 @@ class PeerNode(Node):
             ledger.close()
 
     async def _take_part(self, joined: JoinedRun) -> None:
-        """Do what the role does until the run ends."""
+        """Do the role's work until the run ends."""
         raise NotImplementedError
 
     def _pipelines(self, services: NodeServices) -> Handler:
-        """What answers those who share a model with this node."""
+        """Return the handler of pipeline streams."""
         return no_pipelines
 
     async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
@@ -438,7 +438,7 @@ class PeerNode(Node):
     # -- what the operator sees ----------------------------------------------------------------------
 
     def _waits_for(self) -> str:
-        """What this node waits for, in words, others' words among them; empty while it works."""
+        """Describe what this node waits for, in peers' words too; empty while it works."""
         return self._obstacle or (self._weights.waits_for if self._weights else "")
 
     async def _status(self) -> Status:

@@ -1,8 +1,8 @@
-"""Recompute a finished run from what its directory keeps; compare every step with the published version.
+"""Recompute a finished run from its directory; compare every step with the published version.
 
-- Nothing in the directory is written; what is in it counts as far as digests and the trainer's signature go.
-- A step is computed from the state before it, never from a published one: where that state is lost, so is the
-  step, and the next checkpoint that is kept is where it goes on.
+- Nothing in the directory is written. Its files are trusted as far as digests and the trainer's signature go.
+- A step is computed from the state before it, never from a published one. If that state is lost, so is the
+  step, and replay goes on from the next checkpoint.
 """
 
 import asyncio
@@ -47,12 +47,13 @@ GPU_TOLERANCE = 0.1
 """Share of what training moved by which a GPU may miss it: its sums have no fixed order."""
 
 Outcome = Literal["equal", "close", "departs", "unchecked"]
-"""`equal`: bit by bit; `close`: within the tolerance; `departs`: not what was published; `unchecked`."""
+"""`equal`: bit by bit; `close`: within the tolerance; `departs`: differs from the published version;
+`unchecked`."""
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What became of one step."""
+    """Result of replaying one step."""
 
     step: int
     outcome: Outcome
@@ -78,22 +79,22 @@ def follows(steps: Sequence[ReplayedStep]) -> bool:
 
 
 class _Lost(Exception):
-    """What a step needs is not kept; the message says what."""
+    """Something that a step needs is not kept; the message names it."""
 
 
 class _Departs(Exception):
-    """What is kept contradicts itself or what was signed; the message says where."""
+    """The kept files contradict themselves or the signed heads; the message says where."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a step was trained on."""
+    """Samples and options of one step."""
 
     samples: list[Sample]
     settings: StepSettings
     head: bytes
     note: str
-    """Of an advantage that its rewards do not give."""
+    """Names an advantage that does not follow from its rewards."""
 
 
 class PublishedVersions:
@@ -153,7 +154,7 @@ class PublishedVersions:
     def weights(self, version: int, base: Policy) -> Policy | None:
         """Read the published weights of a version, from `base` or a snapshot on; None if they are not held.
 
-        Raises _Departs if what is held is not what was signed.
+        Raises _Departs if the held weights are not the signed ones.
         """
         replica = WeightReplica(base)
         try:
@@ -186,7 +187,7 @@ class PublishedVersions:
 
 @dataclass(frozen=True)
 class KeptRun:
-    """What the directory of a run keeps, opened for reading alone."""
+    """The kept files of a run, opened read-only."""
 
     directory: Path
     config: RunConfig
@@ -271,7 +272,7 @@ def _read_ledger(data_dir: Path) -> tuple[RunDocuments, PublishedVersions]:
 
 
 def _is_trained(files: RolloutFiles, step: int) -> bool:
-    """Whether a file is of a batch, and not of what was left when the run ended."""
+    """Return whether a file holds the batch of a step, not the rollouts left when the run ended."""
     try:
         return files.record(step).groups > 0
     except StorageError:
@@ -288,7 +289,7 @@ def _measured(path: Path) -> list[int]:
 
 
 def _altered(kept: Sequence[KeptRollout], samples: Sequence[Sample]) -> str:
-    """Name the first rollout whose kept advantage is not what its group's rewards give."""
+    """Name the first rollout whose kept advantage does not follow from its group's rewards."""
     trained = [one for one in kept if one.verdict == "trained"]
     if len(trained) != len(samples):
         return f"{len(trained)} sequences were trained, the kept rewards give {len(samples)}"

@@ -59,7 +59,7 @@ MAX_RUN = MAX_SEALED - KIB
 
 @dataclass(frozen=True)
 class RunDocuments:
-    """The sealed manifest of a run and what it says."""
+    """The sealed manifest of a run and its content."""
 
     run_id: bytes
     sealed: bytes
@@ -172,8 +172,8 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
-    """Refuse to go on with a clock that lies before what this run has signed: all that it signs next would be
-    out of order, or expired, for everybody else.
+    """Refuse a clock that is behind the newest signature of this run: peers would take all that it signs next
+    for out of order or expired.
 
     Raises UsageError.
     """
@@ -213,7 +213,8 @@ def trained_model(run: RunManifest, store: Store, model_dir: Path, directory: Pa
 
 
 def _check_checkpoint(config: RunConfig) -> None:
-    """That what to go on from is there and of this model, as far as files tell. Raises UsageError."""
+    """Check that the checkpoint to resume from exists and fits the model, as far as files tell. Raises
+    UsageError."""
     if config.resume is None:
         return
     source, wanted = config.resume.dir or config.run_dir, config.resume.step
@@ -242,7 +243,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _base(config: dict[str, Any]) -> tuple[Any, Any]:
-    """What names the weights below the adapters."""
+    """Return the config values that determine the weights below the adapters."""
     model = config.get("model", {})
     return model, config.get("seed") if model.get("create") else None
 
@@ -344,5 +345,5 @@ def _new_manifest(
 
 
 def _config_digest(model: ModelContract) -> str:
-    """Which model a calibration is of: the digest of its config.json."""
+    """Return the digest of the model's config.json, which a calibration is bound to."""
     return next((f.chunk.digest.hex() for f in model.files if f.name == "config.json"), "")

@@ -139,7 +139,7 @@ async def _start_discovery(
     bootstrap: tuple[str, ...],
     factories: Factories,
 ) -> Discovery | None:
-    """As _start_transport(), of libp2p's TCP port."""
+    """Start libp2p, with its TCP port chosen as in _start_transport()."""
     wanted = config.network.libp2p_port
     remembered = int.from_bytes(ledger.get(LIBP2P_PORT) or b"", "big")
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:

@@ -1,6 +1,7 @@
-"""The composition of `primerl-node sft`: data, a trainer backend and checkpoints; no node, no network.
+"""Compose `primerl-node sft`: data, a trainer backend and checkpoints; no node, no network.
 
-A checkpoint holds where the data stand, so that a resumed run learns what an unbroken one would have learned.
+A checkpoint holds the place in the data, so that a resumed run learns what an unbroken one would have
+learned.
 """
 
 import asyncio

@@ -60,7 +60,7 @@ class PipelineWorker(Protocol):
     async def infer(
         self, joined: JoinedRun, engine: PipelinedEngine, config: EngineConfig, share: TensorShare
     ) -> None:
-        """Be an inference worker with that engine, whose weights are that share, until the run ends."""
+        """Work as an inference worker with that engine, for that share of the weights, until the run ends."""
         ...
 
     def stage_weights(
@@ -111,7 +111,7 @@ class StageSupervisor:
                     await leave(self._joined.services.links, self._joined.services.trainer)
 
     def row(self) -> StageRow | None:
-        """What there is to tell the operator of this node's stage; None while it has none."""
+        """Return the status row of this node's stage; None while it has none."""
         if self._chain is None:
             return None
         return stage_row(self._chain.plan, self._chain.planned.rank, self._chain.ring, self._head)
@@ -123,7 +123,7 @@ class StageSupervisor:
 
     @property
     def waits_for(self) -> str:
-        """What this node waits for, in words; empty while its stage works."""
+        """Description of what this node waits for; empty while its stage works."""
         row = self.row()
         if row is None:
             return self._offers.words if self._offers else ""
@@ -154,7 +154,7 @@ class StageSupervisor:
                 planned = await self._hold_stage(offers, planned)
 
     async def _unless_ended(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """What `waiting` gives; None once the run has ended."""
+        """Return the result of `waiting`; None once the run has ended."""
         book = self._joined.services.heads
         work = asyncio.ensure_future(waiting)
         try:
@@ -278,7 +278,7 @@ def same_stage(old: AssignedPlan, new: AssignedPlan) -> bool:
 
 
 def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
-    """What all stages agree on, over what this node's operator said."""
+    """Overlay this node's engine config with the settings that all stages share."""
     agreed = {
         "max_batch": shape.max_sequences,
         "max_model_len": shape.max_model_len,
@@ -288,7 +288,8 @@ def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
 
 
 async def answers(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
-    """Whether `node` says anything within that time, a no included; who changes networks needs some."""
+    """Return whether `node` replies within that time, also with a refusal; a node that changes networks needs
+    some."""
     until = time.monotonic() + within_s
     while (left := until - time.monotonic()) > 0:
         try:

@@ -105,7 +105,7 @@ class Startup:
     ) -> tuple[int, EvalResult]:
         """Resume or begin; returns the step done so far, and the evaluation from before the first.
 
-        `restarted`: go on from the newest checkpoint, if there is one, whatever the config says.
+        `restarted`: go on from the newest checkpoint, if there is one, also without config.resume.
         """
         resume, own = self._config.resume, role.checkpoints
         found = None

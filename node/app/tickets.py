@@ -44,7 +44,7 @@ class SignedTicket:
     text: str
 
     def shown(self) -> dict[str, object]:
-        """As `primerl-node ticket --json` has it."""
+        """Return the row of `primerl-node ticket --json`."""
         one = self.ticket
         return {
             "ticket": self.text,

@@ -110,7 +110,7 @@ stages of the longest pipeline."""
 
 
 def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
-    """Make the lease policy of a run whose rollouts bring such `routes`."""
+    """Make the lease policy of a run; `routes`: the routes that its rollouts bring."""
     rollouts, mixture = config.rollouts, config.mixture
     largest = max(one.group_size for one in mixture)
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease

@@ -47,7 +47,7 @@ class WorkerNode(PeerNode):
         super().__init__(config, key, data_dir, factories)
         self._role: InferenceRole | None = None
         self._verdicts: VerdictLog | None = None
-        """Of all stages that this node ever holds."""
+        """Verdicts of all stages that this node ever holds."""
         self._allowed: dict[int, EnvironmentConfig] = {}
         """Environments of the run that may be played here, by place."""
         self._environments: dict[int, Environment] = {}
@@ -97,7 +97,7 @@ class WorkerNode(PeerNode):
         work: Callable[[InferenceRole], Awaitable[None]],
         share: TensorShare = everything,
     ) -> None:
-        """Start what an inference worker needs, and do its work."""
+        """Start the parts of an inference worker, and do its work."""
         run = joined.documents.manifest
         environments = self._make_environments(run, joined.model_dir)
         self._obstacle = "starting the engine and the environments"
@@ -256,7 +256,7 @@ class WorkerNode(PeerNode):
         return status
 
     def _write_last_status(self) -> None:
-        """Write what this node did, for after it is gone. Raises StorageError."""
+        """Write the final status of this node to its directory. Raises StorageError."""
         if self._role is None:
             return
         last = {

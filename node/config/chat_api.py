@@ -28,7 +28,7 @@ Url = Annotated[str, AfterValidator(_check_url)]
 
 
 def _check_url_or_none(text: str) -> str:
-    """As _check_url(); empty stays empty."""
+    """Check a URL as _check_url(); empty stays empty."""
     return _check_url(text) if text else ""
 
 
@@ -38,13 +38,13 @@ class ChatApiConfig(BaseConfig):
     url: Url
     """Base URL; /chat/completions is added to it."""
     model: str
-    """As the API names it."""
+    """The model's name at the API."""
     key_variable: str = ""
     """The environment variable that holds the key; empty sends none."""
     concurrency: Positive = 16
     """Requests at a time."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """For one reply."""
+    """Time for one reply."""
     retries: Annotated[int, Field(ge=0)] = 7
     """Further attempts after no answer or an error of the server, after 0.5, 1, 2, 4, 8, 8, .. seconds."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
@@ -61,12 +61,12 @@ class JudgeConfig(ChatApiConfig):
     url: Annotated[str, AfterValidator(_check_url_or_none)] = ""
     """Base URL; /chat/completions is added to it."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """For one answer."""
+    """Time for one answer."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Further attempts, after 0.5, 1, 2, .. seconds, before the judge counts as down. It is asked again for as
     long as that takes; rollouts wait for it."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """In place of what the environment's code says; 0 takes the likeliest token."""
+    """Temperature, in place of the one in the environment's code; 0 takes the likeliest token."""
     max_tokens: Positive = 1024
     """Most tokens of an answer."""
 

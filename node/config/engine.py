@@ -25,7 +25,7 @@ class ConcurrencyConfig(BaseConfig):
     max_inflight: Positive = 1024
     """Equal to min_inflight it fixes the number."""
     initial_inflight: Annotated[int, Field(ge=0)] = 0
-    """0: what the engine's cache holds at full length, or engine.max_batch where it has none."""
+    """0: as many as the engine's cache holds at full length, or engine.max_batch where it has none."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -40,13 +40,13 @@ class PipelineConfig(BaseConfig):
     mode: Literal["auto", "on", "off"] = "auto"
     """`auto`: offer this machine's memory where the model does not fit into it; `on`: always; `off`: never."""
     rank: Annotated[int, Field(ge=-1, lt=16)] = -1
-    """Which stage to be, with world_size; -1 leaves it to the trainer."""
+    """The stage to be, with world_size; -1 leaves it to the trainer."""
     world_size: Annotated[int, Field(ge=0, le=16)] = 0
     """Number of stages; 0 leaves it to the trainer."""
     name: Annotated[str, Field(max_length=64)] = ""
     """Only nodes that give the same name are put together."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
-    """Memory to offer; 0: what this machine's GPU, or without one the machine itself, has free."""
+    """Memory to offer; 0: the free memory of this machine's GPU, or without one of the machine."""
     encoding: Literal["raw", "fp8", "int8"] = "raw"
     """How hidden states travel: as they are, or 8 bits a number with one scale a token."""
     stall_s: Annotated[float, Field(gt=0)] = 20.0
@@ -75,7 +75,7 @@ class EngineConfig(BaseConfig):
     """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
     its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; of a run it has to be the one in its manifest."""
+    """Dtype of weights and activations; in a run it has to be the one in its manifest."""
     device: str = "auto"
     """`auto` takes cuda where there is one, else cpu."""
     max_batch: Positive = 256
@@ -98,8 +98,8 @@ class EngineConfig(BaseConfig):
     """Seconds without work after which vLLM gives its GPU memory away until there is work again (its sleep
     mode), for a GPU that a trainer uses too; 0 never does."""
     batch_invariant: bool = False
-    """vLLM computes each token by the same operations whatever is beside it (its batch-invariant kernels,
-    slower on a GPU); a run whose numerics are exact switches it on."""
+    """vLLM computes each token by the same operations in any batch (its batch-invariant kernels, slower on a
+    GPU); a run with exact numerics switches it on."""
     enable_return_routed_experts: bool = False
     """Record which experts of a mixture read each token; a run whose trainer replays them
     (training.enable_router_replay) switches it on."""

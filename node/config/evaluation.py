@@ -36,7 +36,7 @@ class EvalSamplingConfig(BaseConfig):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Draw from this many likeliest tokens; 0 is all."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
-    """Of one reply; 0 takes those of the run of weights_dir, or 512."""
+    """Most tokens of one reply; 0 takes those of the run of weights_dir, or 512."""
 
 
 class EndpointConfig(ChatApiConfig):
@@ -56,7 +56,7 @@ class EvalConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Where directories of results are."""
     seed: int = 0
-    """Of the tasks that are played and of the sampling."""
+    """Seed of the tasks and of the sampling."""
     again: bool = False
     """Measure again where this directory has results."""
     environments: list[EvaluatedEnvironment] = []
@@ -68,7 +68,7 @@ class EvalConfig(BaseConfig):
     weights_dir: Path | None = None
     """The step weights of a run: outputs/RUN/weights."""
     steps: Steps = []
-    """Of weights_dir, as 5,10; all if none are named."""
+    """Steps of weights_dir, as 5,10; all if none are named."""
     eval_base: bool = True
     """With weights_dir: also the model that the run began with (--no-eval-base leaves it out)."""
     base: str = ""

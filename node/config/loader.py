@@ -1,7 +1,7 @@
 """Read a config from TOML files, environment and flags, and write one as TOML; a mistake names its key.
 
 Layers, each over the one before: defaults < `@ file`s (left to right) < `PRIMERL_A__B` < `--a.b`. All are
-merged first and validated once, so that a flag may mend what a file got wrong.
+merged first and validated once, so that a flag may correct a file.
 """
 
 import difflib
@@ -43,7 +43,7 @@ Tree = dict[str, Any]
 
 
 class _Lower(BaseModel):
-    """The lower layers as pydantic_config's `default`: whatever keys they have, untouched."""
+    """The lower layers as pydantic_config's `default`, with any keys, unchanged."""
 
     model_config = ConfigDict(extra="allow")
 

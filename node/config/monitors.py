@@ -28,7 +28,7 @@ class TensorboardConfig(BaseConfig):
     """TensorBoard, by tensorboardX: `pip install primerl-node[tensorboard]`."""
 
     directory: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """Of the event files; default: RUN_DIR/tensorboard, of `join` that in the data directory."""
+    """Directory of the event files; default: RUN_DIR/tensorboard, of `join` that in the data directory."""
 
 
 class TrackioConfig(BaseConfig):

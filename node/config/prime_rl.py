@@ -365,9 +365,9 @@ COMMANDS: Mapping[str, type[BaseConfig]] = {
     "eval": EvalConfig,
     "inference": ServeConfig,
 }
-"""What is written, by the command that reads it."""
+"""Config classes to write, by the command that reads them."""
 MANY_STEPS = 1_000_000
-"""For prime-rl's runs without max_steps, which end by hand."""
+"""Stands for prime-rl's runs without max_steps, which end by hand."""
 GPUS_PER_NODE = 8
 """prime-rl's default."""
 MAX_NOTE = 400
@@ -508,7 +508,7 @@ def _one_of(
 
 
 class Rule(NamedTuple):
-    """What TABLE says of one key."""
+    """The rule of TABLE for one key."""
 
     key: str
     kind: Kind
@@ -612,7 +612,7 @@ SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "batch_size group_size rollouts_per_example"),
     ("evals", "source env[] client eval.client"),
 )
-"""The first component one of whose keys a file has, it is of."""
+"""Keys of each component; the first component with one of its keys in a file is that of the file."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     ("infer_2025", "sampling"),
@@ -623,11 +623,12 @@ LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ),
     ("rl", "inference"),
 )
-"""The same, for what is not sft."""
+"""The same for files that are not of sft."""
 
 
 def component(tree: Tree, stem: str) -> Component | None:
-    """Whose config it is, by its keys, and by its name where these say nothing; None if nobody's."""
+    """Find the component of a config, by its keys, and by its name where these are ambiguous; None if
+    unknown."""
     keys = set(tree)
     signs = {f"{name}.{key}" for name in tree for key in _table(tree, name)}
     signs |= keys | {f"{name}[]" for name in tree if isinstance(tree[name], list)}
@@ -689,7 +690,7 @@ def _command(kinds: set[Component]) -> str:
 
 @dataclass(frozen=True)
 class ImportNote:
-    """What became of one key that was not simply converted."""
+    """A note on one key that was not simply converted."""
 
     key: str
     value: Any
@@ -702,19 +703,19 @@ class ImportNote:
 
 @dataclass
 class ImportedConfig:
-    """A config of ours, and what it does not have of prime-rl's."""
+    """A config of ours, and the keys of prime-rl that it lacks."""
 
     command: str
-    """That reads it."""
+    """The command that reads it."""
     values: Tree = field(default_factory=dict[str, Any])
     missing: list[ImportNote] = field(default_factory=list[ImportNote])
     """Keys without a counterpart."""
     differs: list[ImportNote] = field(default_factory=list[ImportNote])
-    """Keys whose counterpart does not do quite the same, and what prime-rl's defaults became."""
+    """Keys whose counterpart differs a little, and the conversion of prime-rl's defaults."""
     needless: list[ImportNote] = field(default_factory=list[ImportNote])
 
     def toml(self, sources: Sequence[str], path: str) -> str:
-        """The file, with what is missing as comments at its end."""
+        """Return the file, with missing keys as comments at its end."""
         head = [
             f"# Converted from prime-rl's {printable(', '.join(sources), MAX_NOTE)} by `primerl-node import`.",
             f"# primerl-node {self.command} @ {printable(path, MAX_NOTE)}",
@@ -929,7 +930,7 @@ class _Conversion:
                 self._origin[key] = shown
 
     def _default(self, ours: str, value: Any) -> None:
-        """What prime-rl does without this key."""
+        """Return prime-rl's default of this key."""
         self._ours.setdefault(ours, value)
 
     def _note(
@@ -993,7 +994,7 @@ class _Conversion:
         return made if prompts in (None, -1) else made | {"prompts": prompts}
 
     def _environment(self, source: _Source, *keys: str) -> Tree:
-        """The id of a taskset, its options, and what the source says of `keys`."""
+        """Return the id of a taskset, its options, and the values of `keys` in the source."""
         made: Tree = {"id": source.id}
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
@@ -1246,7 +1247,8 @@ USED = frozenset(
 
 
 def has_key(cls: type[BaseConfig], key: str) -> bool:
-    """Whether a config has this key; what is in a table of free keys is one. `[]` is an element of a list."""
+    """Return whether a config has this key; every key of a table of free keys is one. `[]` is an element of a
+    list."""
     section: Any = cls
     for part in key.replace("[]", "").split("."):
         if section is None:

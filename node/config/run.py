@@ -50,7 +50,7 @@ class ResumeConfig(BaseConfig):
     """Go on from a checkpoint; --resume alone takes the newest one of this run."""
 
     step: Annotated[int, Field(ge=0)] | None = None
-    """The checkpoint of this step. What this run did after it is void: newer checkpoints are set aside."""
+    """The checkpoint of this step. Later steps of this run are void: newer checkpoints are set aside."""
     dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
     """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
 
@@ -79,7 +79,7 @@ class OwnRunConfig(BaseConfig):
     """Optimizer steps of the run."""
     resume: Resume = None
     clean: bool = False
-    """Delete what an earlier run of this name left."""
+    """Delete the files of an earlier run of this name."""
     monitors: MonitorsConfig = MonitorsConfig()
 
     @property
@@ -112,7 +112,7 @@ def _check_seed(text: str) -> str:
 
 MAX_SEEDS = 16
 MAX_ENVIRONMENTS = 64
-"""As in protocol/manifests.py, which is not imported for a --help."""
+"""See protocol/manifests.py, which is not imported for a --help."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
@@ -223,8 +223,8 @@ class EnvironmentConfig(BaseConfig):
     max_turns: Positive = 8
     """Most replies of the model in one rollout."""
     timeout_s: EnvironmentSeconds = 60.0
-    """Longest time of a rollout's own code (hooks, rewards) between two turns, without what it waits for a
-    judge; a rollout that takes longer is ended and lost."""
+    """Longest time of a rollout's own code (hooks, rewards) between two turns, without waiting for a judge; a
+    rollout that takes longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
     """Longest that the taskset may take to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
@@ -238,8 +238,8 @@ class EnvironmentConfig(BaseConfig):
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
     deterministic_tools: bool = True
     """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
-    Set false for tools that search, draw or look at a clock: then nobody can check such a rollout, and what a
-    worker claims of tool results and rewards is believed."""
+    Set false for tools that search, draw or look at a clock: then such a rollout cannot be checked, and a
+    worker's tool results and rewards are believed."""
 
     def options(self) -> "EnvironmentConfig":
         """Return what of it decides how tasks are made and scored."""
@@ -318,8 +318,8 @@ class RolloutsConfig(BaseConfig):
     lease_timeout_s: Seconds = 60.0
     """After this a lease is re-issued to another worker."""
     leases_per_worker: Positive = 16
-    """Most leases that one worker may hold at a time; a newcomer gets one, a slow one as many as it finishes
-    in half of lease_timeout_s."""
+    """Most leases that one worker may hold at a time; a newcomer gets one, a slow one only those that it
+    finishes in half of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
     """How long the trainer waits for a batch before it counts an empty one."""
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -382,8 +382,8 @@ class VerificationConfig(BaseConfig):
     auditor: Literal["auto", "hf", "vllm"] = "auto"
     """Engine that audits. `auto` is that of the workers where rounding matters: `vllm` in bfloat16 or with
     exact numerics; else, and where the trainer has no vLLM or no room for another one, it is `hf`. `vllm`
-    audits whatever it serves and shares the prompts of a group. It cannot measure states at the boundaries of
-    a pipeline between nodes: rollouts that come out of one are audited by `hf` beside it."""
+    audits every model that it serves and shares the prompts of a group. It cannot measure states at the
+    boundaries of a pipeline between nodes: rollouts of a pipeline are audited by `hf` beside it."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
     family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B and 4B,
@@ -391,8 +391,9 @@ class VerificationConfig(BaseConfig):
     calibration: Path | None = None
     """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
     bounds: Literal["auto", "built-in"] = "auto"
-    """Without a file: `auto` measures them in bfloat16, while the run runs, by the workers of `references`, and
-    takes the built-in ones in float32; `built-in` takes these in bfloat16, too: unfair to models of 4B."""
+    """Without a file: `auto` measures them in bfloat16, during the run, by the workers of `references`, and
+    takes the built-in ones in float32; `built-in` takes these in bfloat16, too, where they are unfair to
+    models of 4B."""
     references: list[str] = []
     """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
     engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
@@ -520,17 +521,17 @@ class LaunchConfig(BaseConfig):
     """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
     CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
     inference_gpus: Gpus = ""
-    """GPUs of all workers together, as above. Default: what the trainer leaves."""
+    """GPUs of all workers together, as above. Default: those that the trainer leaves."""
     share_gpus: bool = False
     """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
     share_chunks: bool = True
     """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
     start_timeout_s: Seconds = 300.0
-    """For the trainer's ticket to appear."""
+    """Time for the trainer's ticket to appear."""
 
 
 class NodeConfig(BaseConfig):
-    """What every node has."""
+    """Settings of every node."""
 
     data_dir: Path | None = None
     """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
@@ -545,7 +546,7 @@ class NodeConfig(BaseConfig):
 
 
 class AllowedConfig(BaseConfig):
-    """Whose code a worker runs for a run that it joined."""
+    """The environments whose code a worker may run for a run that it joined."""
 
     allow: list[str] = []
     """Environments that may be played here, beside the bundled ones: a run names a module, and a worker imports
@@ -560,7 +561,7 @@ class JoinConfig(NodeConfig):
     ticket: str = ""
     """The join ticket that the trainer printed."""
     leases: Annotated[int, Field(ge=0)] = 0
-    """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
+    """Most leases to hold at a time; 0: enough to keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
     monitors: MonitorsConfig = MonitorsConfig()

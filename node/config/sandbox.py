@@ -12,10 +12,10 @@ SandboxType = Literal["auto", "bubblewrap", "limits"]
 
 
 class SandboxConfig(BaseConfig):
-    """What the code of an environment may do on this machine; a setting of the node, not of the run."""
+    """Limits on the code of an environment on this machine; a setting of the node, not of the run."""
 
     type: SandboxType = "auto"
-    """What confines it: `bubblewrap`, a program that also hides files; `limits` of the process, which do not;
+    """The method: `bubblewrap`, a program that also hides files; `limits` of the process, which do not;
     `auto`: bubblewrap where it is installed and works, else limits."""
     readable: list[Path] = []
     """Files and directories that it may read in bubblewrap, beside Python, the packages on its path, the run's
@@ -29,7 +29,7 @@ class SandboxConfig(BaseConfig):
 
 
 class WorkerSandboxConfig(SandboxConfig):
-    """What the code of a run's environment may do on this machine."""
+    """Limits on the code of a run's environment on this machine."""
 
     network: bool = False
     """Whether it may open sockets: to judges, to a hub of data sets, also to other programs of this machine."""

@@ -24,7 +24,7 @@ class ServedModelConfig(BaseConfig):
     name: str = ""
     """A directory (also weights/step_N of a run, and LoRA adapters) or a hub id."""
     base: str = ""
-    """What LoRA adapters adapt: a directory or a hub id; else what their adapter_config.json names."""
+    """Base of LoRA adapters: a directory or a hub id; else the one in their adapter_config.json."""
 
 
 class ApiConfig(BaseConfig):
@@ -81,7 +81,7 @@ class ServeConfig(NodeConfig):
     """`primerl-node inference`."""
 
     ticket: str = ""
-    """The join ticket of a run: serve its newest policy, whatever it is."""
+    """The join ticket of a run: serve its newest policy."""
     model: ServedModelConfig = ServedModelConfig()
     api: ApiConfig = ApiConfig()
 

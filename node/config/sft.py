@@ -78,7 +78,7 @@ class SftConfig(OwnRunConfig):
     batch_size: Positive = 64
     """Sequences per optimizer step."""
     batch_tokens: Annotated[int, Field(ge=0)] = 0
-    """If set: tokens per optimizer step at most, in place of batch_size."""
+    """If set: most tokens of an optimizer step, in place of batch_size."""
     fsync: bool = True
     """Flush checkpoints to the disk; without it they survive kill -9, not a power cut."""
     model: ModelConfig = ModelConfig()

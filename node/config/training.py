@@ -49,14 +49,15 @@ class LossConfig(BaseConfig):
     sequence_clip_high: Annotated[float, Field(gt=0)] = 4e-3
     """gspo: upper clip of the sequence's ratio."""
     importance: Literal["none", "token", "sequence"] = "token"
-    """reinforce: whose ratio is the weight; a sequence's is the product of its tokens' ones."""
+    """reinforce: the ratio that is the weight, of the token or of the sequence (the product of its tokens'
+    ones)."""
     importance_min: Annotated[float, Field(ge=0)] = 0.0
     """reinforce: smaller weights are raised to this."""
     importance_max: Annotated[float, Field(gt=0)] = 2.0
     """reinforce: larger weights are cut to this."""
     rejection: Literal["none", "token", "sequence", "geometric", "second_moment"] = "none"
-    """Any sampled loss: leave tokens out whose ratio, whose sequence's ratio, or the geometric mean of its
-    tokens' ratios, is outside the two bounds below; `second_moment`: the farthest of a batch (M2PO), which is
+    """Any sampled loss: leave out tokens for which the ratio, the sequence's product, or the geometric mean
+    of its ratios is outside the two bounds below; `second_moment`: the farthest of a batch (M2PO), which is
     read once more for that."""
     rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Least ratio that is kept; `geometric` wants it close to 1, as 0.99."""
@@ -104,7 +105,7 @@ class LossConfig(BaseConfig):
 
     @property
     def reads_advantages(self) -> bool:
-        """Whether a sample whose advantage is 0 teaches nothing but the pull."""
+        """Whether a sample with advantage 0 only gives the pull."""
         return self.type not in ("reverse_kl", "ce")
 
     @model_validator(mode="after")
@@ -159,14 +160,14 @@ class LengthPenaltyConfig(BaseConfig):
 
 
 class OverlongConfig(BaseConfig):
-    """What rollouts close to the longest reply lose, as DAPO has it (training/advantages.py)."""
+    """Penalty of rollouts close to the longest reply, as in DAPO (training/advantages.py)."""
 
     max_tokens: Positive
     """Tokens that a rollout may draw: sampling.max_tokens, times its turns."""
     buffer_tokens: Positive
     """The penalty begins this many tokens before that."""
     penalty: Annotated[float, Field(gt=0)] = 1.0
-    """What a rollout of max_tokens loses."""
+    """Penalty of a rollout of max_tokens."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -197,13 +198,13 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)]
 
 
 class SamplerConfig(BaseConfig):
-    """Which task is leased next; names and pools are prime-rl's."""
+    """The choice of the next task; names and pools are prime-rl's."""
 
     type: Literal["standard", "difficulty_pool"] = "standard"
     """`standard`: one after the other; `difficulty_pool`: at random, with weights by the rewards that a task
     earned last."""
     num_tasks: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """difficulty_pool: it chooses from the first so many tasks of the taskset, which may be endless."""
+    """difficulty_pool: it chooses from the first num_tasks of the taskset, which may be endless."""
     pools: dict[Label, DifficultyPoolConfig] = Field(default_factory=_pools)
     """difficulty_pool: by name. Those given replace the three that there are, `hard`, `normal` and `easy`."""
 
@@ -225,8 +226,8 @@ class GateConfig(BaseConfig):
     """Groups that are not trained but replaced."""
 
     type: Literal["advantage_range"] = "advantage_range"
-    """`advantage_range`: those whose advantages are all within the two bounds, which are 0 for groups of equal
-    rewards. Advantages are compared before reinforce_plus_plus scales them."""
+    """`advantage_range`: refuses groups with all advantages within the two bounds, which are 0 for groups of
+    equal rewards. Advantages are compared before reinforce_plus_plus scales them."""
     reject_min: float = 0.0
     """Lower bound, included."""
     reject_max: float = 0.0
@@ -240,12 +241,12 @@ class GateConfig(BaseConfig):
 
 
 class CurriculumConfig(BaseConfig):
-    """Which tasks are played, and which groups are worth a place in a batch (training/curriculum.py)."""
+    """The choice of tasks, and of the groups that are worth a place in a batch (training/curriculum.py)."""
 
     sampler: SamplerConfig = SamplerConfig()
     gates: dict[Label, GateConfig] = {}
-    """By name; a group is trained if all of them admit it. One that is not costs its generation: its place is
-    leased again."""
+    """Gates by name; a group is trained if all of them admit it. A refused group costs its generation: its
+    place is leased again."""
 
 
 Role = Literal["assistant", "user", "system", "tool"]
@@ -260,20 +261,20 @@ class RowsConfig(BaseConfig):
     hub: DatasetId = ""
     """A data set of the Hugging Face hub, as the `datasets` library reads it; its code is never run."""
     subset: str = ""
-    """Of `hub`: the configuration, where the data set has several."""
+    """Configuration of `hub`, where the data set has several."""
     revision: str = "main"
-    """Of `hub`: branch, tag or commit."""
+    """Branch, tag or commit of `hub`."""
     split: str = "train"
-    """Of `hub`: a split that the data set names."""
+    """Split of `hub`, by the data set's name."""
     strings: Literal["chat", "raw"] = "chat"
-    """What prompt and completion are when they are text: a user's message and the reply to it, or tokens as
-    they stand, without the chat template."""
+    """Form of prompt and completion if they are text: a user's message and the reply to it, or tokens as they
+    stand, without the chat template."""
     renderer: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=40)] = "template"
     """`template`: the model's own chat template, the tokens that `train` makes of a conversation; a name of the
     `renderers` package (`qwen3`); `auto`: its renderer for model.name, else the template."""
     loss_roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
-    """Roles whose messages are learned: of the assistant's everything that it would generate, the stop token
-    included; of others their text alone."""
+    """Roles whose messages are trained: the assistant's with everything that it would generate, the stop
+    token included; others with their text alone."""
     too_long: Literal["drop", "truncate"] = "drop"
     """Treatment of a row of more than training.seq_len tokens."""
     shuffle: bool = True
@@ -328,8 +329,8 @@ class FsdpConfig(BaseConfig):
     nodes: Positive = 1
     """Machines; the others run the command that the daemon prints."""
     rendezvous: str = ""
-    """host:port of this machine that the ranks of other machines reach; needed with more than one. Whoever
-    reaches it could join in: keep it inside a network of your own."""
+    """host:port of this machine that the ranks of other machines reach; needed with more than one. Anybody
+    who reaches it could join in: keep it inside a network of your own."""
     replicas: Positive = 1
     """HSDP: copies of the model, each sharded over ranks x nodes / replicas."""
     reshard_after_forward: bool = True
@@ -339,7 +340,7 @@ class FsdpConfig(BaseConfig):
     """Deadline of a collective: a rank that is not heard of for so long is dead. A step may take twice this,
     and 10 ms for each token; what reads or writes the whole model three times."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """For all ranks to meet, and again for the model to be loaded."""
+    """Time for all ranks to meet, and again for the model to be loaded."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often dead ranks are replaced from the same checkpoint before the run ends."""
 
@@ -377,7 +378,7 @@ class TrainingConfig(BaseConfig):
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate, after its warm-up."""
+    """Schedule of the learning rate, after its warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
     min_lr_ratio: Fraction = 0.1
@@ -398,17 +399,18 @@ class TrainingConfig(BaseConfig):
     """Take from the rewards of rollouts that come close to the longest reply."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_advantages: bool = True
-    """Leave groups out whose advantages are all 0; else they are trained, and only the pull and the
-    reference term act on them. A loss that reads no advantage has them all."""
+    """Leave out groups with advantages of 0 alone; else they are trained, and only the pull and the reference
+    term act on them. A loss that reads no advantage has them all."""
     curriculum: CurriculumConfig = CurriculumConfig()
     loss: LossConfig = LossConfig()
     sft: MixedSftConfig | None = None
     """Learn from demonstrations beside the rollouts."""
     freeze_router: bool = False
-    """Of a mixture of experts: who reads which token stays as it was."""
+    """Leave the router of a mixture of experts as it was."""
     enable_router_replay: bool = False
-    """Of a mixture of experts: workers send which experts led to each token that they drew, and in training the
-    same ones do (R3, arXiv 2510.11370). Fixed for the run; a token costs layers x experts per token bytes."""
+    """Mixtures of experts: workers send the experts that led to each token that they drew, and in training
+    the same ones read it (R3, arXiv 2510.11370). Fixed for the run; a token costs layers x experts per token
+    bytes."""
     lora: LoraConfig | None = None
     """Train adapters of this shape in place of all weights."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -416,17 +418,17 @@ class TrainingConfig(BaseConfig):
     device: str = "auto"
     """`auto` takes cuda where there is one, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
+    """Dtype of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
     compile: bool | None = None
     """torch.compile of each layer; default: on a GPU."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`selective` keeps attention's output and computes the rest of a layer again; `full` all of it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Most of each GPU's memory that the learner takes; what it keeps for reuse is freed before that."""
+    """Most of each GPU's memory that the learner takes; it frees its reuse cache before that."""
     optimizer_offload: bool = False
     """Keep the optimizer's moments in the host's memory between steps."""
     head_chunk: Positive = 8192
-    """Tokens whose logits exist at a time."""
+    """Tokens with logits in memory at a time."""
     context_parallel: Positive = 1
     """Ranks that share one sequence; key-value heads are divided among them."""
     expert_parallel: Positive = 1

@@ -148,7 +148,10 @@ class Sandbox:
                 "sandbox.processes"
             )
         most = config.memory_gib * GIB
-        if sum(map(_resident, [pid, *found])) > most and sum(map(_proportional, [pid, *found])) > most:
+        if (
+            sum(map(_resident, [pid, *found])) > most
+            and sum(map(_proportional, [pid, *found])) > most
+        ):
             return (
                 f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
                 "sandbox.memory_gib"
@@ -427,7 +430,9 @@ def _resident(pid: int) -> int:
 def _proportional(pid: int) -> int:
     """Its part of those bytes where several processes share pages, as forks do; slower to find by far."""
     found = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-    return _resident(pid) if found is None else found  # a process may deny others the sight of its pages
+    return (
+        _resident(pid) if found is None else found
+    )  # a process may deny others the sight of its pages
 
 
 def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:

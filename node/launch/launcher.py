@@ -46,7 +46,8 @@ class NodeCommands:
     """The command lines of the processes: this program itself, as `train` and `join`."""
 
     def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
-        """`train` with the arguments of `rl`; cleaning is the launcher's, whose logs are already there."""
+        """Build the `train` command from the arguments of `rl`; without cleaning, because the launcher's logs
+        are already there."""
         data_dir = str(config.run_dir / TRAINER)
         return [*PROGRAM, "train", *args, "--data-dir", data_dir, "--no-clean"]
 
@@ -136,7 +137,7 @@ class LauncherTimeouts:
     logs: float = 10.0
     """Between two looks at how large the logs of the processes are."""
     leave: float = 30.0
-    """For workers to leave by themselves after the run."""
+    """Time for workers to leave by themselves after the run, seconds."""
     grace: float = 20.0
     """Between SIGTERM and SIGKILL."""
 

@@ -132,7 +132,7 @@ LEAST = 0.03
 
 
 class MemoryShares(NamedTuple):
-    """Shares of a GPU's memory for those who have it together."""
+    """Shares of a GPU's memory for the processes on it."""
 
     workers: float
     """vLLM's gpu_memory_utilization, of all workers together."""

@@ -63,7 +63,7 @@ class PeerRow(msgspec.Struct):
     audits: int = 0
     """Audits that it made for the trainer, as a validator."""
     stage: str = ""
-    """Which stage of a pipeline it is, and its layers; empty for none."""
+    """Its stage of a pipeline and that stage's layers; empty for none."""
     numerics: str = ""
     """How it says that it computes; empty where it did not say."""
     silent_s: float = 0.0
@@ -104,7 +104,7 @@ class EnvironmentRow(msgspec.Struct):
     name: str
     id: str
     share: float
-    """Of the groups that are leased, by its ratio, 0 to 1."""
+    """Share of the leased groups by its ratio, 0 to 1."""
     group_size: int
     reward: float | None = None
     """Mean of its rollouts in the last batch that had some; None before the first."""
@@ -122,10 +122,10 @@ class GroupRow(msgspec.Struct):
     stages: list[str]
     """Short ids of its nodes, in order."""
     layers: list[str]
-    """Of each: first-last."""
+    """Layers of each stage: first-last."""
     spares: int
     round_trip_ms: float | None
-    """Of the whole ring, as its stages measured it; None while one of them is silent."""
+    """Round trip of the whole ring, as its stages measured it; None while one of them is silent."""
     kv_tokens: int
     """Tokens that it has room for at a time."""
     state: str
@@ -144,7 +144,7 @@ class StageRow(msgspec.Struct):
     state: str
     """A fault, or `whole`."""
     epoch: int = -1
-    """Of the chain; higher after every break."""
+    """Epoch of the ring; higher after every break."""
     breaks: int = 0
     bytes_out: int = 0
     """To the next stage, since this ring began."""
@@ -159,7 +159,7 @@ class StageRow(msgspec.Struct):
     lanes: int = 0
     """Micro-batches that the sequences are cut into (stage 0)."""
     in_flight: int = 0
-    """Of these, on their way round (stage 0)."""
+    """Micro-batches that are on their way round (stage 0)."""
 
 
 class BoundsRow(msgspec.Struct):
@@ -169,7 +169,7 @@ class BoundsRow(msgspec.Struct):
     number: int
     """0 while they are provisional; rises each time that they are made anew."""
     rollouts: int
-    """Of reference workers, behind the bounds."""
+    """Rollouts of reference workers behind the bounds."""
     tokens: int
     first_version: int
     last_version: int
@@ -224,7 +224,8 @@ class Status(msgspec.Struct, kw_only=True):
     warnings: list[str] = []
     """Conditions that the operator should act on, a sentence each (trainer)."""
     bounds: list[BoundsRow] = []
-    """Of each class (trainer), or of this node's own (worker), in a run that measures bounds of noise."""
+    """Bounds of each class (trainer), or of this node's own (worker), in a run that measures bounds of
+    noise."""
     waiting_for: str = ""
     """Reason for which the run (trainer) or this node (worker, validator) waits; empty while it works."""
     engine: EngineRow | None = None
@@ -232,13 +233,13 @@ class Status(msgspec.Struct, kw_only=True):
     environment: str = ""
     """The environments' present work, or their last fault; empty while all is well."""
     environments: list[EnvironmentRow] = []
-    """What the run trains on (trainer)."""
+    """Environments of the run (trainer)."""
     stage: StageRow | None = None
-    """Of a worker that holds the model together with others."""
+    """Pipeline stage of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}
     """Event-loop lag, seconds: mean, p90 and max over the last ten seconds (worker)."""
     pipelines: list[GroupRow] = []
-    """Of nodes that hold the model together (trainer)."""
+    """Pipelines: groups of nodes that hold the model together (trainer)."""
     evaluating: int = -1
     """Version that is being evaluated beside training; -1 while none is (trainer)."""
     evaluations: dict[str, dict[str, float]] = {}

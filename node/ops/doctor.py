@@ -130,7 +130,7 @@ def check_vllm(release: str, *, wanted: bool) -> MachineCheck:
 
 
 def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iterator[MachineCheck]:
-    """Say what the engines of a run with exact numerics must be; nothing for another run.
+    """Describe the engines that a run with exact numerics needs; nothing for another run.
 
     `release` of vLLM: that which is installed here, unless it is given.
     """
@@ -157,7 +157,7 @@ def check_environments(config: NodeConfig) -> Iterator[MachineCheck]:
 
 
 def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
-    """Start the sandbox in which the code of environments would run, and say what it does not confine."""
+    """Start the sandbox of environments, and report its gaps."""
     if not isinstance(config, RunConfig | JoinConfig | EvalConfig):
         return
     try:

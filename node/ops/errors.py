@@ -48,7 +48,7 @@ class BusyError(NodeError):
 
 
 class StorageError(NodeError):
-    """The disk is full, or what it holds cannot be read."""
+    """The disk is full, or its content cannot be read."""
 
     exit_code = 5
 
@@ -66,7 +66,7 @@ class EngineError(NodeError):
 
 
 class EngineLost(EngineError):
-    """An engine's process died; what it was doing is lost, but another one is being started."""
+    """An engine's process died; its unfinished work is lost, but another one is being started."""
 
 
 class RankFailed(EngineError):

@@ -303,14 +303,14 @@ class Explanation(msgspec.Struct, frozen=True):
     rate: float
     challenge: str
     validator: str
-    """Who measured; empty for the trainer."""
+    """The validator that measured; empty for the trainer."""
     evidence: list[AuditedRollout]
     bounds: str
     """Where the bounds come from."""
     honest_rollouts: int
     honest_tokens: int
     stages: StageEvidence | None = None
-    """None if one node made it, or did not say who made it with it."""
+    """None if one node made it, or did not name the other stages."""
     numerics: str = ""
     """Class of workers that the bounds were measured for; empty where the manifest's hold for all."""
     rejected_at_most: float = 1.0

@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
     """A GPU, or a MIG slice of one."""
 
     name: str
-    """For CUDA_VISIBLE_DEVICES: its number, or the UUID of a MIG slice."""
+    """Number for CUDA_VISIBLE_DEVICES, or the UUID of a MIG slice."""
     uuid: str = ""
     """Empty where only the device files could be counted."""
 

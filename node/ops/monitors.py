@@ -99,7 +99,7 @@ def _check_login() -> None:
 
 @dataclass(frozen=True)
 class MonitoredRun:
-    """What monitors are told of a node's part in a run, beside its metrics."""
+    """A node's part in a run, as monitors are told beside its metrics."""
 
     name: str
     id: str
@@ -107,7 +107,7 @@ class MonitoredRun:
     role: str
     """trainer, sft, inference or validator."""
     group: str | None
-    """Of the run's nodes, where the section of the monitor names none."""
+    """Group of the run's nodes, where the section of the monitor names none."""
     directory: str
     """Where monitors and their logs write."""
     config: Mapping[str, Any]
@@ -177,7 +177,7 @@ class Monitors:
 
 
 class _MonitorProcess:
-    """A child that reads lines of JSON; what it prints goes to RUN_DIR/logs/monitor_NAME.log."""
+    """A child that reads lines of JSON; its output goes to RUN_DIR/logs/monitor_NAME.log."""
 
     def __init__(self, name: str, hello: Mapping[str, Any], logs: Path) -> None:
         """Raises StorageError."""
@@ -289,7 +289,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Monitor(Protocol):
-    """What shows metrics."""
+    """A destination for metrics, such as W&B."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the values of a step."""
@@ -344,10 +344,10 @@ class WandbMonitor:
         self._run.log({"step": step, **values})
 
     def go_back(self, step: int) -> None:
-        """W&B keeps what it has: the steps that come again are drawn over it."""
+        """Do nothing: W&B keeps its steps, and repeated ones are drawn over them."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest and end the run."""
         self._run.finish()
 
 
@@ -368,12 +368,12 @@ class TensorboardMonitor:
         self._writer.flush()
 
     def go_back(self, step: int) -> None:
-        """Have TensorBoard drop what is there of later steps."""
+        """Have TensorBoard drop its data of later steps."""
         self._writer.close()
         self._writer = self._open(step + 1)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest and close."""
         self._writer.close()
 
     def _open(self, purge_step: int | None) -> Any:
@@ -408,10 +408,10 @@ class TrackioMonitor:
         self._run.log(dict(values), step=step)
 
     def go_back(self, step: int) -> None:
-        """trackio keeps what it has."""
+        """Do nothing: trackio keeps its steps."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest and end the run."""
         self._run.finish()
 
 

@@ -43,7 +43,7 @@ class ChunkSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call it in tables and logs."""
+        """Name in tables and logs."""
         ...
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
@@ -60,7 +60,7 @@ class PeerPaths(Protocol):
     """Another way to the peers that we know."""
 
     async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
-        """As ChunkSource.get(), from this peer."""
+        """Fetch a chunk from this peer, as ChunkSource.get()."""
         ...
 
 
@@ -68,7 +68,7 @@ FIRST_BYTE_S = 2.0
 """A source that sends nothing for this long is passed over: dead peers cost seconds."""
 PIECE = 128 * 1024
 PIECE_S = 6.0
-"""For one piece of a chunk: a deadline for every size."""
+"""Deadline for one piece of a chunk, of any size."""
 MAX_BEATS = 240
 """InLine messages that one request may bring: two minutes of them."""
 LANES = 4

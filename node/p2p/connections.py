@@ -116,13 +116,13 @@ Handler = Callable[[bytes, Stream], Awaitable[None]]
 """(peer's NodeId, stream) -> answered."""
 
 CONNECTIONS_PER_PEER = 12
-"""One for control, LANES for chunks, and as many that a peer has lost and we do not know of yet."""
+"""One for control, LANES for chunks, and as many again that a peer has lost while we have not noticed."""
 REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
 UNPROVEN_PER_SECOND, UNPROVEN_BURST = 20.0, 100.0
 """Control requests of one peer that is no member; further ones wait."""
 ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 50.0, 200.0
-"""Of all of them together: a twentieth of what this loop can answer, about."""
+"""Rate and burst for all of them together: about a twentieth of the capacity of this loop."""
 MAX_WAIT_S = 5.0
 """A request of a peer that is no member and would wait for longer is refused with its connection."""
 SWAPS_PER_SECOND, SWAP_BURST = 10.0, 40.0
@@ -135,7 +135,8 @@ NEWCOMER_IDLE_S = 15.0
 """A newcomer that asked for nothing for so long may lose its slot to another."""
 STRANGERS = 0.25
 NEWCOMERS = 0.5
-"""Of all slots: what strangers can have whatever newcomers hold; newcomers with more than that lose them."""
+"""Shares of all slots: newcomers cannot push strangers below STRANGERS, and newcomers above NEWCOMERS lose
+slots."""
 SWEEP_S = 1.0
 BLAMELESS = frozenset(
     {
@@ -312,7 +313,7 @@ class Router:
         return own and self._swaps.take(b"", mine.opened)
 
     def _find_evicted(self, mine: OpenConnection) -> bytes | None:
-        """The peer whose slot a new connection takes where all are taken."""
+        """Return the peer that loses its slot to a new connection where all are taken."""
         arriving = self._peers.tier(mine.connection.peer)
         tiers: dict[Tier, list[bytes]] = {tier: [] for tier in Tier}
         for node in self._open:

@@ -49,7 +49,7 @@ class StreamCarrier(Protocol):
     async def converse(
         self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
     ) -> T:
-        """Reach `peer`, open a stream, and return what `talk` makes of it; the stream ends with it.
+        """Reach `peer`, open a stream, and return the result of `talk` on it; the stream ends with it.
 
         `talk` may run in another thread, under another loop: it waits for nothing but the stream. The
         caller holds the deadline.

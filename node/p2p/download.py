@@ -34,7 +34,7 @@ from .waiting import Notifier
 logger = logging.getLogger(__name__)
 
 MAX_SENDING = 16
-"""Chunks whose bytes are coming: what bounds the memory of a fetch."""
+"""Chunks in transfer at once; this bounds the memory of a fetch."""
 DEPTH, DEPTH_MAX = 2, 4
 """Requests in flight at one source, and at most where there are few sources."""
 TICK_S = 0.25
@@ -168,7 +168,7 @@ FAILURES = 2
 BUSY_S = 0.25
 WATCH_AGAIN_S = 0.25
 BLIND_S = 1.0
-"""Between two tries at a neighbour that cannot tell us what it holds."""
+"""Pause between two tries at a neighbour that cannot tell us its chunks."""
 
 
 class NeighbourFetch:
@@ -373,7 +373,7 @@ class NeighbourFetch:
 
 
 PATIENCE_S = 10.0
-"""Without any progress for this long the origin is asked for chunks that it has sent to others, too."""
+"""Time without progress after which the origin is asked even for chunks that it has sent to others."""
 OFFERED = 512
 """Chunks that one request to the origin names: a sample of those missing, so that requests stay small."""
 REST_FIRST_S = 0.1
@@ -583,7 +583,7 @@ FEW_CHUNKS = 4
 MAX_SHOWN = 60
 """Sources told apart in statistics, which have to fit a message."""
 AT_ONCE = MAX_WATCHED * WATCHES_PER_PEER // 2
-"""Chunks of one fetch: what a peer lets us watch, with room for a fetch that goes on beside this one."""
+"""Chunks of one fetch: half of the watches that a peer allows, so that another fetch fits beside it."""
 
 
 Holders = Callable[[], Collection[bytes]]

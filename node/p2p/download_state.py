@@ -1,4 +1,4 @@
-"""What one fetch knows: which chunks are missing, which sources hold them, which downloads are under way.
+"""The state of one fetch: missing chunks, the sources that hold them, downloads in progress.
 
 Pure: time and randomness are arguments. A claim is only a hint; a chunk counts as held once it has arrived.
 """
@@ -25,7 +25,7 @@ LATE = 3.0
 """Times the median after which a chunk is late."""
 LATE_LEAST_S = 0.5
 SILENT_S = 2.0
-"""A download that brings nothing for this long is late whatever the others do."""
+"""A download without data for this long is late, also if the others are slower."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class DownloadState:
 
     @property
     def sending(self) -> int:
-        """ChunkClient whose bytes are coming."""
+        """Number of downloads with bytes arriving."""
         return sum(
             download.sending for downloads in self._downloads.values() for download in downloads
         )
@@ -173,7 +173,8 @@ class DownloadState:
             self._downloads.pop(download.chunk.digest, None)
 
     def arrived(self, chunk: ChunkRef, seconds: float) -> list[ChunkDownload] | None:
-        """A chunk is here: whose downloads of it are in vain now; None if it was here already."""
+        """Note the arrival of a chunk; return its other downloads, now needless, or None if it was here
+        already."""
         if self.missing.pop(chunk.digest, None) is None:
             return None
         self._seconds.append(seconds)
@@ -204,7 +205,7 @@ class DownloadState:
         }
 
     def _others(self, name: bytes, downloads: list[ChunkDownload], stuck: set[bytes]) -> bool:
-        """Whether somebody else could be asked for a chunk that is under way."""
+        """Return whether another source could be asked for a chunk in progress."""
         busy = stuck | {download.source for download in downloads}
         return any(name in held for one, held in self._claims.items() if one not in busy)
 

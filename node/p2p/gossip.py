@@ -33,7 +33,7 @@ def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
 
 
 class HoldingsAnnouncer:
-    """What this node has to tell: only the newest counts, and none is told twice."""
+    """A node's own announcements: only the newest counts, and none is sent twice."""
 
     def __init__(self, key: SecretKey, run: bytes) -> None:
         self._key = key
@@ -75,7 +75,7 @@ def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
 
 
 class Gossip:
-    """Pumps facts between discovery and what this node believes."""
+    """Passes facts between discovery and this node's state."""
 
     def __init__(
         self,

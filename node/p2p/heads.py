@@ -166,7 +166,7 @@ class HeadServer:
         self._book = book
         self._watchers = 0
         self._cut_off = set[bytes]()
-        """Nodes whose watch ended before they were told the end, as in a restart; they come back."""
+        """Nodes whose watch ended before they were told the end, as in a restart; they will reconnect."""
         self._told = set[bytes]()
         """Nodes that were told the end."""
         self._changed = asyncio.Condition()
@@ -228,7 +228,7 @@ class HeadServer:
                 await send(stream, Heads(()))
 
     async def get(self, stream: Stream, request: GetHeads) -> None:
-        """The held heads that a way from `after` to the newest needs, as many as fit a message.
+        """Return the held heads on the way from `after` to the newest that fit into one message.
 
         A peer that holds nothing, or is far behind, gets the newest snapshot and the heads after it.
         """
@@ -280,7 +280,7 @@ class HeadFollower:
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
         self.stopped = ""
-        """What a trainer said that was stopped and may be resumed; empty once it is heard again."""
+        """Message of a trainer that was stopped and may be resumed; empty once it is heard again."""
 
     async def run(self) -> None:
         """Follow until the run ends."""

@@ -111,7 +111,7 @@ WRITE_PIECE = 256 * KIB
 READ_PIECE = MIB
 """Bytes a foreign read. Memory is taken as data arrives, not as a peer announces it."""
 READ_AHEAD = 64 * KIB
-"""Of less than that, whatever has come is taken: a foreign read costs as much as 100 KiB of data."""
+"""Reads for less than that return any data that is there: a foreign call costs as much as 100 KiB of data."""
 MAX_REASON = 256
 CLOSED_CODE = 0
 ABORTED_CODE = 1
@@ -288,7 +288,7 @@ class IrohConnection:
         return now - self._heard[1]
 
     def failure(self, error: Exception) -> TransportError:
-        """What a failed call on this connection or its streams means to us."""
+        """Translate an error of a call on this connection or its streams."""
         if self.closed:
             return self._lost(cause(error))
         return StreamClosed(f"{short(self._peer)} ended the stream: {cause(error)}")
@@ -318,7 +318,7 @@ def cause(error: Exception) -> str:
 
 
 def _was_cancelled() -> bool:
-    """Whether somebody cancelled the current task, rather than the call that it awaits."""
+    """Return whether the current task was cancelled, not the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -330,7 +330,7 @@ BACKLOG = 256
 HANDSHAKE_S = 10.0
 HANDSHAKES_PER_SECOND, HANDSHAKE_BURST = 40.0, 256.0
 NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST = 10.0, 128.0
-"""Of all, and of those from one network: a refusal costs far less than a handshake."""
+"""Handshakes of all networks, and of one network: a refusal costs far less than a handshake."""
 MAX_PREFERRED = 1024
 """Addresses that these limits do not hold for."""
 CLOSE_S = 1.0
@@ -344,12 +344,11 @@ SILENCE_S = 12.0
 
 
 class IrohTransport:
-    """One node's QUIC endpoint. start() binds, close() ends everything that came of it.
+    """One node's QUIC endpoint. start() binds, close() closes all its connections.
 
-    `host` is an IP address: 0.0.0.0 listens everywhere, any other IPv4 address on that one alone.
-    Relays are used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a
-    time, and twice as many with those from preferred addresses. A connection from which nothing came
-    for `silence_s` seconds is closed.
+    `host` is an IP address: 0.0.0.0 listens everywhere, any other IPv4 address on that one alone. Relays are
+    used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a time, and twice as
+    many with those from preferred addresses. A connection without data for `silence_s` seconds is closed.
     """
 
     def __init__(
@@ -659,7 +658,7 @@ async def _cancel_others() -> None:
 
 
 def _bind_addresses(host: str, port: int) -> list[str]:
-    """What iroh shall bind: left alone it listens on all of IPv6 beside one IPv4 address."""
+    """Choose the addresses for iroh to bind: by default it listens on all of IPv6 beside one IPv4 address."""
     try:
         address = ip_address(host)
     except ValueError as error:

@@ -82,7 +82,7 @@ WANTED_NEIGHBOURS = 4
 """Below this, bootstrap peers are dialled again."""
 DIAL_SECONDS = 10.0
 REACH_SECONDS = 3.0
-"""For one address of a peer that somebody waits for: there may be others, and other peers."""
+"""Time for one address of a peer while a caller waits: there may be others, and other peers."""
 RETRY_SECONDS = (1.0, 30.0)
 """First and longest pause between two dials of a bootstrap peer."""
 LOOKUP_SECONDS = 20.0
@@ -103,7 +103,7 @@ class Dialler:
         neighbours: Callable[[], int],
         known: "Callable[[], list[PeerInfo]]",
     ) -> None:
-        """`content`: the key of the run; `known()`: peers whose addresses we have from mDNS or better days."""
+        """`content`: the key of the run; `known()`: peers with addresses from mDNS or earlier contact."""
         self._host = host
         self._dht = dht
         self._content = content
@@ -208,10 +208,11 @@ HIGH_WATER, MAX_CONNECTIONS = 24, 64
 HANG_UP_SECONDS = 2.0
 
 INSTALL = "pip install --no-deps libp2p==0.8.1"
-"""Without its requirements: pyproject.toml says why. constraints.txt pins the same version."""
+"""Installs libp2p without its requirements: pyproject.toml says why. constraints.txt pins the same
+version."""
 OPTIONAL = frozenset({"coincurve", "fastecdsa", "miniupnpc"})
-"""What libp2p imports at once for other kinds of keys than Ed25519 and for UPnP. No node uses these, and they
-have no wheel for every Python: fastecdsa for none."""
+"""Modules that libp2p imports at once, for other kinds of keys than Ed25519 and for UPnP. No node uses these,
+and they have no wheel for every Python: fastecdsa for none."""
 
 
 def is_installed() -> bool:
@@ -346,7 +347,7 @@ class Libp2pDiscovery:
     async def converse(
         self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
     ) -> T:
-        """Reach `peer`, open a stream and return what `talk` makes of it, in the trio thread.
+        """Reach `peer`, open a stream and return the result of `talk` on it, in the trio thread.
 
         Raises:
             Unreachable: also between two sessions. StreamClosed, and whatever `talk` raises.
@@ -454,7 +455,7 @@ async def _stay(session: "Libp2pSession", bootstrap: Sequence[str], leaving: "tr
 
 
 def _start_error(error: Exception) -> TransportError:
-    """`error` as a TransportError, whatever number of nurseries have wrapped it."""
+    """Turn `error`, in any number of nested groups, into a TransportError."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     if isinstance(error, TransportError):
@@ -579,7 +580,7 @@ class Libp2pSession:
                     await attempt(HANG_UP_SECONDS, one.close)
 
     def _known(self) -> "list[PeerInfo]":
-        """Peers whose addresses we have from mDNS or from better days."""
+        """List peers with addresses from mDNS or from earlier contact."""
         from libp2p.peer.peerinfo import PeerInfo
 
         book = self._host.get_peerstore()
@@ -608,7 +609,7 @@ def _guarded_pubsub(
     gate: GossipFilter,
     receive: Callable[[GossipFact], None],
 ) -> "Pubsub":
-    """Pubsub that reads no faster than the gate allows and survives whatever it is sent."""
+    """Make a Pubsub that reads no faster than the gate allows and survives any message."""
     import trio
 
     own = host.get_id()
@@ -779,7 +780,7 @@ def _multiaddr(host: str, port: int) -> "Multiaddr":
 
 
 def _dialable(addresses: "Sequence[Multiaddr]") -> "list[Multiaddr]":
-    """What to tell others: a wildcard address stands for the machine's own ones."""
+    """Return the addresses to announce: a wildcard address stands for the machine's own ones."""
     from libp2p.utils.address_validation import expand_wildcard_address
 
     return [one for address in addresses for one in expand_wildcard_address(address)]

@@ -29,7 +29,7 @@ class TokenBuckets:
         return level >= 1
 
     def debt(self, key: bytes, now: float, tokens: float) -> float:
-        """Spend `tokens` whatever is there; the seconds until the bucket is out of debt again."""
+        """Spend `tokens` without a check; return the seconds until the bucket is out of debt again."""
         level = self._level(key, now) - tokens
         self._keep(key, level, now)
         return max(0.0, -level / self._rate)

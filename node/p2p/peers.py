@@ -24,7 +24,7 @@ HEAL = 0.02
 
 
 class Tier(IntEnum):
-    """What a peer has proved: lower tiers lose their connections first."""
+    """Standing of a peer by its proofs: lower tiers lose their connections first."""
 
     STRANGER = 0
     """A key, and keys are free."""
@@ -115,9 +115,9 @@ class PeerTable:
         peer.addresses = record.addresses or peer.addresses
 
     def hold(self, holding: Holding, until: float) -> None:
-        """Take in a verified holding, to believe `until` then (Unix seconds, set by the caller).
+        """Take in a verified holding, valid `until` then (Unix seconds, set by the caller).
 
-        Only the newest of a node counts, and nothing is kept of nodes whose record we do not have.
+        Only the newest of a node counts, and none is kept of nodes without a peer record here.
         """
         peer = self._peers.get(holding.node)
         news = (holding.term, holding.version, holding.complete)
@@ -148,7 +148,7 @@ class PeerTable:
         peer.addresses = tuple(addresses) or peer.addresses
 
     def admit(self, node: bytes, tier: Tier, ticket: bytes = b"") -> None:
-        """Take note of what a peer has shown."""
+        """Set a peer's tier and ticket."""
         peer = self.get(node)
         peer.tier, peer.ticket = tier, ticket
 
@@ -230,7 +230,7 @@ def _covers(told: tuple[int, int, bool], epoch: int, version: int) -> bool:
 
 
 SHUN_S = 60.0
-"""For the first lie; twice as long for each further one."""
+"""Exclusion after the first lie; twice as long for each further one."""
 SHUN_MAX_S = 3600.0
 DETOUR_S = 60.0
 NO_DETOUR_S = 15.0
@@ -249,12 +249,12 @@ class PeerScores:
         self._silent: set[bytes] = set()
 
     def lied(self, source: bytes, now: float) -> None:
-        """It gave wrong bytes, or claimed what it does not have."""
+        """Note that a source sent wrong bytes, or claimed chunks that it does not have."""
         count = self._lies[source] = self._lies.get(source, 0) + 1
         self._shunned[source] = now + min(SHUN_S * 2 ** (count - 1), SHUN_MAX_S)
 
     def shunned(self, source: bytes, now: float) -> bool:
-        """Whether it is left out for what it did."""
+        """Return whether a source is excluded for lies."""
         return now < self._shunned.get(source, 0.0)
 
     def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
@@ -284,11 +284,11 @@ class PeerScores:
         return now < self._resting.get(source, 0.0)
 
     def silent(self, source: bytes) -> None:
-        """It did not say in time what it holds: the next fetch does not wait for it."""
+        """Note that a source did not state its chunks in time: the next fetch does not wait for it."""
         self._silent.add(source)
 
     def spoke(self, source: bytes) -> None:
-        """It said what it holds."""
+        """Note that a source stated its chunks."""
         self._silent.discard(source)
 
     def awaited(self, source: bytes) -> bool:

@@ -1,6 +1,6 @@
 """Requests over streams: one framed request, one framed reply, each with a limit and a deadline.
 
-A peer's refusal arrives as Refused with its reason; whatever breaks the protocol as RemoteProtocolError.
+A peer's refusal arrives as Refused with its reason; a breach of the protocol as RemoteProtocolError.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 CONNECT_S = 5.0
-"""For the TCP handshake of one address."""
+"""Time for the TCP handshake of one address."""
 SILENCE_S = 10.0
 """A seed that sends nothing for this long, before the first byte or later, is given up."""
 CONNECTIONS_PER_SEED = 8
@@ -113,7 +113,7 @@ class HttpSeed:
         return bytes(held)
 
     def _url(self, name: str) -> str:
-        """Where the chunk is, below the base, whose query stays."""
+        """Return the URL of a chunk, below the base with its query."""
         return urlunsplit(self._base._replace(path=_place(self._base, name)))
 
 
@@ -157,7 +157,7 @@ def _place(base: SplitResult, name: str) -> str:
 
 
 def read_most(path: Path, size: int) -> bytes:
-    """At most so many bytes of a plain file; of anything else an OSError, at once."""
+    """Read a plain file up to a limit; anything else is an OSError, at once."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "no plain file")

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkWatch:
-    """Which of some chunks are held: bit i % 8 of byte i // 8 of `held` stands for the i-th."""
+    """The held ones of some chunks: bit i % 8 of byte i // 8 of `held` stands for the i-th."""
 
     def __init__(self, names: Sequence[bytes]) -> None:
         self._index = {name: number for number, name in enumerate(names)}
@@ -85,7 +85,7 @@ class ChunkArrivals:
 
     @property
     def watched(self) -> int:
-        """Chunks of all watches together: what they cost in memory."""
+        """Chunks of all watches together, a measure of their memory."""
         return sum(watch.size for watch in self._watches)
 
     def expected(self, name: bytes) -> bool:
@@ -215,7 +215,8 @@ class UploadCounts:
 
 FEWEST, MOST = 2, 16
 NEARLY = 0.85
-"""Of the best rate: fewer uploads at a time complete chunks sooner, which is worth the rest."""
+"""Share of the best rate that suffices: fewer uploads at a time complete chunks sooner, which is worth the
+rest."""
 EPOCH = 256
 """Uploads after which all is forgotten and learned again: lines change."""
 NEWEST = 0.25
@@ -305,7 +306,7 @@ class UploadTotals:
             del self._sums[min(self._sums, key=lambda one: self.recent(one, now))]
 
     def recent(self, peer: bytes, now: float) -> float:
-        """What weighs on `peer` now, in bytes."""
+        """Return the recent load of `peer`, in bytes."""
         total, since = self._sums.get(peer, (0.0, now))
         return total * 0.5 ** ((now - since) / HALF_LIFE_S)
 
@@ -392,7 +393,7 @@ BEAT_S = 0.5
 """Between two InLine messages."""
 PIECE = 128 * 1024
 PIECE_S = 10.0
-"""For a receiver to take one piece."""
+"""Time for a receiver to take one piece."""
 MIN_RATE = 64 * 1024
 """Bytes per second below which a receiver gives its slot to others."""
 NEWS_BATCH_S = 0.02

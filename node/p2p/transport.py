@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 
 class TransportError(Exception):
-    """A transport could not do what was asked. Base of the three below."""
+    """A transport could not perform a call. Base of the three below."""
 
 
 class Unreachable(TransportError):

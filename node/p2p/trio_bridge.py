@@ -209,9 +209,9 @@ class TrioThread:
 async def attempt(
     seconds: float, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args
 ) -> T | None:
-    """Inside trio, ask foreign code for what it may fail to do: a deadline, and None for an error.
+    """Call foreign code inside trio with a deadline; returns None for an error.
 
-    Only for calls whose failure is an everyday answer, such as dialling a stranger.
+    Only for calls whose failure is normal, such as dialling a stranger.
     """
     import trio
 
@@ -251,7 +251,7 @@ WRITE_SECONDS = 6.0
 STREAMS, STREAMS_PER_PEER = 64, 8
 """Streams of callers that are open at a time, of all and of one."""
 CALL_SECONDS = 600.0
-"""After this a caller's stream is ended whatever we are doing with it."""
+"""Time after which a caller's stream is ended, even in use."""
 
 Cut = Callable[[], Awaitable[None]]
 

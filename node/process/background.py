@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundThread:
-    """Runs what it is given, in order, in a daemon thread; at most `capacity` calls wait.
+    """Runs functions in order, in a daemon thread; at most `capacity` calls wait.
 
     Nothing that is called here may matter to the caller: a failure is logged and counted, and what does not
     fit is dropped and counted. A call that never returns costs the calls after it, and nothing else.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
-        """`name` is what the log calls it."""
+        """`name` appears in the log."""
         self._name = name
         self._capacity = capacity
         self._waiting: deque[Callable[[], None]] = deque()

@@ -1,1 +1,1 @@
-"""What survives a restart: chunk store, ledger, the files of a run."""
+"""State that survives a restart: chunk store, ledger, the files of a run."""

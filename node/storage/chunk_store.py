@@ -134,7 +134,7 @@ def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | N
 class FileStore:
     """A Store of one file a blob, `ab/cd/abcd...`; one process at a time owns `directory`.
 
-    The sizes of all files are learnt at the first use, which also removes what a crash left behind.
+    The first use learns the sizes of all files, and removes the remains of a crash.
     """
 
     def __init__(

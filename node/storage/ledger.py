@@ -1,7 +1,7 @@
-"""What a node must not forget when it is killed: heads, admitted peers, submissions, verdicts (SQLite, WAL).
+"""Keep a node's records over a kill: heads, admitted peers, submissions, verdicts (SQLite, WAL).
 
-A row is committed before anything it promises is said aloud: a receipt only after its submission is here, a
-verdict only together with what it changed of reputations.
+A row is committed before anything it promises is sent: a receipt only after its submission is stored, a
+verdict only together with the reputations that it changed.
 """
 
 import asyncio
@@ -161,13 +161,13 @@ class Ledger:
             ) from error
 
     def close(self) -> None:
-        """Close the file when its thread has done what it does just now; closing twice is fine."""
+        """Close the file when its thread has finished its current work; closing twice is fine."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._db.close()
         self._lock.close()
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do `work`, a call of this ledger as a rule, in its one thread; raises what it raises.
+        """Run `work`, usually a call of this ledger, in its one thread; raises the errors of `work`.
 
         It is done even if the caller is cancelled meanwhile, unless the ledger is closed before it begins.
         """
@@ -190,7 +190,7 @@ class Ledger:
         return boots
 
     def boots(self) -> int:
-        """What count_boot() said last; 0 before."""
+        """Return the last result of count_boot(); 0 before."""
         return int.from_bytes(self.get("boots") or b"", "big")
 
     def ledger_id(self) -> str:
@@ -326,9 +326,9 @@ class Ledger:
     ) -> bool:
         """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already.
 
-        Of the trainer: it is the verdict on submission number `arrival`, the only one, and after it these are
-        the `reputations` (snapshots) of all nodes that it concerns, `honest` is what it measured of a reference
-        worker, and `bounds` are sealed ClassBounds, by encoded class. All of that is kept, or nothing.
+        For the trainer: it is the only verdict on submission number `arrival`. With it are written the
+        `reputations` (snapshots) of all nodes that it concerns, the measurements `honest` of a reference
+        worker, and `bounds`, sealed ClassBounds by encoded class. All of that is kept, or nothing.
         """
         with self._transaction():
             cursor = self._write(
@@ -393,7 +393,8 @@ class Ledger:
         return self._db.execute("SELECT MAX(arrival) FROM verdicts").fetchone()[0] or 0
 
     def reputations(self) -> dict[bytes, tuple[int, bytes]]:
-        """By node: the number of the last submission that counts in its reputation, and the snapshot."""
+        """Return by node the number of the last submission that counts in its reputation, and the
+        snapshot."""
         rows = self._db.execute("SELECT node, arrival, snapshot FROM reputations")
         return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
 
@@ -487,7 +488,7 @@ class KeptVerdict:
 
     number: int
     node: bytes
-    """Whose work it is on."""
+    """The node that did the work."""
     sealed: bytes
 
 

@@ -19,11 +19,11 @@ from ..ops.errors import StorageError, file_error
 from .chunk_store import sync
 
 FORMAT = 1
-"""Of the files; a higher number where the meaning of columns changed."""
+"""Format of the files; a higher number where the meaning of columns changed."""
 ROWS_AT_ONCE = 16
 """Rows that are converted in one go: converting holds Python's lock, and a node has a network to serve."""
 TABLES_AT_ONCE = 64
-"""Of these that are written as one group of rows: each group costs a compressed piece for every column."""
+"""Rows that are written as one row group: each group costs a compressed piece for every column."""
 _NAME = re.compile(r"step_(\d{6,})\.parquet")
 _META = b"primerl"
 
@@ -36,7 +36,7 @@ class KeptRollout:
     """One training sequence (branch) of one rollout."""
 
     step: int
-    """Of the batch; of a rollout in no batch, the step that came next."""
+    """Step of the batch; for a rollout in no batch, the step that came next."""
     group: int
     """Place of its group in the file: those of the batch first, in order."""
     rollout: int
@@ -66,7 +66,7 @@ class KeptRollout:
     prompt: str = ""
     """Text of the tokens before the first that the model drew, as the model saw it."""
     completion: str = ""
-    """Text of all others: replies and, between them, what the environment said."""
+    """Text of all other turns: replies and, between them, the environment's messages."""
     cuts: list[int] = field(default_factory=list[int])
     """Characters of `completion` up to each place where a reply ends or the next one begins, in order."""
     prompt_ids: list[int] = field(default_factory=list[int])
@@ -103,7 +103,7 @@ BRIEF = tuple(name for name in COLUMNS if name not in (*TOKENS, "prompt", "compl
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """Which rollouts are wanted; what is left at its default does not matter."""
+    """Selects rollouts; a field with its default selects all."""
 
     steps: tuple[int, int] | None = None
     """First and last."""
@@ -138,7 +138,7 @@ class RolloutFilter:
 
 
 class StepSettings(msgspec.Struct, frozen=True):
-    """What a step was computed with, to compute it again."""
+    """The settings that a step was computed with, to compute it again."""
 
     training: dict[str, Any]
     """The section [training] of the config, whole."""
@@ -148,15 +148,15 @@ class StepSettings(msgspec.Struct, frozen=True):
     """Release of torch: sums of another one may differ in their last bits."""
     gpu: bool = False
     own: dict[str, dict[str, Any]] = {}
-    """The same section of each environment whose advantage differs, by name."""
+    """Section of each environment with an advantage of its own, by name."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """What a file says of its step."""
+    """The record of a step in its file."""
 
     step: int
     groups: int
-    """Of the batch; 0: no step was trained, the run ended with these rollouts."""
+    """Groups of the batch; 0: no step was trained, the run ended with these rollouts."""
     kept: int
     """Groups of the batch that are in the file."""
     rejected: int = 0
@@ -168,7 +168,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     settings: StepSettings | None = None
     """None in files of older releases."""
     baselines: dict[str, dict[str, float]] = {}
-    """Of `advantage = "rae"`, by environment and agent, before the step."""
+    """Baselines of `advantage = "rae"`, by environment and agent, before the step."""
     format: int = FORMAT
 
     @property
@@ -196,7 +196,7 @@ class RolloutFiles:
         return self.directory / f"step_{step:06d}.parquet"
 
     def steps(self) -> list[int]:
-        """Steps whose rollouts are there, ascending."""
+        """List the steps with kept rollouts, ascending."""
         if not self.directory.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
@@ -217,7 +217,7 @@ class RolloutFiles:
         return target.stat().st_size
 
     def record(self, step: int) -> StepRecord:
-        """What the file of a step says of it. Raises StorageError."""
+        """Read the record of a step from its file. Raises StorageError."""
         import pyarrow.parquet as parquet
 
         with _reading(self.path(step)):
@@ -297,7 +297,7 @@ def _replaced(target: Path, *, fsync: bool) -> Generator[Path]:
 
 @contextmanager
 def _reading(path: Path) -> Generator[None]:
-    """Turn what a missing or damaged file raises into StorageError."""
+    """Turn the errors of a missing or damaged file into StorageError."""
     import pyarrow as pa
 
     try:

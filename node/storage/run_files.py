@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and how `--clean` removes it.
+"""Name the files that a run leaves in its directory, and remove them for `--clean`.
 
 Nothing is deleted that does not look like a run of ours, and nothing while a node runs in it.
 """
@@ -43,7 +43,7 @@ def write(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """As write(), a file that its owner alone can read."""
+    """Write a file, as write(), that only its owner can read."""
     write(path, text, mode=0o600)
 
 
@@ -102,7 +102,7 @@ def held(run_dir: Path) -> Generator[None]:
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what an earlier run left.
+    """Remove the files of an earlier run.
 
     Raises:
         UsageError: the directory holds things, but no run.

@@ -162,7 +162,7 @@ class AuditQueue:
         timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`validators`: the node ids whose reports count; `timeout_s`: how long one may take over a job."""
+        """`validators`: the node ids whose reports count; `timeout_s`: time for one job."""
         self._run_id = run_id
         self._trainer = trainer
         self._timeout_s = timeout_s

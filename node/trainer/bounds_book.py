@@ -1,6 +1,6 @@
 """The bounds that judge each worker of a run that measures them: chosen, kept in the ledger, signed.
 
-Invariant: what a verdict added to a class's evidence is written together with that verdict, or not at all.
+Invariant: a verdict's evidence about a class is written together with that verdict, or not at all.
 """
 
 import logging
@@ -38,7 +38,7 @@ BOUNDS_TTL_S = 10 * 365 * 86400
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """What a verdict adds to the ledger about a class of workers."""
+    """Rows that a verdict adds to the ledger about a class of workers."""
 
     honest: Sequence[HonestRollout] = ()
     bounds: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
@@ -46,7 +46,7 @@ class MeasuredRows:
 
 
 class BoundsBook:
-    """Which bounds judge a worker, and what its rollouts tell of its class."""
+    """Chooses the bounds that judge a worker, and checks its rollouts against its class."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class BoundsBook:
         return makers_of(node, plan)
 
     def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
-        """Take in what the audits of a submission tell of a class; returns what is to be kept."""
+        """Take in the evidence of a submission's audits about a class; returns the rows to keep."""
         bounds = verified.verdict.bounds
         if self._calibration is None or not isinstance(bounds, ClassBounds):
             return MeasuredRows()
@@ -199,7 +199,7 @@ class BoundsBook:
         reputation.placement = known.claim(numerics)
 
     def sealed(self) -> tuple[bytes, ...]:
-        """The signed bounds of all classes, for anybody who asks."""
+        """Return the signed bounds of all classes, for any member that asks."""
         return tuple(self._services.ledger.bounds()[:MAX_CLASSES])
 
     def rows(self, claims: Counter[NumericsClass]) -> list[BoundsRow]:
@@ -211,7 +211,8 @@ class BoundsBook:
         return self._calibration is not None and self._calibration.vouched((node,))
 
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
-        """Say what is missing for bounds; `strangers` counts workers that are no references, by class."""
+        """Report missing references of classes; `strangers` counts workers that are no references, by
+        class."""
         return self._calibration.warnings(strangers) if self._calibration else []
 
 

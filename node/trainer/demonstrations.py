@@ -1,6 +1,7 @@
 """Demonstrations in a run of rollouts: rows mixed into every step, and hints that a teacher alone reads.
 
-Invariant: what a step gets follows from the data, the cursor of the checkpoint and the tasks of its rollouts.
+Invariant: the demonstrations of a step follow from the data, the cursor of the checkpoint and the tasks of
+its rollouts.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from ..training.buffer import RolloutGroup
 from .state import TrainerState
 
 PLACE = "{demonstration}"
-"""What LossConfig.hint has where the demonstration belongs."""
+"""Placeholder of LossConfig.hint for the demonstration."""
 
 
 class Hints:
@@ -65,7 +66,7 @@ class Hints:
 
 
 class Demonstrations:
-    """What a step learns from beside its rollouts and their rewards."""
+    """Demonstrations that a step learns from beside its rollouts and their rewards."""
 
     def __init__(self, mixed: MixedReader | None = None, hints: Hints | None = None) -> None:
         self._mixed = mixed
@@ -75,7 +76,7 @@ class Demonstrations:
 
     @property
     def identity(self) -> str:
-        """Of the data that the cursor is a place in; empty without any."""
+        """Identity of the data that the cursor belongs to; empty without any."""
         return self._mixed.identity if self._mixed else ""
 
     def restore(self, state: TrainerState) -> None:
@@ -119,7 +120,7 @@ class Demonstrations:
         return [replace(sample, hint=hint_of[id(sample.token_ids)]) for sample in samples]
 
     def figures(self) -> dict[str, float]:
-        """Return what was read of the data, by the metrics' names."""
+        """Return the data's metrics by name."""
         if self._mixed is None:
             return {}
         return {

@@ -35,7 +35,7 @@ CLOSE_S = 30.0
 THIN = "thin"
 ZERO_ADVANTAGE = "zero_advantage"
 NOT_ADMITTED = "not_admitted"
-"""By a gate of training.curriculum."""
+"""Reason of rollouts that a gate of training.curriculum refused."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class LostRollout:
 
 @dataclass
 class Lost:
-    """What did not get into a batch since the last step."""
+    """Rollouts since the last step that got into no batch."""
 
     rollouts: list[LostRollout] = field(default_factory=list[LostRollout])
     groups: list[tuple[RolloutGroup, str]] = field(default_factory=list[tuple[RolloutGroup, str]])
     """Accepted groups, and the reason why they are not trained."""
     size: int = 0
-    """Bytes of their tokens, or about as many."""
+    """Bytes of their tokens, approximately."""
     count: int = 0
     """Rollouts, those without room included."""
     left_out: int = 0
@@ -80,7 +80,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The batch of a step, in order, and what was lost before it."""
+    """The batch of a step, in order, and the rollouts lost before it."""
 
     step: int
     groups: Sequence[RolloutGroup]
@@ -171,7 +171,7 @@ class RolloutKeeper:
         samples: Sequence[Sample],
         baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> TrainedStep:
-        """Close a step: what is lost from now on belongs to the next one; `baselines` are those before it."""
+        """Close a step: rollouts lost from now on belong to the next one; `baselines` are those before it."""
         lost, self._lost = self._lost, Lost()
         return TrainedStep(step, groups, samples, lost, baselines)
 
@@ -270,7 +270,8 @@ def _kept_branch(row: KeptRollout) -> BranchTokens:
 def rows(
     step: TrainedStep, batch: Sequence[tuple[int, RolloutGroup]], shown: Shown
 ) -> Iterator[KeptRollout]:
-    """Make the rows of a step: `batch` holds the groups to keep with their places, then comes what was lost."""
+    """Make the rows of a step: `batch` holds the groups to keep with their places; the lost rollouts
+    follow."""
     # a sample has the very list of its branch (advantages.py)
     advantages = {id(sample.token_ids): sample.advantage for sample in step.samples}
     for place, group in batch:
@@ -356,7 +357,7 @@ def _lost_rows(step: int, place: int, one: LostRollout, shown: Shown) -> Iterato
 
 
 def _readable(record: BranchRecord) -> BranchTokens:
-    """Unpack as much of a branch as fits together: whoever sent it may have been refused for its form."""
+    """Unpack the consistent part of a branch: a rejected rollout may be malformed."""
     versions = (record.policy_first, record.policy_last)
     try:
         tokens, drawn = unpack_u32(record.tokens), iter(unpack_f32(record.logprobs))

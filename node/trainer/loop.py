@@ -52,13 +52,13 @@ ADVICE = {
         "the noise of those workers is not measured, `primerl-node status` says what is missing"
     ),
 }
-"""What to do where all rejections are for one reason."""
+"""Advice for a run in which all rejections have one reason."""
 
 
 def next_batch(
     config: RunConfig, scheduler: LeaseScheduler, submissions: SubmissionQueue, now: float
 ) -> str:
-    """Say what the next batch waits for; `now` in Unix seconds."""
+    """Describe the next batch's missing parts; `now` in Unix seconds."""
     buffer, unjudged = submissions.buffer, submissions.waiting()
     wanted = config.rollouts.groups_per_batch
     on_lease = scheduler.book.leased()
@@ -196,8 +196,8 @@ EXPIRY_INTERVAL_S = 0.5
 SLOW_WORKERS_SHARE = 1 / 12
 """Share of a lease's time that a full buffer waits for other workers' groups."""
 MIN_STEPS_TO_OVERLAP = 4
-"""Least max_off_policy_steps with which a version is published while the next is trained: what is leased then
-is one version older (LeadTime.depth)."""
+"""Least max_off_policy_steps with which a version is published while the next is trained: the leases of that
+time are one version older (LeadTime.depth)."""
 
 
 class TrainerRole:
@@ -235,7 +235,7 @@ class TrainerRole:
         self._evaluation = evaluation
         self._demonstrations = demonstrations or Demonstrations()
         self._baselines: dict[str, dict[str, float]] = {}
-        """Of rae, by environment and agent."""
+        """Baselines of rae, by environment and agent."""
         self._full_since = math.inf
         """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
@@ -243,14 +243,14 @@ class TrainerRole:
         self._saving_s = 0.0
         """Seconds that checkpoints held up the current step."""
         self._audited_s = 0.0
-        """Of audits, up to the newest step."""
+        """Seconds of audits, up to the newest step."""
         self._line: dict[str, float | None] = {}
         """The newest step's metrics, without those of saving and publishing it."""
         self._publishing: asyncio.Task[None] | None = None
         """The newest version on its way out."""
 
     def waits_for(self) -> str:
-        """Say what the next batch waits for; empty while one is trained."""
+        """Describe what the next batch waits for; empty while one is trained."""
         if self.progress.training:
             return ""
         return next_batch(self._config, self.scheduler, self.submissions, time.time())
@@ -557,7 +557,8 @@ class TrainerRole:
             self._ledger.forget_bodies(self._covered[0])
 
     async def begin_checkpoint(self, step: int) -> None:
-        """As checkpoint(), but return as soon as weights and buffer may change; settle() waits for the rest."""
+        """Begin checkpoint() and return as soon as weights and buffer may change; settle() waits for the
+        rest."""
         await self.settle()
         book = self.scheduler.book
         progress = self.progress

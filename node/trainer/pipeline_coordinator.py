@@ -36,7 +36,7 @@ ALIVE_S = 20.0
 SETTLE_S = 3.0
 """After the last newcomer, for others that start at the same time."""
 MEASURE_S = 12.0
-"""For all of them to measure the way to each other; then they are planned without."""
+"""Time for all offers to measure the links to each other; after it the plan is made without."""
 BENCH_S, MAX_BENCH_S = 30.0, 3600.0
 """Out of plans after a first failure; twice as long after each further one."""
 MANY_RESTARTS = 3
@@ -58,7 +58,7 @@ class StageCandidate:
 
 @dataclass
 class StageFailures:
-    """Of one node, as a stage."""
+    """Failures of one node as a stage."""
 
     count: int = 0
     last: float = 0.0
@@ -93,14 +93,14 @@ class StageCandidates:
         return self._refused(node) or self.excluded.get(node, "")
 
     def take(self, node: bytes, offer: StageOffer, now: float) -> None:
-        """Keep what a node offers. Raises RemoteProtocolError (BUSY) where too many do."""
+        """Keep a node's offer. Raises RemoteProtocolError (BUSY) where too many offer."""
         known = self._offers.get(node)
         if known is None and len(self._offers) >= MAX_OFFERS:
             raise RemoteProtocolError(Reason.BUSY, "too many offer already")
         self._offers[node] = StageCandidate(offer, known.since if known else now, now)
 
     def get(self, node: bytes) -> StageOffer | None:
-        """What a node offers."""
+        """Return a node's offer."""
         known = self._offers.get(node)
         return known.offer if known else None
 
@@ -109,7 +109,7 @@ class StageCandidates:
         self._offers.pop(node, None)
 
     def sweep(self, now: float) -> None:
-        """Forget who is silent, and old failures."""
+        """Forget silent nodes and old failures."""
         for node, one in list(self._offers.items()):
             if now - one.seen > ALIVE_S:
                 del self._offers[node]
@@ -125,7 +125,8 @@ class StageCandidates:
         return now - known.seen <= ALIVE_S
 
     def waiting(self, kind: PoolKind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
-        """Offers of this kind of nodes that are not `taken`, the oldest first; who failed lately has none."""
+        """List the offers of this kind of nodes that are not `taken`, the oldest first, without nodes that
+        failed lately."""
         found: list[Offered] = []
         for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
             offered = Offered(node, one.offer)
@@ -138,9 +139,9 @@ class StageCandidates:
         return found[:POOL]
 
     def settled(self, pool: list[Offered], now: float) -> bool:
-        """Whether there is no recent newcomer, and all have measured the way to all others, or had time to.
+        """Return whether there is no recent newcomer, and all have measured their links, or had time to.
 
-        Where operators said who is which stage there is nothing to wait for.
+        If operators fixed the order of the stages there is nothing to wait for.
         """
         if all(one.offer.rank >= 0 for one in pool):
             return True
@@ -152,9 +153,9 @@ class StageCandidates:
         return measured and now - newest >= SETTLE_S
 
     def blame(self, by: bytes, node: bytes, now: float) -> bytes:
-        """`by` says that `node` is lost: who of them is benched.
+        """Bench a node after `by` reported `node` lost; returns the benched one.
 
-        Who talks to us is perhaps slandered, so that the complaint then counts against both.
+        If the trainer still hears `node`, the report may be slander, so it counts against both.
         """
         mine = self._failures.setdefault(by, StageFailures())
         theirs = self._failures.setdefault(node, StageFailures())
@@ -187,7 +188,8 @@ class StageCandidates:
         return True
 
     def weigh(self, accusers: Collection[bytes], head: bytes, now: float) -> set[bytes]:
-        """`accusers` say that stage 0 is lost, which talks to us: who of them all is benched.
+        """Bench nodes after `accusers` reported stage 0 lost, although it talks to us; returns the benched
+        ones.
 
         A doubt is for stage 0, as it has work in its hands: one false accusation costs its author.
         """
@@ -211,7 +213,7 @@ NEVER = -1e18
 
 
 class SavedPipeline(msgspec.Struct, frozen=True):
-    """What survives a restart of the trainer."""
+    """The part of a pipeline that survives a restart of the trainer."""
 
     plans: tuple[PipelinePlan, ...]
     excluded: dict[bytes, str]
@@ -262,7 +264,7 @@ class PipelineGroup:
         return self.sealed
 
     def row(self, offer_of: Callable[[bytes], StageOffer | None]) -> GroupRow:
-        """For `status`."""
+        """Return the row of `status`."""
         plan = self.plan
         offers = ((node, offer_of(node)) for node in self.nodes)
         order = [Offered(node, offer) for node, offer in offers if offer is not None]
@@ -333,7 +335,7 @@ class PipelineCoordinator:
     # -- requests ----------------------------------------------------------------------------------
 
     def offered(self, peer: bytes, request: OfferStage) -> StageWait | StagePlanned:
-        """Take an offer, or a complaint; the answer is the newest plan that `peer` is in, if there is one.
+        """Take an offer, or a complaint; return the newest plan of `peer`, if there is one.
 
         Raises:
             RemoteProtocolError: RATE_LIMITED, BANNED; NOT_FOUND where this model is not cut, NOT_ADMITTED for
@@ -364,7 +366,7 @@ class PipelineCoordinator:
         self._without({node}, "left")
 
     def began(self, node: bytes) -> None:
-        """It started, maybe again: what it had in hands is gone, and it is not lost."""
+        """Note that a node started, maybe again: its work is gone, and it is not lost."""
         self._led.discard(node)
         for group in list(self._groups.values()):
             if group.head == node and group.doubts:
@@ -382,7 +384,7 @@ class PipelineCoordinator:
         return any(group.head == node and not group.void for group in self._groups.values())
 
     def orphans(self) -> list[bytes]:
-        """Stages 0 whose plan ended and that are silent: their work goes to others. Each is named once."""
+        """List the silent stages 0 whose plan ended, each once: their work goes to others."""
         now = self._clock()
         self._sweep(now)
         leading = {group.head for group in self._groups.values() if not group.void}
@@ -403,11 +405,11 @@ class PipelineCoordinator:
         return self._plans.get((group, generation))
 
     def rows(self) -> list[GroupRow]:
-        """For `status`."""
+        """Return the rows of `status`."""
         return [group.row(self._book.get) for group in self._groups.values()]
 
     def place(self, node: bytes) -> str:
-        """Which stage a node is, for `peers`: "1/2, layers 14-27", or empty."""
+        """Return a node's stage, for `peers`: "1/2, layers 14-27", or empty."""
         group = self._group_of(node)
         rank = group.plan.rank_of(node) if group else None
         if group is None or rank is None:
@@ -434,7 +436,7 @@ class PipelineCoordinator:
             raise RemoteProtocolError(Reason.NOT_ADMITTED, detail)
 
     def _sweep(self, now: float) -> None:
-        """Forget who is silent."""
+        """Forget silent nodes."""
         self._book.sweep(now)
         for name, group in list(self._groups.items()):
             if now - group.heard > GONE_S:
@@ -507,7 +509,7 @@ class PipelineCoordinator:
     def _look_after(
         self, peer: bytes, group: PipelineGroup, request: OfferStage, now: float
     ) -> None:
-        """Whether `peer` can still be the stage that it is, and what it says of others."""
+        """Check that `peer` can still hold its stage, and take in its reports on others."""
         plan = group.plan
         if not self._can_be(plan, peer, now):
             self._without({peer}, "offers too little for its stage by now")
@@ -541,7 +543,7 @@ class PipelineCoordinator:
         self._without(gone, f"stage 0 is lost, say {names}")
 
     def _wait_for_missing(self, peer: bytes, group: PipelineGroup, now: float) -> None:
-        """Who was lost may come back to its place; the others do not wait for ever."""
+        """Let a lost stage come back to its place; the others wait for a limited time."""
         if peer in group.missing and self._can_be(group.plan, peer, now):
             group.missing.discard(peer)
         if group.missing and now - group.missing_since > WAIT_S:
@@ -557,7 +559,8 @@ class PipelineCoordinator:
                 self._mend(group, gone)
 
     def _mend(self, group: PipelineGroup, gone: set[bytes]) -> None:
-        """Spares for who is gone; else a new plan of all that are left; else the same one again; else wait."""
+        """Replace the lost stages by spares; else plan anew with all that are left; else keep the plan; else
+        wait."""
         now, old = self._clock(), group.plan
         assert self._model is not None
         known, group.void = group.missing, True
@@ -588,7 +591,8 @@ class PipelineCoordinator:
         return self._book.alive(node, now) and fits(plan, rank, offer, costs)
 
     def _helpers(self, old: PipelinePlan, gone: set[bytes], now: float) -> list[Offered]:
-        """Who may be in the next generation: spares in their order, others that wait, and who is left."""
+        """List candidates for the next generation: spares in their order, other waiting nodes, and the
+        remaining stages."""
         offers = (self._book.get(stage.node) for stage in old.stages)
         name = next((offer.name for offer in offers if offer is not None), "")
         kind = old.shape.engine, old.shape.software, name
@@ -600,7 +604,7 @@ class PipelineCoordinator:
     # -- answers -----------------------------------------------------------------------------------
 
     def _wait(self, peer: bytes, kind: PoolKind, now: float) -> StageWait:
-        """No plan: who else waits, for `peer` to measure the way to them."""
+        """Return the reply without a plan: other waiting nodes, to which `peer` measures its links."""
         pool = self._book.waiting(kind, now, self._taken)
         return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
 

@@ -1,7 +1,7 @@
-"""What audits of a pipeline's rollouts tell of each of its stages, and when it is taken apart.
+"""Attribute audits of a pipeline's rollouts to its stages, and decide when to dissolve it.
 
-Stage 0 signs for all, so it never gets off free: it could have made up what it states of the others.
-A node named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
+Stage 0 signs for all, so it always shares the blame: it could have forged the statements of the others. A
+node named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
 """
 
 import logging
@@ -28,7 +28,7 @@ from ..verification.verifier import AuditResults, Verified
 logger = logging.getLogger(__name__)
 
 PLANS = 256
-"""That are remembered."""
+"""Plans that are remembered."""
 Dissolve = Callable[[bytes, bytes, str], None]
 """(group, node, why): the group goes on without that node, which is in no plan any more."""
 
@@ -40,9 +40,9 @@ class Tally:
     doubt: list[float]
     """Nats, by stage: a CUSUM of the outcomes of all rollouts that can be of it."""
     rooms: list[Room]
-    """By stage."""
+    """Rooms by stage."""
     unstated: int
-    """Rollouts that may yet come without boundaries: as many as can have been under way when the plan began."""
+    """Rollouts that may still come without boundaries: at most those in progress when the plan began."""
     parted: bool = False
 
 
@@ -116,7 +116,7 @@ class StageFaults:
 
 
 def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
-    """What the sequential tests of a node that made a submission alone are told, in order.
+    """Return the observations for the sequential tests of a node that made a submission alone, in order.
 
     `placing`: a suspect is not, as it may only be of another numerics class than it claims.
     """
@@ -129,7 +129,8 @@ def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
 
 
 def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
-    """A rollout without boundaries is stage 0's, but for as many as can have been begun with other stages."""
+    """Attribute a rollout without boundaries to stage 0, except those that can have been begun with other
+    stages."""
     if one.distances or one.outcome == "clean":
         return one
     tally.unstated -= 1
@@ -148,7 +149,7 @@ def _doubt(nats: float, blames: Sequence[StageAttribution], rank: int) -> float:
 
 
 def _laid(one: StageAttribution, rank: int, count: int) -> Audited:
-    """What a rollout says of stage `rank` of `count`, which share what it says of another policy."""
+    """Return a rollout's evidence on stage `rank` of `count`; all share its evidence of another policy."""
     other = one.other_policy / count
     if rank in one.stages:
         return Audited(one.outcome, other, 1 / len(one.stages))

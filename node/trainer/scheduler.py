@@ -1,4 +1,4 @@
-"""Lease out the tasks of a run: how many groups may be out, which tasks come next, who gets them.
+"""Lease out the tasks of a run: the number of groups, the order of tasks, the turn of each worker.
 
 Invariant: capacity bounds staleness, so no more groups are leased than the next batches can train in time.
 """
@@ -195,7 +195,7 @@ class LeaseScheduler:
             self.book.newcomers.leave(node, pending.origin, time.time())
 
     def take_back(self, now: float) -> list[Held]:
-        """Take back the leases that expired or whose stage 0 is gone; their tasks will be leased again.
+        """Take back the leases that expired or whose stage 0 is lost; their tasks will be leased again.
 
         `now` in Unix seconds. Called regularly, as newcomers' slots are passed on with time.
         """
@@ -354,7 +354,7 @@ class LeaseScheduler:
 
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:
-    """Take as many verdicts as fit into one reply beside its leases; the rest come with the next."""
+    """Take the verdicts that fit into one reply beside its leases; the rest come with the next."""
     taken: list[bytes] = []
     size = 0
     while waiting and len(taken) < MAX_LEASES and size + len(waiting[0]) <= VERDICT_BYTES:

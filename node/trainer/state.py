@@ -122,11 +122,11 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's part of a checkpoint."""
 
     tasks: dict[str, TaskPosition] = {}
-    """By the environment's name."""
+    """Positions by the environment's name."""
     next_task: int = 0
-    """Of a checkpoint from before a run had several environments, which has no `tasks`."""
+    """Next task in a checkpoint from before a run had several environments; such a one has no `tasks`."""
     requeued: list[int] = []
-    """As next_task."""
+    """Requeued tasks of such a checkpoint."""
     verified_up_to: int
     """Arrival number of the last submission that the buffer or the model already contains."""
     history: list[tuple[int, float]]
@@ -145,7 +145,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: int = 0
     boots: int = 0
     reputations: dict[str, ReputationSnapshot] = {}
-    """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
+    """Reputations by node id (hex), as of `verified_up_to`; the ledger has newer ones."""
     curriculum: dict[str, dict[int, float]] = {}
     """Curriculum.rewards by environment."""
     baselines: dict[str, dict[str, float]] = {}
@@ -153,7 +153,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     sft: DataCursor = DataCursor()
     """Where the demonstrations of training.sft go on."""
     sft_identity: str = ""
-    """Of the data that `sft` is a place in; empty without training.sft."""
+    """Identity of the data that `sft` is a place in; empty without training.sft."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
         """Restore the evidence about every worker, bans included; the ledger's where it is newer."""
@@ -193,8 +193,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _restore_draws(queue: TaskQueue, position: TaskPosition, done: Counter[int]) -> None:
-    """Restore a queue whose tasks are drawn: answered draws are not made anew, and nothing is known of those
-    that were only leased since."""
+    """Restore a queue whose tasks are drawn: answered draws are not made anew, and leased ones are
+    unknown."""
     left = Counter(done)
     for index in position.requeued:
         if left[index]:
@@ -205,7 +205,7 @@ def _restore_draws(queue: TaskQueue, position: TaskPosition, done: Counter[int])
 
 
 def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPosition]:
-    """Say where the tasks of each environment go on; what is on lease is leased again first."""
+    """Return where the tasks of each environment continue; leased tasks are leased again first."""
     out: dict[int, list[int]] = {}
     for held in book.held.values():
         out.setdefault(held.lease.environment, []).extend(task.index for task in held.lease.tasks)

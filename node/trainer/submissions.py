@@ -265,7 +265,7 @@ class SubmissionQueue:
         )
 
     def _keep(self, arrived: QueuedSubmission, verified: Verified, measured: MeasuredRows) -> bytes:
-        """Write the verdict and what it changed into the ledger; returns it sealed."""
+        """Write the verdict and its changes into the ledger; returns it sealed."""
         sealed = self._services.seal(
             Purpose.VERDICT,
             verified.verdict,

@@ -105,7 +105,7 @@ class PendingRequest:
 
 
 class WorkerRegistry:
-    """Admits workers by ticket and keeps what the trainer knows of each."""
+    """Admits workers by ticket and keeps a record of each."""
 
     def __init__(
         self,
@@ -464,7 +464,7 @@ def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:
 
 
 def check_clock(theirs: int, ours: int) -> None:
-    """Refuse a node whose clock is off, because leases and submissions expire by it.
+    """Refuse a node with a wrong clock, because leases and submissions expire by it.
 
     Both in Unix seconds; 0 for `theirs` means unknown. Raises RemoteProtocolError(WRONG_CLOCK).
     """

@@ -1,4 +1,4 @@
-"""Low-rank adapters as a State, and what they make of a base model's: W + alpha / rank x B A.
+"""Low-rank adapters as a State, and merging them into a base model: W + alpha / rank x B A.
 
 Every node merges by itself, and audits compare what came of it: so the same bits must come of it everywhere,
 on any processor, with any number of threads.
@@ -24,13 +24,13 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 """After a module's name: [rank, in] and [out, rank]."""
 WEIGHT = ".weight"
 BLOCK = 1 << 18
-"""Elements merged at once: what a processor's cache holds of 14 bytes each."""
+"""Elements merged at once, at 14 bytes each: as many as fit a processor's cache."""
 DENSE = 8
 """No positions are given of a tensor with more than one changed element in this many."""
 
 
 class LowRank(Protocol):
-    """What there is to know of adapters: a run's AdapterContract, or the LoraConfig that it is made of."""
+    """Rank, alpha and targets of adapters: a run's AdapterContract, or the LoraConfig that it is made of."""
 
     @property
     def rank(self) -> int:
@@ -39,7 +39,7 @@ class LowRank(Protocol):
 
     @property
     def alpha(self) -> float:
-        """What the product is multiplied by, times the rank."""
+        """Numerator of the product's factor alpha / rank."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class LowRank(Protocol):
 
 @dataclass(frozen=True)
 class MergedAdapters:
-    """A merged state, and what it is made of: the same objects are not merged again."""
+    """A merged state and its inputs: the same objects are not merged again."""
 
     adapters: State
     state: State
@@ -61,7 +61,7 @@ def adapter_shapes(
 ) -> dict[str, tuple[int, int]]:
     """Name -> shape of every adapter tensor on a base with tensors of these `shapes`; allocates nothing.
 
-    Raises EngineError where the contract asks for what the base does not have.
+    Raises EngineError where the contract names layers that the base does not have.
     """
     found: dict[str, tuple[int, int]] = {}
     unknown = set(contract.target_modules)
@@ -95,7 +95,7 @@ def merge(
     before: MergedAdapters | None = None,
     threads: int = 1,
 ) -> State:
-    """The state that an engine computes with; both states are bf16 and stay as they are.
+    """Merge the adapters into the base; both states are bf16 and stay as they are.
 
     Tensors without adapters, or with a B of zeros, are the base's own objects; those whose adapters are the
     very objects of `before` are its own. Raises EngineError if the adapters are not those of the contract.
@@ -171,7 +171,8 @@ def changes(old: State, new: State, *, threads: int = 1) -> Changed:
 
 
 def _changed(old: Tensor, new: Tensor) -> NDArray[np.int64] | None:
-    """Positions at which two tensors differ; None: so many that all of it counts as changed."""
+    """Find the positions at which two tensors differ; None: more than the limit, so the whole tensor counts
+    as changed."""
     flags = new.data != old.data
     return None if DENSE * np.count_nonzero(flags) > flags.size else where(flags)
 

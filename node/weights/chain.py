@@ -15,13 +15,13 @@ NOTHING = -1
 Step = tuple[int, Artifact]
 """A version, and the artifact that reaches it."""
 Needs = Callable[[PolicyManifest, Artifact], Sequence[ChunkRef]]
-"""Which chunks have to be fetched of an artifact that reaches the manifest."""
+"""Selects the chunks of an artifact that have to be fetched for the manifest's version."""
 _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
 
 
 def whole(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
-    """Every chunk: what a node needs that holds all weights."""
+    """Select every chunk, for a node that holds all weights."""
     return artifact.chunks
 
 
@@ -64,11 +64,11 @@ class VersionChain:
         stored: AbstractSet[bytes] = frozenset(),
         needs: Needs = whole,
     ) -> list[Step]:
-        """The steps to `target_version` that fetch the fewest bytes, then the fewest steps.
+        """Plan the steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
-        They start from the state that is held (`have_version` NOTHING: none is) or from a snapshot.
-        Empty if the target is held. Only what it `needs` of an artifact costs anything, and of that no
-        chunk whose digest is in `stored`. Raises NoPath, and what `needs` raises.
+        They start from the held state (`have_version` NOTHING: none is) or from a snapshot. Empty if the
+        target is held. Only chunks in `needs` of an artifact cost anything, and none with a digest in
+        `stored`. Raises NoPath, and the errors of `needs`.
         """
         held = None if have_version == NOTHING else (have_version, have_state)
         route = self._cheapest(held, target_version, self._manifests.keys(), stored, needs)
@@ -80,7 +80,7 @@ class VersionChain:
         return list(route)
 
     def gap(self, held: int, below: int) -> int | None:
-        """The newest version before `below` that is known, or `held`, and whose successor is not known.
+        """Return the newest known version before `below`, or `held`, whose successor is not known.
 
         None if there is none: then no manifest is missing on the way from the held version.
         """

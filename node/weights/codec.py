@@ -72,8 +72,8 @@ def decode_full(
 ) -> State:
     """Decode the state in `payload`, laid out as `tensors`; digests are not checked here.
 
-    `done` is called with every tensor with elements as soon as it is written. Raises CodecError.
-    Allocates what `tensors` implies and one block, whatever the payload says.
+    `done` is called with every tensor with elements as soon as it is written. Raises CodecError. Allocates
+    the size of `tensors` and one block, for any payload.
     """
     return _decode(FULL, None, payload, check_layout(tensors), threads, done)[0]
 

@@ -39,7 +39,8 @@ from .state import Changed, CodecError, State
 PIPE = 1 << 20
 """Bytes that a pipe holds: with the usual 64 KiB both ends wait for each other all the time."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 26)}
-"""For glibc: arrays come from the heap, which is not given back after each of them to be zeroed anew."""
+"""Settings of glibc: arrays come from the heap, which is not given back and zeroed anew after each of
+them."""
 
 _HEAD = struct.Struct("<II")
 """Bytes of an element, and the number of blocks."""
@@ -154,7 +155,7 @@ THREADS = 4
 WORTH_IT = 1 << 22
 """Changes below which, and elements to compare above which threads are as good; 0.1 s of work for one core."""
 GONE = "an encoding process is gone (%s): coding here"
-"""Killed for memory, say. What it would have done is done here; it ends with the others."""
+"""Logged when a process ended, killed for memory, say. This process then encodes; the others end with it."""
 
 NONE = np.empty(0, np.int64)
 Work = tuple[Bits, Bits, str, Sequence[slice], Positions]

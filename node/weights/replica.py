@@ -1,7 +1,7 @@
 """The policy that this node holds, or its share of it, kept equal to the trainer's bit for bit.
 
-A state becomes the held one only after every tensor in it was hashed and found to be what the signed
-manifest promises; until commit() nothing that is held changes.
+A state becomes the held one only after every tensor in it was hashed and equals the digest in the signed
+manifest; until commit() nothing that is held changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,8 @@ class Policy:
     """Only the tensors of the share that is held."""
     digests: Mapping[str, bytes]
     digest: bytes
-    """Of all tensors of the version, held or not: the manifest's digests of those that are not lead to it."""
+    """Digest of all tensors of the version, held or not: the manifest's digests of those that are not held
+    complete it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ LARGE_TENSOR = 8 << 20
 copies of whole tensors, for which numpy leaves the lock (4B: 20 MB)."""
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
-"""What a node holds before its first snapshot."""
+"""The policy of a node before its first snapshot."""
 
 
 def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
@@ -122,7 +123,7 @@ class WeightReplica:
         payload: bytes | Iterable[bytes],
         hashing: "_Hashing",
     ) -> tuple[State, Changed | None]:
-        """The state, of which `hashing` learns tensor by tensor, and where a delta changed it."""
+        """Decode the state, hashing each tensor with `hashing`, and find where a delta changed it."""
         wanted = wanted_of(manifest.tensors, self._share)
         infos = [info for info in manifest.tensors if info.name in wanted]
         size = artifact.size

@@ -55,7 +55,7 @@ Changed = Mapping[str, NDArray[np.int64] | None]
 
 
 def floats(tensor: Tensor) -> NDArray[Any]:
-    """Read the numbers of a tensor, flat: those of bf16 as fp32, the bits of what is no float as they are."""
+    """Read the numbers of a tensor, flat: those of bf16 as fp32, the bits of other types unchanged."""
     if tensor.dtype == "BF16":
         return (tensor.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
     kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(tensor.dtype)
@@ -102,11 +102,11 @@ def state_bytes(state: State) -> int:
 
 
 MEMORY_THREADS = 8
-"""Of copying, comparing and merging states; more wait for memory."""
+"""Threads that copy, compare and merge states; more wait for memory."""
 
 
 def memory_threads() -> int:
-    """As many as that, or as this machine has cores."""
+    """Return MEMORY_THREADS, or the number of this machine's cores if that is smaller."""
     return min(MEMORY_THREADS, os.cpu_count() or 1)
 
 

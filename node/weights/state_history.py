@@ -128,7 +128,7 @@ class StateHistory(Mapping[int, HeldState]):
     """Version -> state, ascending. add() may run in a thread while others read."""
 
     def __init__(self, keep: int, whole: int = WHOLE) -> None:
-        """Hold the newest `keep` versions, of which `whole` take the memory of a state."""
+        """Hold the newest `keep` versions, the newest `whole` of them as whole states."""
         self._keep = max(1, keep)
         self._most_whole = max(1, min(whole, keep))
         self._held: Mapping[int, HeldState] = {}
@@ -165,7 +165,7 @@ class StateHistory(Mapping[int, HeldState]):
 
 
 class TensorLayout(NamedTuple):
-    """What a tensor is, whatever its elements are."""
+    """Shape and dtype of a tensor, without its elements."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -224,7 +224,7 @@ class InferenceRole:
         verdicts: VerdictLog,
         leases: int = 0,
     ) -> None:
-        """`leases`: the most to hold at a time; 0 is as many as keep the engine busy.
+        """`leases`: the most to hold at a time; 0 holds enough to keep the engine busy.
 
         `environments` are those that can be played here, by their place in the run; one that is given up while
         others work is removed.
@@ -439,7 +439,7 @@ class InferenceRole:
         return None if len(playable) == len(self._run.environments) else playable
 
     def _holding(self) -> tuple[int, ...]:
-        """Leases that we hold or whose submissions wait for upload."""
+        """List the leases that we hold or whose submissions wait for upload."""
         return tuple(sorted({*self._active, *self._uploads.leases()})[-MAX_HELD:])
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:

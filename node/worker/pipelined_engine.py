@@ -64,7 +64,7 @@ class PipelinedEngine:
         self._order_of = order_of
         self._plan = plan
         self._wanted: Order | None = None
-        """What the whole ring is to compute by: what the head was given last."""
+        """The order for the whole ring: the head's last one."""
         self._news = asyncio.Condition()
         self._changing = asyncio.Lock()
         self.joined = False

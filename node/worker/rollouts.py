@@ -1,6 +1,6 @@
-"""From a lease to the records of its groups: rollouts are played and scored, groups packed when they are whole.
+"""Turn a lease into the records of its groups: play and score rollouts, pack groups when they are whole.
 
-Every sample is drawn from the lease's own seed; what a rollout said is never changed on the way.
+Every sample is drawn from the lease's own seed; a rollout is never changed on the way.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class AdmissionControl:
         self._numbers = itertools.count()
         self._waiting: list[Waiting] = []
         self._inflight: dict[int, asyncio.Timeout | None] = {}
-        """What stops each that holds a permit, the oldest first; None where it has not begun yet."""
+        """Timeout of each permit's holder, the oldest first; None where it has not begun yet."""
         self._turnstile = TurnLimiter()
         self._generated = 0
         self._counted = deque[tuple[float, int]](maxlen=RATE_POLLS)
@@ -173,7 +173,7 @@ class AdmissionControl:
         await entrance
 
     def _admit(self) -> None:
-        """Let in as many as there is room for. Who gave up waiting is passed over."""
+        """Let in waiting requests while there is room; cancelled ones are passed over."""
         room = self._concurrency.room(len(self._inflight), self._clock())
         while room > 0 and self._waiting:
             _, number, entrance = heapq.heappop(self._waiting)
@@ -233,7 +233,7 @@ LARGE = 32_768
 
 @dataclass(frozen=True)
 class LeaseResult:
-    """What a lease led to; see Submission."""
+    """Result of a lease; see Submission."""
 
     groups: tuple[GroupRecord, ...]
     plan: bytes
@@ -343,7 +343,7 @@ class ActiveGroup:
         self._indices = itertools.count()
         self._episodes: dict[int, Episode] = {}
         self._unbegun: list[Episode] = []
-        """Of rollouts that failed before they asked for a reply."""
+        """Episodes of rollouts that failed before they asked for a reply."""
 
     def begin(self) -> int:
         """The index of the sample that asks for its first reply now."""
@@ -404,7 +404,7 @@ def _failed(lease: Lease, reference: TaskRef, detail: str) -> GroupRecord:
 
 
 def group_name(lease: Lease, task: Task) -> bytes:
-    """What the rollouts of one task of one lease have in common, for the engine."""
+    """Name the rollouts of one task of one lease, so that the engine keeps them together."""
     return derive("group", lease.lease_id.to_bytes(8, "big"), task.digest)[:16]
 
 

@@ -31,7 +31,7 @@ ASK_TIMEOUT_S = 30.0
 PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
 PATIENCE_S = 600.0
-"""For a stage to fetch its part of a version, all of it at worst."""
+"""Time for a stage to fetch its part of a version, at worst all of it."""
 AHEAD = 2**53
 """Stands for the version of a stage that is further than that."""
 
@@ -40,7 +40,7 @@ class PrepareRequests(Protocol):
     """Ask a plan's stages to prepare a version, also while their ring is incomplete."""
 
     plan: PipelinePlan
-    """Whose stages."""
+    """The plan of these stages."""
 
     async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
         """Ask one stage. Raises Refused, TransportError, RemoteProtocolError."""
@@ -93,7 +93,7 @@ async def _ready(
 RING_AGAIN_S = 0.1
 """Between two looks at a ring that breaks as soon as it is whole."""
 LOOK = 1 / 8
-"""Of the time that a ring may take to get whole: between two looks at who answers."""
+"""Pause between two checks of the stages' answers, as a share of the time that a ring may take to recover."""
 STEADY_S = 30.0
 """A ring that held so long is none that breaks again and again."""
 MOST_BREAKS = 3
@@ -243,7 +243,7 @@ class RingSupervisor:
             await self._look(turn, time.monotonic() - began)
 
     async def _look(self, turn: _Turn, waited_s: float) -> None:
-        """Report who keeps a ring from getting whole: who does not answer, else who is known to have failed.
+        """Report the stages that keep a ring from recovering: silent ones, else those known to have failed.
 
         A node that answers may still come back by itself, or start.
         """
@@ -285,7 +285,7 @@ class RingSupervisor:
             self._complain(nodes)
 
     def _node(self, fault: RingFault) -> list[bytes]:
-        """Whose fault it is, if it is known and not our own."""
+        """Return the node at fault, if it is known and not this one."""
         if fault.rank is None or fault.rank == self.planned.rank:
             return []
         return [self.plan.stages[fault.rank].node]
@@ -301,7 +301,8 @@ async def _true(waiting: Awaitable[Any]) -> bool:
 
 
 async def _unless_over(turn: _Turn, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """What `waiting` gives; None, and it is cancelled, once another ring has taken the place of this one."""
+    """Return the result of `waiting`; None, and it is cancelled, once another ring has taken the place of
+    this one."""
     work = asyncio.ensure_future(waiting)
     over = asyncio.ensure_future(turn.over.wait())
     try:
@@ -313,7 +314,8 @@ async def _unless_over(turn: _Turn, waiting: Coroutine[Any, Any, T]) -> T | None
 
 
 ANSWER_S = 10.0
-"""For a head, and for what it names: then stage 0 is told to ask again. Silence would mean that we are gone."""
+"""Time for a head and the chunks that it names; after it stage 0 is told to ask again, since silence would
+mean that we are gone."""
 LOOK_S = 1.0
 
 

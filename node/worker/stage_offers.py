@@ -40,7 +40,7 @@ ASK_TIMEOUT_S = 15.0
 RETRY_S = 2.0
 """After a question that failed."""
 PROBES = 16
-"""Others that are measured; the largest plan has as many stages."""
+"""Other nodes that are measured; the largest plan has as many stages."""
 MEASURED_S = 60.0
 """How long a measurement counts."""
 RECORD_S = 1200.0
@@ -82,7 +82,8 @@ class AssignedPlan:
 
 
 def software(config: EngineConfig) -> str:
-    """What a stage computes with: only equals are put together. Raises UsageError for an engine but vLLM."""
+    """Name the software of a stage: only equal ones are put together. Raises UsageError for an engine but
+    vLLM."""
     if config.type != "vllm":
         raise UsageError(PIPELINES_NEED_VLLM)
     cuda = config.device != "cpu" and gpus.usable(os.environ)
@@ -92,7 +93,8 @@ def software(config: EngineConfig) -> str:
 def make_offer(
     config: EngineConfig, pp: PipelineConfig, model_dir: Path, fingerprint: str
 ) -> StageOffer:
-    """What this machine offers for the model whose config.json is in `model_dir`; asks nvidia-smi, about 0.1 s.
+    """Compute this machine's offer for the model whose config.json is in `model_dir`; runs nvidia-smi, about
+    0.1 s.
 
     Raises EngineError, UsageError: also where engine.tp does not divide the model, which no plan would change.
     """
@@ -140,7 +142,7 @@ class StageOffers:
         self.current: AssignedPlan | None = None
         """None: no plan, or none any more."""
         self.words = "offers its memory"
-        """For people."""
+        """State for the operator."""
 
     async def run(self) -> None:
         """Offer until cancelled. Raises NodeError where the trainer wants none of it."""

@@ -41,7 +41,7 @@ class SpooledSubmission:
 
     lease_id: int
     deadline: float
-    """Of its lease, Unix seconds: the most urgent is uploaded first."""
+    """Deadline of its lease, Unix seconds: the most urgent is uploaded first."""
     moving: bool = False
     """It is being uploaded."""
 
@@ -73,12 +73,12 @@ class UploadQueue:
         self._rest_until = 0.0
 
     def open(self) -> None:
-        """Find what an earlier start of this node left."""
+        """Load the submissions of an earlier start of this node."""
         for name, lease_id, deadline in self._ledger.spooled():
             self._kept[name] = SpooledSubmission(lease_id, deadline)
 
     def leases(self) -> set[int]:
-        """Leases whose work is here."""
+        """List the leases of the queued submissions."""
         return {kept.lease_id for kept in self._kept.values()}
 
     async def put(self, lease: Lease, submission: Submission) -> None:

@@ -1,7 +1,7 @@
 """Keep a node's weights at the newest policy version: plan, fetch, prove, load.
 
-Invariant: the engine only gets a state whose digest equals that in the trainer's signed head, or the share of
-such a state that it computes with.
+Invariant: the engine only gets a state whose digest equals that in the trainer's signed head, or its share of
+such a state.
 """
 
 import asyncio
