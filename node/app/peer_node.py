@@ -21,9 +21,7 @@ from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import AdapterContract, RunManifest, Ticket
 from ...protocol.messages import (
-    Accepted,
     GetHeads,
-    Goodbye,
     Hello,
     WatchHeads,
     Welcome,
@@ -69,7 +67,6 @@ LEAST_SILENCE_S = 60.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
-GOODBYE_S = 2.0
 MONITORED_EVERY_S = 30.0
 PUBLIC_OF_NODE = {
     "engine": {"type", "dtype", "device", "tp", "pp", "dp", "max_batch", "max_model_len"}
@@ -427,13 +424,7 @@ class PeerNode(Node):
         cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
         if isinstance(cause, TicketError | NetworkError | RunFailed):
             return  # it never let us in, is not there, or knows
-        goodbye = Goodbye(printable(one_line(cause), MAX_NAME))
-        try:
-            await services.links.request(
-                services.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
-            )
-        except (TransportError, Refused, RemoteProtocolError) as refused:
-            logger.debug("goodbye was not heard: %s", refused)
+        await services.say_goodbye(printable(one_line(cause), MAX_NAME))
 
     # -- what the operator sees ----------------------------------------------------------------------
 

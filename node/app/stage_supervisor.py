@@ -4,29 +4,21 @@ A stage is built here; stage 0 is an inference worker like any other, with a lon
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...crypto.hashing import short
-from ...protocol.errors import RemoteProtocolError
-from ...protocol.messages import Accepted, Goodbye, Probe
 from ...protocol.pipelines import PipelinePlan, PipelineShape
-from ...protocol.version import ALPN_CONTROL, ALPN_PIPELINE
 from ..config.engine import EngineConfig
 from ..config.run import JoinConfig
 from ..ops.control import StageRow
-from ..p2p.connections import ConnectionPool
-from ..p2p.rpc import Refused, ask
-from ..p2p.transport import TransportError
-from ..pipeline.acceptor import LinkAcceptor, probe
+from ..pipeline.acceptor import LinkAcceptor, is_reachable, probe
 from ..pipeline.frames import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
 from ..pipeline.links import LocalLink
 from ..pipeline.place import StagePlace, share_of
-from ..pipeline.ring import REQUEST_LANE, Ring
+from ..pipeline.ring import Ring
 from ..pipeline.trails import SignedTrails
 from ..weights.payload import TensorShare
 from ..worker.pipelined_engine import Order, PipelinedEngine
@@ -36,16 +28,11 @@ from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 SOCKET_NAME = "stage.sock"
 PROBE_S = 10.0
-AGAIN_S = 0.3
-"""Between two questions to a node that does not answer."""
 LOOK_S = 1.0
-GOODBYE_S = 2.0
 WAITING = "waiting for a pipeline"
 
 
@@ -108,7 +95,7 @@ class StageSupervisor:
             finally:
                 offering.cancel()
                 if not self._joined.services.heads.ended:
-                    await leave(self._joined.services.links, self._joined.services.trainer)
+                    await self._joined.services.say_goodbye()
 
     def row(self) -> StageRow | None:
         """Return the status row of this node's stage; None while it has none."""
@@ -200,7 +187,7 @@ class StageSupervisor:
             )
 
         async def reachable(node: bytes) -> bool:
-            return await answers(services.links, node, within_s=stall_s / 2)
+            return await is_reachable(services.links, node, within_s=stall_s / 2)
 
         offers = self._offers
         return RingSupervisor(
@@ -285,32 +272,6 @@ def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
         "dtype": shape.dtype,
     }
     return config.model_copy(update=agreed)
-
-
-async def answers(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
-    """Return whether `node` replies within that time, also with a refusal; a node that changes networks needs
-    some."""
-    until = time.monotonic() + within_s
-    while (left := until - time.monotonic()) > 0:
-        try:
-            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=REQUEST_LANE)
-            await ask(connection, Probe(), Probe, deadline=max(AGAIN_S, left))
-        except TransportError:
-            await links.drop(node, ALPN_PIPELINE, lane=REQUEST_LANE)
-            await asyncio.sleep(AGAIN_S)
-        except (Refused, RemoteProtocolError):
-            return True
-        else:
-            return True
-    return False
-
-
-async def leave(links: ConnectionPool, trainer: bytes) -> None:
-    """Tell the trainer that this node takes part no more."""
-    try:
-        await links.request(trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=GOODBYE_S)
-    except (TransportError, Refused, RemoteProtocolError) as error:
-        logger.debug("goodbye was not heard: %s", error)
 
 
 def stage_row(

@@ -112,7 +112,7 @@ class WorkerNode(PeerNode):
         finally:
             # a worker that only changes its stage in a pipeline does not leave the run
             if self._stages is None and self._role is not None and not joined.services.heads.ended:
-                await self._role.leave()
+                await joined.services.say_goodbye()
             for environment in environments.values():
                 await environment.close()
             await engine.close()

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from ...crypto.keys import SecretKey
 from ...protocol.envelope import ANYBODY, Purpose, seal
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import PeerRecord, Role
+from ...protocol.messages import Accepted, Goodbye
 from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
@@ -27,13 +29,17 @@ from .download import BlobFetcher
 from .gossip import Gossip, HoldingsAnnouncer
 from .heads import HeadServer, HeadStore
 from .peers import PeerTable
+from .rpc import Refused
 from .serve import BlobServer, ChunkArrivals
-from .transport import Transport
+from .transport import Transport, TransportError
+
+logger = logging.getLogger(__name__)
 
 RECORD_TTL_S = 3600
 EQUIVOCATION = "equivocation"
 FAREWELL_S = 0.5
 """Time for a proof of equivocation to leave before the node does."""
+GOODBYE_S = 2.0
 
 
 @dataclass
@@ -132,6 +138,16 @@ class NodeServices:
             holdings=self.holdings,
             on_fraud=self.report_fraud,
         )
+
+    async def say_goodbye(self, why: str = "") -> None:
+        """Tell the trainer that this node leaves, so that its work goes to others; `why` names a failure."""
+        goodbye = Goodbye(why)
+        try:
+            await self.links.request(
+                self.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
+            )
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("goodbye was not heard: %s", error)
 
     def report_fraud(self, error: RemoteProtocolError) -> None:
         """Queue a proof against the trainer for watch_fraud(); one is enough, more may be dropped."""

@@ -27,8 +27,8 @@ from ...protocol.pipelines import PipelinePlan, check_plan
 from ...protocol.version import ALPN_PIPELINE, KIB, MIB
 from ..p2p.connections import ConnectionPool
 from ..p2p.limits import TokenBuckets
-from ..p2p.rpc import ask, receive, send
-from ..p2p.transport import Stream
+from ..p2p.rpc import Refused, ask, receive, send
+from ..p2p.transport import Stream, TransportError
 from .ring import Ring
 
 SMALL = 4
@@ -37,6 +37,8 @@ LARGE = 3
 """Full ones: the first open the congestion window, the quickest is the rate."""
 LEAST_S = 1e-4
 LANE = 1
+AGAIN_S = 0.3
+"""Pause before a node that did not answer is asked again."""
 RATE = 1.0 * MIB
 BURST = 16.0 * MIB
 """Bytes that one peer may have us send."""
@@ -67,6 +69,23 @@ async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQ
     down = min([await took(Probe(answer=MAX_PROBE)) for _ in range(LARGE)])
     slower = max(LEAST_S, max(up, down) - round_trip)
     return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
+
+
+async def is_reachable(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
+    """Return whether `node` replies in time, also with a refusal; it may need some to change networks."""
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=LANE)
+            await ask(connection, Probe(), Probe, deadline=max(AGAIN_S, left))
+        except TransportError:
+            await links.drop(node, ALPN_PIPELINE, lane=LANE)
+            await asyncio.sleep(AGAIN_S)
+        except (Refused, RemoteProtocolError):
+            return True
+        else:
+            return True
+    return False
 
 
 class ProbeResponder:

@@ -19,10 +19,8 @@ from ...protocol.manifests import RunManifest
 from ...protocol.messages import (
     MAX_HELD,
     MAX_LEASES,
-    Accepted,
     GetBounds,
     GetVerdicts,
-    Goodbye,
     LeaseReply,
     LeaseRequest,
     MeasuredBounds,
@@ -315,15 +313,6 @@ class InferenceRole:
             # The run is over: nothing that is under way is needed.
             for task in [*loops, *self._working.values()]:
                 task.cancel()
-
-    async def leave(self) -> None:
-        """Tell the trainer that our leases may go to other workers."""
-        try:
-            await self._services.links.request(
-                self._run.trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=2.0
-            )
-        except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.debug("goodbye was not heard: %s", error)
 
     def chunk_sources(self) -> dict[str, int]:
         """Fetched chunk bytes by source."""
