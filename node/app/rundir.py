@@ -31,6 +31,7 @@ from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig
+from ..config.sft import SftConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts
 from ..models.model_files import position_count
@@ -94,7 +95,7 @@ def prepare(config: RunConfig) -> Path:
     return directory
 
 
-async def prepare_model(config: RunConfig, directory: Path) -> Path:
+async def prepare_model(config: RunConfig | SftConfig, directory: Path) -> Path:
     """The Hugging Face directory of the run's model, made or found."""
     from ..models import huggingface
 

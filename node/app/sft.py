@@ -5,18 +5,16 @@ learned.
 """
 
 import asyncio
-import fcntl
 import json
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.run import EnvironmentConfig, ResumeConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment, EnvironmentFailed
-from ..ops.errors import BusyError, RankFailed, UsageError
+from ..ops.errors import RankFailed, UsageError
 from ..ops.logs import configure
 from ..ops.metrics import PhaseClock
 from ..ops.monitors import check_monitors
@@ -25,8 +23,10 @@ from ..sft.loop import SftLoop, Watch
 from ..storage import run_files
 from ..training.backend import TrainBackend
 from ..training.checkpoint import Checkpoints
+from ..training.restarts import Restarts
 from .factories import make_backend, make_environment
-from .startup import WARMUP_TASKS, Restarts
+from .rundir import prepare_model
+from .startup import WARMUP_TASKS
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ async def sft(config: SftConfig, *, watch: Watch, factories: SftFactories | None
     """
     check_files(config)
     check_monitors(config.monitors)
-    with _alone(config.run_dir):
+    with run_files.held(config.run_dir):
         directory = prepare(config)
         configure(config.log, directory / "logs" / "sft.jsonl")
         await _SftRun(config, watch, factories or SftFactories()).run()
@@ -73,22 +73,6 @@ def prepare(config: SftConfig) -> Path:
     return directory
 
 
-@contextmanager
-def _alone(directory: Path) -> Generator[None]:
-    """Hold the lock of `directory`, which lies beside it, since --clean empties the directory.
-    Raises BusyError."""
-    path = directory.with_name(f".{directory.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise BusyError(
-                f"another run is at work in {directory}: choose another --name"
-            ) from error
-        yield
-
-
 class _SftRun:
     def __init__(self, config: SftConfig, watch: Watch, factories: SftFactories) -> None:
         self._config = config
@@ -100,7 +84,7 @@ class _SftRun:
         """From the model to summary.json."""
         started = time.monotonic()
         with self._clock.phase("start"):
-            model_dir = await self._model()
+            model_dir = await prepare_model(self._config, self._config.run_dir / "model")
         environment = self._environment(model_dir)
         try:
             data = await self._data(environment, model_dir)
@@ -112,17 +96,6 @@ class _SftRun:
         summary["seconds"] = {**seconds, "total": round(time.monotonic() - started, 3)}
         path = self._config.run_dir / run_files.SUMMARY
         await asyncio.to_thread(run_files.write, path, json.dumps(summary, indent=2))
-
-    async def _model(self) -> Path:
-        """The model's directory, made or found."""
-        from ..models import huggingface
-
-        model, directory = self._config.model, self._config.run_dir / "model"
-        if model.create is None:
-            return await asyncio.to_thread(huggingface.resolve, model.name)
-        if not (directory / "config.json").exists():
-            await asyncio.to_thread(huggingface.create, directory, model.create, self._config.seed)
-        return directory
 
     def _environment(self, model_dir: Path) -> Environment | None:
         wanted = self._config.data.environment

@@ -1,69 +1,26 @@
-"""Start a run: resume from its own checkpoint or another run's, or warm up; publish a first version; restart
-after the loss of ranks.
-"""
+"""Start a run: resume from its own checkpoint or another run's, or warm up; publish a first version."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
-
-import msgspec
 
 from ..config.run import RunConfig, WarmupConfig
 from ..environments.environment import Environment
 from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
 from ..ops import summary
-from ..ops.errors import RankFailed, StorageError, UsageError
+from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
 from ..trainer.loop import TrainerRole
-from ..trainer.state import TrainerState, current_epoch
+from ..trainer.state import current_epoch, fork
 from ..training.backend import TrainBackend
-from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
 from ..training.warmup import SupervisedBackend, WarmupProgress, warm_up
 from ..weights.state import State
-
-
-def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
-    """Make the checkpoint parts of a new run from those of another after `step`.
-
-    Raises StorageError if they are of no RL run.
-
-    Tasks that were on lease come first, as after a crash; waiting rollouts are dropped, reputations are kept.
-    """
-    try:
-        other = msgspec.json.decode(parts["cursor"], type=TrainerState)
-        msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise StorageError(
-            "this is no checkpoint of `primerl-node train`: begin from its weights instead, --model.name "
-            "DIRECTORY/weights/step_N"
-        ) from error
-    ours = TrainerState(
-        tasks=other.tasks,
-        next_task=other.next_task,
-        requeued=other.requeued,
-        verified_up_to=0,
-        history=other.history,
-        accepted=0,
-        rejected={},
-        received=0,
-        delta_bytes=0,
-        full_bytes=0,
-        staleness_history=other.staleness_history,
-        staleness_max=other.staleness_max,
-        reputations=other.reputations,
-        curriculum=other.curriculum,
-    )
-    return {
-        "cursor": msgspec.json.encode(ours),
-        "buffer": msgspec.msgpack.encode(BufferSnapshot(step, [])),
-    }
-
 
 logger = logging.getLogger(__name__)
 
@@ -246,74 +203,3 @@ async def demonstrations(
     finally:
         ahead.cancel()
         await asyncio.wait([ahead])
-
-
-LONGEST_WAIT_S = 60.0
-
-
-class Restarts:
-    """Counts restarts since the last new checkpoint, so that they end if none makes progress."""
-
-    def __init__(
-        self, most: int, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        """At most `most` restarts from one checkpoint."""
-        self._most = most
-        self._sleep = sleep
-        self._from: int | None = None
-        self._count = 0
-
-    async def after(self, error: BaseException, checkpoint: int | None) -> None:
-        """Wait before a restart from the newest `checkpoint`; raises `error` if a restart would not help.
-
-        The first restart from a checkpoint is immediate, each further one waits twice as long.
-        """
-        failure = ranks_alone(error)
-        if failure is None:
-            raise error
-        if checkpoint != self._from:
-            self._from, self._count = checkpoint, 0
-        if self._count >= self._most:
-            raise failure
-        wait_s = min(2.0**self._count - 1.0, LONGEST_WAIT_S)
-        self._count += 1
-        logger.warning(
-            "%s: restart %d of %d from %s",
-            failure,
-            self._count,
-            self._most,
-            "the beginning" if checkpoint is None else f"checkpoint {checkpoint}",
-        )
-        await self._sleep(wait_s)
-
-
-async def until_done(
-    work: Callable[[bool], Awaitable[None]],
-    restarts: Restarts,
-    *,
-    newest: Callable[[], int | None],
-    replace: Callable[[], Awaitable[None]],
-) -> None:
-    """Do `work(False)`; whenever ranks die, replace() them and do `work(True)`. Raises as Restarts.after().
-
-    newest() reads the step of the last complete checkpoint; it runs in a thread.
-    """
-    again = False
-    while True:
-        try:
-            if again:
-                await replace()
-            return await work(again)
-        except (RankFailed, BaseExceptionGroup) as error:
-            again = True
-            await restarts.after(error, await asyncio.to_thread(newest))
-
-
-def ranks_alone(error: BaseException) -> RankFailed | None:
-    """Return the failure of ranks that `error` is or consists of; None if it holds anything else."""
-    if isinstance(error, RankFailed):
-        return error
-    if not isinstance(error, BaseExceptionGroup):
-        return None
-    found = [ranks_alone(one) for one in error.exceptions]
-    return found[0] if None not in found else None

@@ -45,9 +45,11 @@ from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
+from ..trainer.tickets import TicketIssuer
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
 from ..training.curriculum import Curriculum
+from ..training.restarts import Restarts, until_done
 from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.self_calibration import SelfCalibration
@@ -57,8 +59,7 @@ from . import rundir
 from .factories import Factories, auditing, sandboxed
 from .running_node import Node, peer_rows, show_network, shown_silence
 from .services import open_services, open_store
-from .startup import Restarts, Startup, own_tasks, until_done
-from .tickets import TicketIssuer
+from .startup import Startup, own_tasks
 
 EVALUATIONS = "evaluations.jsonl"
 

@@ -80,7 +80,7 @@ def check_kinds(run_dir: Path) -> None:
 
 @contextmanager
 def held(run_dir: Path) -> Generator[None]:
-    """Be the only launcher of a run, from before its directory is made or emptied until the end.
+    """Hold the lock of a run's directory, from before it is made or emptied until the end.
 
     Raises BusyError, StorageError. The lock is a file beside the directory, which --clean removes; the system
     lets go of it when its holder dies.
@@ -96,7 +96,7 @@ def held(run_dir: Path) -> Generator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise BusyError(
-                f"another `primerl-node rl` works in {run_dir}: wait for it, or choose another --name"
+                f"another `primerl-node` works in {run_dir}: wait for it, or choose another --name"
             ) from error
         yield
 

@@ -16,6 +16,7 @@ from ..ops.errors import StorageError
 from ..ops.metrics import PhaseClock
 from ..sft.data import DataCursor
 from ..storage.ledger import Ledger
+from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
 
 KEY = "term"
@@ -257,3 +258,40 @@ def _differs(state: TrainerState, ledger: Ledger) -> str:
 def snapshots(reputations: Mapping[bytes, Reputation]) -> dict[str, ReputationSnapshot]:
     """Convert reputations for a TrainerState."""
     return {node.hex(): one.snapshot() for node, one in reputations.items()}
+
+
+def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
+    """Make the checkpoint parts of a new run from those of another after `step`.
+
+    Raises StorageError if they are of no RL run.
+
+    Tasks that were on lease come first, as after a crash; waiting rollouts are dropped, reputations are kept.
+    """
+    try:
+        other = msgspec.json.decode(parts["cursor"], type=TrainerState)
+        msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise StorageError(
+            "this is no checkpoint of `primerl-node train`: begin from its weights instead, --model.name "
+            "DIRECTORY/weights/step_N"
+        ) from error
+    ours = TrainerState(
+        tasks=other.tasks,
+        next_task=other.next_task,
+        requeued=other.requeued,
+        verified_up_to=0,
+        history=other.history,
+        accepted=0,
+        rejected={},
+        received=0,
+        delta_bytes=0,
+        full_bytes=0,
+        staleness_history=other.staleness_history,
+        staleness_max=other.staleness_max,
+        reputations=other.reputations,
+        curriculum=other.curriculum,
+    )
+    return {
+        "cursor": msgspec.json.encode(ours),
+        "buffer": msgspec.msgpack.encode(BufferSnapshot(step, [])),
+    }

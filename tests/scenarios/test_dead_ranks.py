@@ -15,13 +15,13 @@ from support.training_cases import make_model as make_real_model
 from support.witness import Fakes, WitnessBackend, trained_ages
 
 from primerl.node.app.factories import Factories
-from primerl.node.app.startup import Restarts, ranks_alone, until_done
 from primerl.node.config.run import RunConfig
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
 from primerl.node.training.backend import Snapshot, StepMetrics, TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.restarts import Restarts, ranks_alone, until_done
 from primerl.node.weights.state import digests, state_digest
 
 Deaths = Counter[tuple[str, int]]

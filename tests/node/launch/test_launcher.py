@@ -458,7 +458,7 @@ async def test_two_launchers_of_one_run_do_not_meet(
     monkeypatch.setenv("WORKERS", "2")  # one more than there will be: it waits for us
     first = asyncio.create_task(run(config, CPU, Watching()))
     await until((config.run_dir / "seen").exists)
-    with pytest.raises(BusyError, match="another `primerl-node rl` works in"):
+    with pytest.raises(BusyError, match="another `primerl-node` works in"):
         await run(config.model_copy(update={"clean": True}), CPU, Watching())
     with (config.run_dir / "seen").open("a") as file:
         file.write("worker of nobody\n")

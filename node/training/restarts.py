@@ -1,0 +1,79 @@
+"""Restart a run after the death of its ranks, from the newest checkpoint, a bounded number of times."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..ops.errors import RankFailed
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 60.0
+
+
+class Restarts:
+    """Counts restarts since the last new checkpoint, so that they end if none makes progress."""
+
+    def __init__(
+        self, most: int, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """At most `most` restarts from one checkpoint."""
+        self._most = most
+        self._sleep = sleep
+        self._from: int | None = None
+        self._count = 0
+
+    async def after(self, error: BaseException, checkpoint: int | None) -> None:
+        """Wait before a restart from the newest `checkpoint`; raises `error` if a restart would not help.
+
+        The first restart from a checkpoint is immediate, each further one waits twice as long.
+        """
+        failure = ranks_alone(error)
+        if failure is None:
+            raise error
+        if checkpoint != self._from:
+            self._from, self._count = checkpoint, 0
+        if self._count >= self._most:
+            raise failure
+        wait_s = min(2.0**self._count - 1.0, LONGEST_WAIT_S)
+        self._count += 1
+        logger.warning(
+            "%s: restart %d of %d from %s",
+            failure,
+            self._count,
+            self._most,
+            "the beginning" if checkpoint is None else f"checkpoint {checkpoint}",
+        )
+        await self._sleep(wait_s)
+
+
+async def until_done(
+    work: Callable[[bool], Awaitable[None]],
+    restarts: Restarts,
+    *,
+    newest: Callable[[], int | None],
+    replace: Callable[[], Awaitable[None]],
+) -> None:
+    """Do `work(False)`; whenever ranks die, replace() them and do `work(True)`. Raises as Restarts.after().
+
+    newest() reads the step of the last complete checkpoint; it runs in a thread.
+    """
+    again = False
+    while True:
+        try:
+            if again:
+                await replace()
+            return await work(again)
+        except (RankFailed, BaseExceptionGroup) as error:
+            again = True
+            await restarts.after(error, await asyncio.to_thread(newest))
+
+
+def ranks_alone(error: BaseException) -> RankFailed | None:
+    """Return the failure of ranks that `error` is or consists of; None if it holds anything else."""
+    if isinstance(error, RankFailed):
+        return error
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    found = [ranks_alone(one) for one in error.exceptions]
+    return found[0] if None not in found else None
