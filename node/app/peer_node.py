@@ -31,6 +31,7 @@ from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSI
 from ..config.run import JoinConfig
 from ..inference.engine import Engine
 from ..inference.numerics import check_exact
+from ..models import base_weights
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
     NetworkError,
@@ -52,7 +53,7 @@ from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
 from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
-from . import base_weights, rundir
+from . import rundir
 from .factories import Factories, sandboxed
 from .running_node import Node, peer_rows, show_network
 from .services import open_services, open_store

@@ -34,6 +34,7 @@ from ..config.run import RunConfig
 from ..config.sft import SftConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts
+from ..models import base_weights
 from ..models.model_files import position_count
 from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
@@ -49,7 +50,6 @@ from ..storage.run_files import (
 from ..training.checkpoint import Checkpoints
 from ..verification.bounds import proof_contract
 from ..weights.replica import prove
-from . import base_weights
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from support.protocol_cases import ADAPTED
 from support.training_cases import make_model
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.node.app import base_weights
 from primerl.node.config.training import LoraConfig
-from primerl.node.models import huggingface
+from primerl.node.models import base_weights, huggingface
 from primerl.node.models.model_files import read_base
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.state import digests, state_digest

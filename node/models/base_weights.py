@@ -43,7 +43,7 @@ def publish(
 
     Raises EngineError if the model cannot have these adapters, StorageError.
     """
-    from ..models import huggingface
+    from . import huggingface
 
     # as an engine names and a policy holds them: files may repeat tied weights, or have others than the model
     state = huggingface.policy_state(huggingface.load_model(model_dir, dtype="bfloat16"))
