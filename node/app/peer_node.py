@@ -48,6 +48,7 @@ from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
 from ..p2p.rpc import Refused, receive
 from ..p2p.services import RECORD_TTL_S, NodeServices
+from ..p2p.status_view import peer_rows, show_network
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
@@ -55,7 +56,7 @@ from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import rundir
 from .factories import Factories, sandboxed
-from .running_node import Node, peer_rows, show_network
+from .running_node import Node
 from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
 

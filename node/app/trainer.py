@@ -6,18 +6,14 @@ import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.leases import LeaseBook, LeasePolicy, MixtureShare, TaskQueue
-from ...protocol.manifests import RouteShape
-from ...protocol.pipelines import MAX_STAGES
-from ...protocol.reputation import Reputation, ban_test
-from ...protocol.version import MAX_SUBMISSION, MIB
+from ...protocol.leases import LeaseBook, TaskQueue
+from ...protocol.reputation import ban_test
 from ..config.run import RunConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
@@ -26,12 +22,13 @@ from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..ops import summary
-from ..ops.control import EnvironmentRow, PeerRow, Status
+from ..ops.control import PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
+from ..p2p.status_view import show_network
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
@@ -42,8 +39,9 @@ from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
-from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply
+from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_policy
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
+from ..trainer.status_view import show_training, worker_rows
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
 from ..trainer.tickets import TicketIssuer
 from ..trainer.workers import WorkerRegistry
@@ -57,7 +55,7 @@ from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
-from .running_node import Node, peer_rows, show_network, shown_silence
+from .running_node import Node
 from .services import open_services, open_store
 from .startup import Startup, own_tasks
 
@@ -103,28 +101,6 @@ async def open_eval_tasks(
             )
         )
     return found
-
-
-BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
-"""Upper bound for one token in a submission: id, mask, logprob, proof, framing, and the fingerprints of the
-stages of the longest pipeline."""
-
-
-def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
-    """Make the lease policy of a run; `routes`: the routes that its rollouts bring."""
-    rollouts, mixture = config.rollouts, config.mixture
-    largest = max(one.group_size for one in mixture)
-    tokens = config.training.seq_len * largest * rollouts.groups_per_lease
-    size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
-    return LeasePolicy(
-        environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
-        groups_per_batch=rollouts.groups_per_batch,
-        groups_per_lease=rollouts.groups_per_lease,
-        max_off_policy_steps=rollouts.max_off_policy_steps,
-        leases_per_worker=rollouts.leases_per_worker,
-        timeout_s=rollouts.lease_timeout_s,
-        max_bytes=min(MIB + tokens * size, MAX_SUBMISSION),
-    )
 
 
 def step_settings(config: RunConfig) -> StepSettings:
@@ -596,71 +572,6 @@ class TrainerNode(Node):
         if self._services is None or self._role is None:
             return []
         return worker_rows(self._services, self._role)
-
-
-def show_training(status: Status, role: TrainerRole) -> None:
-    """Fill in `status` how training goes."""
-    progress, scheduler = role.progress, role.scheduler
-    status.step, status.reward = progress.step, progress.reward
-    status.staleness, status.history = progress.staleness, progress.history
-    status.version = status.newest_version = role.publisher.version
-    status.leases = len(scheduler.book.held)
-    status.waiting_groups = scheduler.demand.waiting_groups()
-    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
-    status.pipelines = scheduler.registry.pipelines.rows()
-    registry = scheduler.registry
-    status.environments = environment_rows(role)
-    status.bounds = registry.bounds.rows(registry.classes())
-    missing = registry.bounds.warnings(registry.classes(strangers=True))
-    status.warnings = [*registry.warnings(), *missing]
-
-
-def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
-    """Make a row for each environment that is trained on."""
-    progress, registry = role.progress, role.scheduler.registry
-    ratios = [one.ratio for one in registry.book.policy.environments]
-    able = registry.able()
-    return [
-        EnvironmentRow(
-            name=one.name,
-            id=one.id,
-            share=ratio / sum(ratios),
-            group_size=one.group_size,
-            reward=progress.rewards.get(one.name),
-            accepted=progress.accepted_of[one.name],
-            workers=able[number],
-        )
-        for number, (one, ratio) in enumerate(zip(registry.environments, ratios, strict=True))
-    ]
-
-
-def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
-    """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
-    registry, newest = role.scheduler.registry, role.publisher.version
-    leases = Counter(held.node for held in registry.book.held.values())
-    validators = registry.audits.records()
-    rows = peer_rows(services)
-    for row in rows:
-        node = bytes.fromhex(row.id)
-        worker = registry.workers.get(node)
-        version = worker.stats.version if worker else -1
-        row.version, row.lag = version, newest - version if version >= 0 else 0
-        row.leases = leases[node]
-        row.stage = registry.pipelines.place(node)
-        known = registry.reputations.get(node) or Reputation()
-        row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
-        row.top_reason, row.refused = known.top_reason(), known.refused
-        row.trust, row.suspicion = round(known.trust, 3), round(known.suspicion, 3)
-        row.audited = known.audited
-        if (validator := validators.get(node)) is not None:
-            row.audits = validator.jobs
-            if validator.disqualified:
-                row.refused = row.refused or f"disqualified: {validator.disqualified}"
-        if worker is not None:
-            row.numerics = str(worker.numerics or "")
-            row.left, silence = worker.left, registry.silence(node)
-            row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
-    return rows
 
 
 def _ticket_row(one: IssuedTicket) -> dict[str, object]:

@@ -15,9 +15,12 @@ from dataclasses import replace
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, LeaseShare
+from ...protocol.leases import Held, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
+from ...protocol.manifests import RouteShape
 from ...protocol.messages import MAX_LEASES, LeaseReply, LeaseRequest
+from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation
+from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..training.buffer import RolloutBuffer, peer_room
@@ -40,6 +43,26 @@ PREPARED_TASKS = 128
 KEPT_DIGESTS = 4096
 VERDICT_BYTES = 256 * 1024
 """Verdicts in one reply."""
+BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
+"""Upper bound for one token in a submission: id, mask, logprob, proof, framing, and the fingerprints of the
+stages of the longest pipeline."""
+
+
+def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
+    """Make the lease policy of a run; `routes`: the routes that its rollouts bring."""
+    rollouts, mixture = config.rollouts, config.mixture
+    largest = max(one.group_size for one in mixture)
+    tokens = config.training.seq_len * largest * rollouts.groups_per_lease
+    size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
+    return LeasePolicy(
+        environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
+        groups_per_batch=rollouts.groups_per_batch,
+        groups_per_lease=rollouts.groups_per_lease,
+        max_off_policy_steps=rollouts.max_off_policy_steps,
+        leases_per_worker=rollouts.leases_per_worker,
+        timeout_s=rollouts.lease_timeout_s,
+        max_bytes=min(MIB + tokens * size, MAX_SUBMISSION),
+    )
 
 
 class LeaseDemand:

@@ -14,10 +14,10 @@ from support.swarm import Running, Swarm, until
 from support.witness import Fakes, WitnessEngine, never_right
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.running_node import peer_rows
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.errors import EngineError, NetworkError
 from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.status_view import peer_rows
 
 PATIENT: dict[str, Any] = {"max_empty_batches": 1000, "batch_timeout_s": 30.0}
 

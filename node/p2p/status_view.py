@@ -1,0 +1,61 @@
+"""Show a node's network and its peers to the operator (`status`, `peers`)."""
+
+import time
+
+from ...crypto.hashing import short
+from ..ops.control import PeerRow, Status
+from ..ops.errors import printable
+from .peers import Peer
+from .services import NodeServices
+
+SILENT_S = 20.0
+"""Workers send a request every five seconds (worker/loop.py, HEARTBEAT_S)."""
+
+
+def show_network(status: Status, services: NodeServices) -> None:
+    """Fill in `status` what every node knows of its run and its peers."""
+    status.run = services.run_id.hex()
+    peers = services.peers.rows()
+    traffic = [peer.traffic() for peer in peers]
+    status.bytes_sent = sum(sent for sent, _ in traffic)
+    status.bytes_received = sum(received for _, received in traffic)
+    status.peers = sum(1 for peer in peers if peer.path() is not None)
+    status.neighbours = services.discovery.neighbours() if services.discovery else 0
+
+
+def peer_rows(services: NodeServices) -> list[PeerRow]:
+    """Make one row per known peer, the connected ones first; only a trainer knows their work."""
+    own = services.key.node_id
+    rows = [_row(peer) for peer in services.peers.rows() if peer.node != own]
+    return sorted(rows, key=lambda row: (row.path == "-", row.role, row.id))
+
+
+def _row(peer: Peer) -> PeerRow:
+    path = peer.path()
+    sent, received = peer.traffic()
+    seen = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
+    return PeerRow(
+        id=peer.node.hex(),
+        short=short(peer.node),
+        role=peer.record.role if peer.record else "?",
+        path=path.kind if path else "-",
+        rtt_ms=round(path.rtt_ms, 1) if path and path.rtt_ms is not None else None,
+        bytes_sent=sent,
+        bytes_received=received,
+        version=-1,
+        lag=0,
+        leases=0,
+        accepted=0,
+        rejected=0,
+        top_reason="",
+        trust=0.5,
+        reliability=round(peer.success, 3),
+        last_seen_s=seen,
+        software=printable(peer.record.software) if peer.record else "?",
+        silent_s=0.0 if path else shown_silence(seen or 0.0),
+    )
+
+
+def shown_silence(seconds: float) -> float:
+    """Round a silence; 0 if it is too short to show."""
+    return round(seconds, 1) if seconds >= SILENT_S else 0.0

@@ -1,0 +1,74 @@
+"""Show a trainer's training, environments and workers to the operator (`status`, `peers`)."""
+
+from collections import Counter
+
+from ...protocol.reputation import Reputation
+from ..ops.control import EnvironmentRow, PeerRow, Status
+from ..p2p.services import NodeServices
+from ..p2p.status_view import peer_rows, shown_silence
+from .loop import TrainerRole
+
+
+def show_training(status: Status, role: TrainerRole) -> None:
+    """Fill in `status` how training goes."""
+    progress, scheduler = role.progress, role.scheduler
+    status.step, status.reward = progress.step, progress.reward
+    status.staleness, status.history = progress.staleness, progress.history
+    status.version = status.newest_version = role.publisher.version
+    status.leases = len(scheduler.book.held)
+    status.waiting_groups = scheduler.demand.waiting_groups()
+    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+    status.pipelines = scheduler.registry.pipelines.rows()
+    registry = scheduler.registry
+    status.environments = environment_rows(role)
+    status.bounds = registry.bounds.rows(registry.classes())
+    missing = registry.bounds.warnings(registry.classes(strangers=True))
+    status.warnings = [*registry.warnings(), *missing]
+
+
+def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
+    """Make a row for each environment that is trained on."""
+    progress, registry = role.progress, role.scheduler.registry
+    ratios = [one.ratio for one in registry.book.policy.environments]
+    able = registry.able()
+    return [
+        EnvironmentRow(
+            name=one.name,
+            id=one.id,
+            share=ratio / sum(ratios),
+            group_size=one.group_size,
+            reward=progress.rewards.get(one.name),
+            accepted=progress.accepted_of[one.name],
+            workers=able[number],
+        )
+        for number, (one, ratio) in enumerate(zip(registry.environments, ratios, strict=True))
+    ]
+
+
+def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
+    """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
+    registry, newest = role.scheduler.registry, role.publisher.version
+    leases = Counter(held.node for held in registry.book.held.values())
+    validators = registry.audits.records()
+    rows = peer_rows(services)
+    for row in rows:
+        node = bytes.fromhex(row.id)
+        worker = registry.workers.get(node)
+        version = worker.stats.version if worker else -1
+        row.version, row.lag = version, newest - version if version >= 0 else 0
+        row.leases = leases[node]
+        row.stage = registry.pipelines.place(node)
+        known = registry.reputations.get(node) or Reputation()
+        row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
+        row.top_reason, row.refused = known.top_reason(), known.refused
+        row.trust, row.suspicion = round(known.trust, 3), round(known.suspicion, 3)
+        row.audited = known.audited
+        if (validator := validators.get(node)) is not None:
+            row.audits = validator.jobs
+            if validator.disqualified:
+                row.refused = row.refused or f"disqualified: {validator.disqualified}"
+        if worker is not None:
+            row.numerics = str(worker.numerics or "")
+            row.left, silence = worker.left, registry.silence(node)
+            row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
+    return rows
