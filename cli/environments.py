@@ -144,7 +144,7 @@ def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 @app.command("trust", short_help="Let workers of this machine play an environment.")
 def trust(
     environment: Id,
-    remove: Annotated[bool, typer.Option("--remove", help="Trust it no more.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Stop trusting it.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Let `join` with this data directory play the installed release of an environment, without asking.
@@ -214,7 +214,7 @@ def install(
         typer.Argument(metavar="WHEEL|PATH|NAME", help="A wheel, a source directory, or a name."),
     ],
     trusted: Annotated[
-        bool, typer.Option("--trust", help="Trust what was installed, as `env trust` does.")
+        bool, typer.Option("--trust", help="Trust the installed package, as `env trust` does.")
     ] = False,
     data_dir: DataDir = None,
     as_json: AsJson = False,

@@ -290,9 +290,7 @@ def _rows(trainer: NodeState, nodes: Mapping[str, NodeState]) -> list[Cells]:
     newest = trainer.status.version if trainer.status else -1
     rows = [_node_cells(node, newest, known) for node in nodes.values()]
     if len(ours) < len(nodes):
-        return (
-            rows  # a node of ours has not told its id yet: its row would be taken for a stranger's
-        )
+        return rows  # the id of a node of ours is unknown yet: its row would look like a stranger's
     joined = (row for row in trainer.peers if row.short not in ours and not gone(row))
     joined = (row for row in joined if row.role != "?" or row.version >= 0 or row.accepted)
     return rows + [

@@ -113,7 +113,10 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "peers": (status.peers, "The peers that it knows, and how they do."),
     "explain": (explain.run, "Why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
-    "replay": (replay.run, "Compute a finished run again, and compare it with what was published."),
+    "replay": (
+        replay.run,
+        "Compute a finished run again, and compare it with its published versions.",
+    ),
     "import": (import_config.run, "Convert a config of prime-rl."),
     "stop": (status.stop, "Stop the running node in order."),
     "init": (identity.init, "Make this node's key."),

@@ -147,7 +147,7 @@ def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
     place = RolloutFilter((step, step), group=group, rollout=rest[0] if rest else None)
     found = list(files.select(place))
     if not found:
-        raise UsageError(f"nothing is kept at {text}: the list shows what is, --step {step}")
+        raise UsageError(f"nothing is kept at {text}: list the kept ones with --step {step}")
     return found
 
 

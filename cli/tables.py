@@ -134,7 +134,7 @@ class Column(Generic[T]):
     """Sort key for `--sort`, the smallest first; None sorts by the cell's text."""
     right: bool = False
     elastic: bool = False
-    """Its text may be cut off, down to ELASTIC characters, before a column is left out."""
+    """Whether its text may be cut off, down to ELASTIC characters, before a column is left out."""
 
 
 GAP = 2

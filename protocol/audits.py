@@ -235,7 +235,8 @@ class _Series:
 
 
 class Outliers:
-    """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
+    """Measures how much a peer's rewards and reply lengths differ from the others'; it never punishes, only
+    audits more.
 
     Each group is compared with the others' level at that moment, so that a policy which improves
     makes no peer an outlier. Memory is bounded: the peer that was quiet longest is forgotten first.

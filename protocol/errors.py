@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why something was refused. The value travels, and metrics are named after it."""
+    """Reason of a refusal. The value travels, and metrics are named after it."""
 
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"

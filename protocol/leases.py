@@ -143,7 +143,7 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a newcomer is from, as far as the trainer can tell."""
+    """Origin of a newcomer, as far as the trainer can tell."""
 
     ticket: bytes = b""
     """Name of the ticket by which it was admitted."""
@@ -198,7 +198,7 @@ class NewcomerQueue:
     _turns: OrderedDict[Origin, int] = field(default_factory=OrderedDict[Origin, int])
     """Number of the last lease by origin, and by ticket alone."""
     _slots: deque[Slot] = field(default_factory=deque[Slot])
-    """In the order of their ends."""
+    """Slots in the order of their ends."""
     _served: int = 0
 
     def __len__(self) -> int:
@@ -304,7 +304,7 @@ class Held:
     node: bytes
     granted: float
     newcomer: Origin | None = None
-    """Where the node is from, if no work of it had been accepted when this was granted."""
+    """Origin of the node, if no work of it had been accepted when this was granted."""
     charges: Mapping[int, float] = field(default_factory=dict[int, float])
     """The change of each environment's balance by this lease; undone if the lease does not come back."""
 
@@ -316,7 +316,7 @@ class MixtureShare:
     group_size: int
     """Rollouts per task."""
     ratio: float = 1.0
-    """Its weight: of the groups that are leased it has this over the sum of all ratios."""
+    """Weight: its share of the leased groups is this over the sum of all ratios."""
 
 
 @dataclass(frozen=True)
@@ -351,9 +351,9 @@ class LeaseShare:
     waiting: frozenset[bytes] = frozenset()
     """Proven nodes that wait for a lease now."""
     earned: float = math.inf
-    """Its groups that were accepted."""
+    """Its accepted groups."""
     newcomer: Origin | None = None
-    """Its origin if none was: it holds one lease at a time."""
+    """Origin of a node without accepted work: it holds one lease at a time."""
     playable: Collection[int] = range(MAX_ENVIRONMENTS)
     """Environments that it can play, and whose next tasks are known."""
     staffed: Collection[int] = range(MAX_ENVIRONMENTS)

@@ -78,7 +78,7 @@ class EnvironmentContract(
     """An environment, so that every node makes the same tasks and plays them alike."""
 
     name: Name
-    """Its name in the run: no other environment of it has the same."""
+    """Name in the run, where it is unique."""
     id: Name
     config: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
     """EnvironmentConfig as JSON."""
@@ -137,7 +137,7 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Sample size behind the thresholds."""
     honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
     source: Name
-    """Where the thresholds come from."""
+    """Origin of the thresholds."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
     """`exact`: workers and auditors run the same kernels, batch-invariant ones, so honest noise is that of the
     measures themselves; see docs/proofs.md."""

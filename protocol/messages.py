@@ -83,7 +83,7 @@ Outcome = Literal["finished", "failed", "stopped"]
 
 
 class RunEnded(Message, frozen=True):
-    """There will be no further heads or leases from me; of a run that was stopped, perhaps later."""
+    """Heads and leases from me have ended; for a run that was stopped, perhaps only for now."""
 
     detail: Name = ""
     outcome: Outcome = "finished"
@@ -283,7 +283,7 @@ class PrepareVersion(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """It is ready; it takes effect where the switch comes by between two micro-batches."""
+    """Ready; it takes effect where the switch comes by between two micro-batches."""
 
     version: Version
 

@@ -1,4 +1,4 @@
-"""How a worker computes, and the bounds of noise that a run measured for those that compute alike.
+"""The numerics class of a worker, and the bounds of noise that a run measured for each class.
 
 Honest logits differ with kernels, device, batch and parallelism, so bounds of noise hold for one class of
 workers. A class is a claim: it decides which measured bounds judge a worker, and these judge all that it sends.

@@ -100,7 +100,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGES)] = 0
     """Number of stages; 0 leaves that to the trainer."""
     name: GroupName = ""
-    """Only offers of one name are put together."""
+    """Only offers with the same name are put together."""
     encoding: Encoding = "raw"
     round_trips: Annotated[
         dict[NodeId, Annotated[float, msgspec.Meta(ge=0, le=60_000)]],

@@ -144,7 +144,7 @@ MAX_MISPLACED = 4
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a worker's first rollouts fit the numerics class that it claims."""
+    """Compares a worker's first rollouts with the numerics class that it claims."""
 
     numerics: NumericsClass | None = None
     canaries: int = 0
@@ -215,7 +215,8 @@ def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
 
 
 def outcome_of(reason: Reason | None, suspect: bool) -> Outcome | None:
-    """How the audit of a rollout counts; None where it says nothing (it failed, or another check refused)."""
+    """Return how the audit of a rollout counts; None where it proves nothing (it failed, or another check
+    refused)."""
     if reason is None:
         return "suspect" if suspect else "clean"
     return "rejected" if reason in AUDIT_FAULTS else None
@@ -361,7 +362,7 @@ class Reputation:
 
     @property
     def refused(self) -> str:
-        """Why this peer is leased nothing now, in a sentence; empty if it is."""
+        """Reason why this peer is leased nothing now, in a sentence; empty if it is leased work."""
         if self.banned:
             return f"banned: {self.banned}"
         if self.quarantined:

@@ -50,7 +50,7 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     policy_last: Version
     finish: Literal["stop", "length"]
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
-    """Where the policy changed while the branch was drawn; empty if one version drew it all."""
+    """Changes of the policy while the branch was drawn; empty if one version drew it all."""
     proof: Packed = b""
     """The fingerprints of the replies, one after the other; sizes follow from the replies' lengths."""
     routes: Annotated[bytes, msgspec.Meta(max_length=MAX_ROUTES)] = b""
@@ -112,7 +112,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Why one rollout was not accepted, with the evidence in words."""
+    """Reason why one rollout was not accepted, with the evidence in words."""
 
     group: int
     rollout: int

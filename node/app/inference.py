@@ -43,7 +43,7 @@ POLL_S = 1.0
 """Between two looks at whether the engine was given up."""
 LOOK_AGAIN_S = 30.0
 Announce = Callable[[str, str], None]
-"""Is told (base URL, name of the model) once a policy is served."""
+"""Called with (base URL, name of the model) once a policy is served."""
 
 
 @asynccontextmanager

@@ -304,7 +304,7 @@ class PeerNode(Node):
         """Raise UsageError if this node plays environments, and its owner has allowed none of the run's."""
 
     def _check_numerics(self, run: RunManifest) -> None:
-        """Another dtype would make proofs that no audit accepts: say so before any work is done."""
+        """Check the dtype before any work is done: another one would make proofs that no audit accepts."""
         wanted, own = run.proofs.dtype, self._config.engine.dtype
         if own != wanted:
             raise UsageError(

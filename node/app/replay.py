@@ -166,7 +166,7 @@ class PublishedVersions:
                     return None
                 replica.commit(replica.prepare(manifest, artifact, payload))
         except (CodecError, DigestMismatch) as error:
-            raise _Departs(f"its published weights are not what was signed: {error}") from error
+            raise _Departs(f"its published weights are not the signed ones: {error}") from error
         except WeightsError:
             return None  # nothing that is held leads there
         return replica.policy
@@ -285,7 +285,7 @@ def _measured(path: Path) -> list[int]:
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return [int(line["step"]) for line in lines if "batch/samples" in line]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # it says no more than which steps there were
+        return []  # it only lists the steps
 
 
 def _altered(kept: Sequence[KeptRollout], samples: Sequence[Sample]) -> str:
@@ -369,7 +369,7 @@ class RunReplay:
             return replace(found, outcome="equal", weights=held is not None)
         allowed = self._allowed(settings)
         if held is None and allowed:
-            return _with(found, "unchecked", "bits differ, and its weights are not held any more")
+            return _with(found, "unchecked", "bits differ, and its weights are no longer held")
         if held is not None:
             largest, drift = difference(made.state, held.state, self._start)
             self._known = held

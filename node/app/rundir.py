@@ -204,7 +204,7 @@ def pinned(run: RunManifest, store: Store) -> set[bytes]:
 
 
 def trained_model(run: RunManifest, store: Store, model_dir: Path, directory: Path) -> Path:
-    """Where a trainer's parts read the model: `model_dir` or, for adapters, the base that workers have, too.
+    """Return the model directory of a trainer: `model_dir` or, for adapters, the base that workers have, too.
 
     That is written to `directory`. Raises StorageError, RemoteProtocolError.
     """

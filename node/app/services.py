@@ -109,7 +109,7 @@ async def open_services(
 async def _start_transport(
     config: NodeConfig, key: SecretKey, ledger: Ledger, factories: Factories
 ) -> Transport:
-    """On the configured port, else on the port of the last start, so that peers find us again."""
+    """Start iroh on the configured port, else on the port of the last start, so that peers find us again."""
     wanted = config.network.port
     remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:

@@ -81,7 +81,7 @@ class _SftRun:
         self._clock = PhaseClock()
 
     async def run(self) -> None:
-        """From the model to summary.json."""
+        """Train from the model to summary.json."""
         started = time.monotonic()
         with self._clock.phase("start"):
             model_dir = await prepare_model(self._config, self._config.run_dir / "model")

@@ -185,10 +185,10 @@ class Farewell:
 
     finished_s: float = 5.0
     stopped_s: float = 2.0
-    """When it is stopped or fails."""
+    """After a stop or a failure."""
     returned_s: float = 30.0
-    """Since it can be reached, if it resumed a run: a worker may have asked the process before it, and first
-    waits for that answer."""
+    """Counted from its start, if it resumed a run: workers may first wait for an answer of the process before
+    it."""
 
     def after(self, uptime_s: float) -> float:
         """Seconds to stay after the last step of a trainer that resumed a run and is there for `uptime_s`."""

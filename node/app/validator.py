@@ -11,7 +11,8 @@ from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 
 AUDIT_TIMEOUT_S = 120.0
-"""After this the process that audits is killed and started anew; the trainer's own deadline counts too."""
+"""Longest audit: after it the audit process is killed and started anew; the trainer's own deadline counts
+too."""
 MORE_VERSIONS = 3
 """Versions to keep beyond the staleness bound, as many as the trainer does."""
 

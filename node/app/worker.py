@@ -60,7 +60,7 @@ class WorkerNode(PeerNode):
         except BaseException:
             try:
                 self._write_last_status()
-            except StorageError as error:  # what ended the work is what the operator has to know
+            except StorageError as error:  # the operator needs the first error, not this one
                 logger.warning("what this node did is not kept: %s", error)
             raise
         self._write_last_status()

@@ -341,7 +341,7 @@ class Launcher:
         environment = with_gpus(worker_environment(self._config, os.environ), gpus)
         child = await self._start(name, self._commands.worker(self._config, name), environment)
         code = await child.wait()
-        await child.stop(self.pace.grace)  # what it started itself
+        await child.stop(self.pace.grace)  # the processes that it started itself
         if code == 0 or trained.done():
             return code, ""
         error = error_in(child.last_lines(20))

@@ -127,7 +127,7 @@ logger = logging.getLogger(__name__)
 KEPT_FREE = 0.1
 """Share of the memory that the trainer leaves."""
 MOST = 0.7
-"""More cache than that makes no worker faster, and all that is planned here is an estimate."""
+"""Largest share of a worker's cache: more makes no worker faster, and all plans are estimates."""
 LEAST = 0.03
 
 
@@ -143,7 +143,7 @@ class MemoryShares(NamedTuple):
 
 
 UNPLANNED = MemoryShares(workers=0.4, trainer=0.5)
-"""Where the model's shape is unknown."""
+"""Shares for a model of unknown shape."""
 
 
 def planned_shares(

@@ -69,7 +69,7 @@ class PeerRow(msgspec.Struct):
     silent_s: float = 0.0
     """Seconds since its last message, where one was due; 0 while all is well."""
     left: bool = False
-    """It said goodbye before it fell silent."""
+    """Whether it said goodbye before it fell silent."""
 
 
 class EngineRow(msgspec.Struct):
@@ -147,13 +147,13 @@ class StageRow(msgspec.Struct):
     """Epoch of the ring; higher after every break."""
     breaks: int = 0
     bytes_out: int = 0
-    """To the next stage, since this ring began."""
+    """Bytes to the next stage, since this ring began."""
     bytes_in: int = 0
-    """From the one before."""
+    """Bytes from the stage before."""
     rtt_ms: float | None = None
-    """To the next stage and back."""
+    """Round trip to the next stage."""
     round_ms: float | None = None
-    """Once round the ring (stage 0)."""
+    """Time of a trip around the ring (stage 0)."""
     stall_share: float | None = None
     """Share of its time that this stage waits for the others; at stage 0 of the slowest stage."""
     lanes: int = 0
@@ -372,7 +372,7 @@ class NodeState:
     note: str = "starting"
     """The state of its process, as its starter knows it."""
     status: Status | None = None
-    """Its last answer."""
+    """Last reply."""
     peers: list[PeerRow] = field(default_factory=list[PeerRow])
 
 
@@ -445,7 +445,7 @@ class RunningEntry:
     started: float
     """Unix time."""
     birth: str = ""
-    """When the kernel says the process began; tells a recycled pid from the same process."""
+    """Start time of the process, from the kernel; tells a recycled pid from the same process."""
 
 
 def registry_directory(environ: Mapping[str, str] = os.environ) -> Path:

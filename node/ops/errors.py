@@ -26,7 +26,7 @@ class NodeError(Exception):
 
 
 BETWEEN_PROBLEMS = "\n  - "
-"""Before each problem of a config in one UsageError; the command line keeps them in lines of their own."""
+"""Separates the problems of a config in one UsageError; the command line keeps them in lines of their own."""
 
 
 class UsageError(NodeError):

@@ -269,7 +269,7 @@ class BlamedRollout(msgspec.Struct, frozen=True):
     group: int
     rollout: int
     distances: list[float]
-    """At the boundaries, from the lowest on."""
+    """Distances at the boundaries, from the lowest on."""
     stages: list[int]
     """Any of these may have caused it."""
 
@@ -291,7 +291,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
     run: LedgerRun
     number: int
-    """In the ledger that it was found in."""
+    """Its number in the ledger."""
     worker: str
     submission: str
     lease: int
@@ -306,7 +306,7 @@ class Explanation(msgspec.Struct, frozen=True):
     """The validator that measured; empty for the trainer."""
     evidence: list[AuditedRollout]
     bounds: str
-    """Where the bounds come from."""
+    """Origin of the bounds."""
     honest_rollouts: int
     honest_tokens: int
     stages: StageEvidence | None = None
@@ -398,7 +398,7 @@ def listed(data_dir: Path, count: int) -> list[VerdictLine]:
 
 def _forged(book: _Book, kept: KeptVerdict, error: RemoteProtocolError) -> StorageError:
     return StorageError(
-        f"verdict {kept.number} in {book.path} is not this run's trainer's ({error}): somebody changed it, "
+        f"verdict {kept.number} in {book.path} is not this run's trainer's ({error}): the file was changed, "
         "and nothing in it can be believed"
     )
 

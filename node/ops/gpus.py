@@ -140,7 +140,7 @@ class GpuMemory(NamedTuple):
     """One GPU."""
 
     number: str
-    """Its name in CUDA_VISIBLE_DEVICES."""
+    """Name in CUDA_VISIBLE_DEVICES."""
     uuid: str
     name: str
     total: int

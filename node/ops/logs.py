@@ -107,7 +107,7 @@ class FileLines(RotatingFileHandler):
             super().handleError(record)
             return
         self._failed = True
-        # what it still holds would be written again with the next line, and fail again
+        # its buffer would be written again with the next line, and fail again
         stream, self.stream = self.stream, None  # pyright: ignore[reportAttributeAccessIssue]
         if stream:
             with suppress(OSError):

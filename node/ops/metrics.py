@@ -120,7 +120,7 @@ class EventLoopMonitor:
         """Measure until cancelled."""
         self._beat = time.monotonic()
         over = threading.Event()
-        # a daemon thread: what blocks the loop may block its end too
+        # a daemon thread: a blocked loop may also block its end
         watcher = threading.Thread(
             target=self._look_on, args=(threading.get_ident(), over), daemon=True, name="watcher"
         )

@@ -103,13 +103,13 @@ class MonitoredRun:
 
     name: str
     id: str
-    """In W&B; the same after a restart."""
+    """Id in W&B; the same after a restart."""
     role: str
     """trainer, sft, inference or validator."""
     group: str | None
     """Group of the run's nodes, where the section of the monitor names none."""
     directory: str
-    """Where monitors and their logs write."""
+    """Directory of the monitors' files and logs."""
     config: Mapping[str, Any]
     resumed: bool
 
@@ -163,7 +163,7 @@ class Monitors:
             one.send(line)
 
     def go_back(self, step: int) -> None:
-        """Have what comes after `step` count as new; never waits."""
+        """Have steps after `step` count as new; never waits."""
         for one in self._processes:
             one.send({"go_back": step})
 

@@ -47,7 +47,7 @@ class ChunkSource(Protocol):
         ...
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
-        """At most `chunk.size` + 1 bytes that claim to be this chunk, within `deadline` seconds.
+        """Fetch at most `chunk.size` + 1 bytes that claim to be this chunk, within `deadline` seconds.
 
         Raises:
             TransportError: it cannot be reached, or is too slow.
@@ -57,7 +57,7 @@ class ChunkSource(Protocol):
 
 
 class PeerPaths(Protocol):
-    """Another way to the peers that we know."""
+    """Another path to known peers."""
 
     async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
         """Fetch a chunk from this peer, as ChunkSource.get()."""

@@ -153,7 +153,8 @@ BLAMELESS = frozenset(
 
 
 async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream: Stream) -> None:
-    """Have `handler` answer a stream; refuse or abort it, and blame the peer if need be, if that raises."""
+    """Let `handler` answer a stream; if it raises, refuse or abort the stream, and blame the peer if need
+    be."""
     try:
         await handler(peer, stream)
     except RemoteProtocolError as error:
@@ -191,7 +192,7 @@ class OpenConnection:
     streams: int = 0
     """Streams that are being answered."""
     preferred: bool = False
-    """Its peer is a member, and the transport knows."""
+    """Whether its peer is a member, and the transport knows."""
 
 
 class Router:

@@ -88,7 +88,7 @@ class Discovery(StreamCarrier, Protocol):
         ...
 
     def neighbours(self) -> int:
-        """How many discovery connections we hold."""
+        """Count the open discovery connections."""
         ...
 
     async def close(self) -> None:

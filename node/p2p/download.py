@@ -62,7 +62,7 @@ class Fetch:
         self.neighbours = neighbours
         self.error: Exception | None = None
         self.progressed = time.monotonic()
-        """When a chunk arrived, or a neighbour got one that we miss."""
+        """Time at which a chunk arrived, or a neighbour got one that we miss."""
         self.over = asyncio.Event()
         self.news = Notifier()
 
@@ -164,7 +164,7 @@ def _other_way_s(chunk: ChunkRef) -> float:
 
 
 FAILURES = 2
-"""In a row, after which a neighbour is left out of this fetch."""
+"""Failures in a row after which a neighbour is left out of this fetch."""
 BUSY_S = 0.25
 WATCH_AGAIN_S = 0.25
 BLIND_S = 1.0
@@ -302,7 +302,7 @@ class NeighbourFetch:
 
     async def _refused(self, refusal: Refused) -> None:
         if refusal.reason == Reason.NOT_FOUND:
-            self._lied(refusal.reason, "it does not have what it said it has")
+            self._lied(refusal.reason, "it lacks a chunk that it claimed")
         elif refusal.reason in (Reason.BUSY, Reason.RATE_LIMITED, Reason.NOT_YET):
             await asyncio.sleep(BUSY_S)
         else:
@@ -319,7 +319,7 @@ class NeighbourFetch:
         await asyncio.sleep(BUSY_S)
 
     def _path_failed(self) -> None:
-        """Have the next fetches, for a while, ask it over the other path."""
+        """Use the other path to a source for the next fetches, for a while."""
         if self._fetcher.paths is not None:
             now = time.monotonic()
             self._fetcher.scores.path_failed(self.peer, now, detour=self._detoured)
@@ -578,7 +578,7 @@ FIRST_LOOK_S = 0.5
 """The origin is asked after this, or once all neighbours have listed their chunks."""
 STEP_S = 0.04
 STEPS_MAX_S = 0.25
-"""Where there are too few chunks to share out, each worker waits this long for every worker before it."""
+"""If there are too few chunks to share out, each worker waits this long for every worker before it."""
 FEW_CHUNKS = 4
 MAX_SHOWN = 60
 """Sources told apart in statistics, which have to fit a message."""

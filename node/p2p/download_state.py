@@ -20,7 +20,7 @@ COPIES_AT_ONCE = 2
 LINES_AT_ONCE = 3
 """Upload queues to wait in for the same chunk; the first source that sends ends the others."""
 IN_LINE_S = 2.0
-"""After this long in upload queues, a chunk may be requested from the origin."""
+"""Time in upload queues after which a chunk may be requested from the origin."""
 LATE = 3.0
 """Times the median after which a chunk is late."""
 LATE_LEAST_S = 0.5
@@ -35,11 +35,11 @@ class ChunkDownload:
     source: bytes
     begun: float
     touched: float
-    """When something last came of it."""
+    """Time of its last progress."""
     chunk: ChunkRef | None = None
     """None while the source has not chosen yet."""
     sending: bool = False
-    """Its bytes come; until then we stand in line."""
+    """Whether its bytes are arriving; until then it waits in a queue."""
     received: int = 0
     leash: asyncio.Timeout | None = None
 
@@ -77,7 +77,7 @@ class DownloadState:
 
     @property
     def touched(self) -> float:
-        """When something last came of any download under way."""
+        """Time of the last progress of any download."""
         return max(
             (download.touched for some in self._downloads.values() for download in some),
             default=0.0,

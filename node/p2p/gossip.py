@@ -28,7 +28,7 @@ def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
     """A holding that its own subject signed, and until when to believe it. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.HOLDING, Holding, now=now, run=run)
     if opened.body.node != opened.signer:
-        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a holding of somebody else")
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a holding of another node")
     return opened.body, min(opened.expires, now + HOLDING_TTL_S)
 
 
@@ -70,7 +70,7 @@ def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
     """A peer record that its own subject signed. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.PEER, PeerRecord, now=now, run=run)
     if opened.body.node != opened.signer:
-        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
     return opened.body
 
 

@@ -121,7 +121,7 @@ class HeadStore:
         await asyncio.to_thread(store.collect, chunks | documents)
 
     async def end(self, detail: str, outcome: Outcome = "finished") -> None:
-        """There will be no more heads; tell all watchers."""
+        """Note that there will be no more heads; tell all watchers."""
         self.ended, self.outcome = detail or "the run has ended", outcome
         async with self._news:
             self._news.notify_all()
@@ -141,7 +141,7 @@ class HeadStore:
         return True
 
     async def wake(self) -> None:
-        """Have all waiters check again."""
+        """Let all waiters check again."""
         async with self._news:
             self._news.notify_all()
 
@@ -328,7 +328,8 @@ class HeadFollower:
             await stream.abort()
 
     async def _take_end(self, news: RunEnded) -> None:
-        """Only the trainer's word counts for the end; of another node it says that this node knows no more."""
+        """Take an end of heads: only the trainer's counts; another node's means that this node knows no
+        more."""
         if not self._authority:
             return
         if news.outcome == "stopped":

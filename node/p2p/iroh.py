@@ -69,7 +69,7 @@ _dropped: "SimpleQueue[tuple[Callable[[Any], None], Any]]" = SimpleQueue()
 
 
 def install_free_thread(binding: Any) -> None:
-    """Have one thread free the objects of `binding` (the module iroh.iroh_ffi). Doing it twice is harmless.
+    """Let one thread free the objects of `binding` (the module iroh.iroh_ffi). Calling it twice is harmless.
 
     Raises:
         AttributeError: this release of iroh frees in another way, and needs another look.
@@ -116,7 +116,7 @@ MAX_REASON = 256
 CLOSED_CODE = 0
 ABORTED_CODE = 1
 SOURCE_PLACE = re.compile(r" \(/\S+:\d+:\d+\)$")
-"""Where in iroh's own source an error arose: of no use to an operator."""
+"""Matches the place in iroh's source that its errors name, which does not help an operator."""
 
 T = TypeVar("T")
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]

@@ -62,7 +62,7 @@ def check_free(host: str, port: int) -> None:
         raise TransportError(f"{host!r} is no IP address: set network.host to one") from error
     family = socket.AF_INET6 if version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As a server would: without it, a port whose last owner just left looks busy.
+        # As servers do: without it, a port that was just released looks busy.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -79,7 +79,7 @@ def check_free(host: str, port: int) -> None:
 
 
 WANTED_NEIGHBOURS = 4
-"""Below this, bootstrap peers are dialled again."""
+"""Least neighbours: with fewer, bootstrap peers are dialled again."""
 DIAL_SECONDS = 10.0
 REACH_SECONDS = 3.0
 """Time for one address of a peer while a caller waits: there may be others, and other peers."""
@@ -362,7 +362,7 @@ class Libp2pDiscovery:
         return self._incoming.listen()
 
     def neighbours(self) -> int:
-        """How many connected peers listen to this run's topic."""
+        """Count the connected peers that listen to this run's topic."""
         session = self._session
         return 0 if session is None else session.neighbours()
 
@@ -516,7 +516,7 @@ class Libp2pSession:
             self._pubsub.seen_messages.stop()
 
     def neighbours(self) -> int:
-        """How many connected peers listen to the topic: one look-up, safe from any thread."""
+        """Count the connected peers that listen to the topic: one look-up, safe from any thread."""
         return len(self._pubsub.peer_topics.get(self._topic, ()))
 
     async def publish(self, sealed: bytes) -> None:
@@ -623,7 +623,7 @@ def _guarded_pubsub(
         receive(GossipFact(bytes(message.data), node_id_of(forwarder.to_bytes())))
         return True
 
-    # No cache of verdicts: what came too fast may come again when its origin has slowed down.
+    # No cache of verdicts: a message that came too fast may come again later.
     pubsub = _guarded_class(host, topic, gate)(
         host, router, strict_signing=True, allowed_topics={topic}, validation_cache_ttl=-1
     )
@@ -654,7 +654,7 @@ def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsu
                 ended = isinstance(error, (StreamError, IOException, RawConnError))
                 if ended and not isinstance(error, MessageTooLarge):
                     return
-                logger.debug("%s is cut off for what it sent: %r", neighbour, error)
+                logger.debug("%s is disconnected for its messages: %r", neighbour, error)
                 await attempt(HANG_UP_SECONDS, host.disconnect, neighbour)
 
         async def continuously_read_stream(self, stream: "INetStream") -> None:
@@ -720,7 +720,7 @@ def _make_host(key: SecretKey) -> "IHost":
             high_watermark=HIGH_WATER,
             max_connections=MAX_CONNECTIONS,
         ),
-        # Without these switches a machine whose memory is full of weights is refused peers.
+        # Without these switches libp2p refuses peers on a machine with its memory full of weights.
         resource_manager=new_resource_manager(
             ResourceLimits(max_connections=2 * MAX_CONNECTIONS),
             enable_memory_limits=False,

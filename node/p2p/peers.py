@@ -29,9 +29,9 @@ class Tier(IntEnum):
     STRANGER = 0
     """A key, and keys are free."""
     NEWCOMER = 1
-    """It showed a ticket; no work of it was accepted yet."""
+    """Showed a ticket; no accepted work yet."""
     MEMBER = 2
-    """Its work was accepted; on a node that joined, the trainer and those that it named."""
+    """Has accepted work; on a node that joined, the trainer and the peers that it named."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Peer:
     """Unix seconds."""
 
     def path(self) -> PathInfo | None:
-        """How we are connected now, with byte counters over all connections ever."""
+        """Describe the present connection, with byte counters over all connections ever."""
         live = [one.path() for one in self.connections if not one.closed]
         if not live:
             return None
@@ -234,7 +234,7 @@ SHUN_S = 60.0
 SHUN_MAX_S = 3600.0
 DETOUR_S = 60.0
 NO_DETOUR_S = 15.0
-"""After a detour that led nowhere, or is over, the usual path is tried for so long before the next."""
+"""Time with the usual path after a detour that failed or ended."""
 REST_S = 30.0
 
 
@@ -276,7 +276,7 @@ class PeerScores:
         return now < self._detours.get(source, 0.0)
 
     def rest(self, source: bytes, now: float) -> None:
-        """It failed: leave it alone for a while."""
+        """Leave a source alone for a while after a failure."""
         self._resting[source] = now + REST_S
 
     def resting(self, source: bytes, now: float) -> bool:

@@ -70,7 +70,7 @@ class HttpSeed:
         except ClientPayloadError:
             raise StreamClosed(f"{self.name} broke off in the middle of a chunk") from None
         except (ClientError, OSError, ValueError) as error:
-            # `from None`: the library's errors tell the URL, with whatever secret is in its query.
+            # `from None`: the library's errors name the URL, which may hold a secret in its query.
             kind = type(error).__name__
             raise Unreachable(f"{self.name} could not be asked ({kind}): is it up?") from None
 
@@ -94,7 +94,7 @@ class HttpSeed:
                 f"{self.name} answers {response.status}: it has to serve plain files"
             )
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise TransportError(f"{self.name} compresses what it sends: switch that off there")
+            raise TransportError(f"{self.name} compresses its replies: switch that off there")
         if response.content_length not in (None, size):
             raise TransportError(
                 f"{self.name} has {response.content_length} bytes instead of {size}"

@@ -61,7 +61,7 @@ class ChunkWatch:
 
     @property
     def size(self) -> int:
-        """How many chunks are watched."""
+        """Number of watched chunks."""
         return self._size
 
     def add(self, name: bytes) -> None:
@@ -158,11 +158,11 @@ class SentChunk:
     count: int = 0
     """Copies sent or being sent."""
     spreads_until: float = 0.0
-    """Until then others may be counted upon to get it and to pass it on."""
+    """Time until which others may be counted upon to get it and to pass it on."""
 
 
 class UploadCounts:
-    """How often each chunk was given away, and which are spreading among others."""
+    """Counts the uploads of each chunk, and those that are spreading among others."""
 
     def __init__(self, chance: Random) -> None:
         self._chance = chance
@@ -269,7 +269,7 @@ MAX_UPLOADS = 64
 MAX_QUEUE = 512
 """Requests that may wait; further ones are told BUSY."""
 HALF_LIFE_S = 10.0
-"""After this long, bytes count half."""
+"""Age at which bytes count half."""
 MAX_ACCOUNTS = 1024
 
 
@@ -446,7 +446,7 @@ class BlobServer:
             raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
         self._choose(held, request)  # refuse at once if there is nothing to give
         async with self._turn(peer, stream) as turn:
-            # Only now: while it waited, others were given what it might have got.
+            # Only now: while it waited, others may have taken its chunk.
             await self._upload(turn, stream, *self._choose(held, request))
 
     def _choose(self, held: Sequence[tuple[int, bytes]], request: GetAnyChunk) -> tuple[int, bytes]:
@@ -529,7 +529,7 @@ class BlobServer:
             left -= time.monotonic() - began
         await stream.finish()
         await _until_read(stream, max(PIECE_S, left))
-        await stream.abort()  # nothing, if all was read; else what is still in a buffer stays there
+        await stream.abort()  # no effect if all was read; else buffered bytes are dropped
 
     # -- watches ---------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class NodeServices:
             await self._tell(error.proof)
         if self.role == "trainer":
             raise RunFailed(
-                f"somebody else signs with this run's key ({error.detail}): stop the other trainer, "
+                f"another process signs with this run's key ({error.detail}): stop the other trainer, "
                 "or begin a new run with a new key"
             )
         raise RunFailed(

@@ -33,7 +33,7 @@ class AddressInUse(TransportError):
 
 @dataclass(frozen=True)
 class PathInfo:
-    """How a connection runs right now."""
+    """The present path of a connection."""
 
     kind: Literal["direct", "relayed", "memory"]
     rtt_ms: float | None
@@ -107,7 +107,7 @@ class Transport(Protocol):
         ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Where others may reach us, as `host:port` hints (or relay URLs)."""
+        """Addresses for others, as `host:port` hints (or relay URLs)."""
         ...
 
     async def connect(

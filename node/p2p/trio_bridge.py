@@ -96,7 +96,7 @@ class TrioThread:
 
     @property
     def nursery(self) -> "trio.Nursery":
-        """Where long-lived trio tasks live; for use inside the trio thread only."""
+        """Nursery of long-lived trio tasks; for use inside the trio thread only."""
         if self._nursery is None:
             raise TrioStopped(f"{self._name} is not running: start() it first")
         return self._nursery
@@ -183,7 +183,7 @@ class TrioThread:
         try:
             trio.run(self._live, loop, ready)
         except Exception:
-            # A background task failed. The thread is done for; every call says so from now on.
+            # A background task failed. The thread has ended, and every later call raises.
             logger.exception("%s died", self._name)
         finally:
             _to_loop(loop, self._finish)
@@ -247,7 +247,7 @@ def _to_loop(
 PIECE = 256 * KIB
 """Most bytes of one read or write."""
 WRITE_SECONDS = 6.0
-"""To open a stream or to write one piece; a peer that takes longer loses its connection."""
+"""Time to open a stream or to write one piece; a slower peer loses its connection."""
 STREAMS, STREAMS_PER_PEER = 64, 8
 """Streams of callers that are open at a time, of all and of one."""
 CALL_SECONDS = 600.0
@@ -260,7 +260,7 @@ class RawStream(Protocol):
     """A stream of libp2p."""
 
     async def read(self, n: int | None = None) -> bytes:
-        """At least one byte and at most `n`."""
+        """Read at least one byte and at most `n`."""
         ...
 
     async def write(self, data: bytes) -> None:

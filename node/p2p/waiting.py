@@ -22,7 +22,7 @@ class Notifier:
 
 
 class LogBackoff:
-    """When to repeat a log line about an unchanged state: at once, then after twice the time each."""
+    """Spaces repeated log lines about an unchanged state: at once, then after twice the time each."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LogBackoff:
         self.reset()
 
     def reset(self) -> None:
-        """It is over: the next time is the first one."""
+        """Begin anew: the state has ended."""
         self._next, self._pause = float("-inf"), self._first_s
 
     def due(self) -> bool:

@@ -30,7 +30,7 @@ class BackgroundThread:
         """Calls that found no room, or were left when the deadline of close() passed."""
 
     def put(self, call: Callable[[], None]) -> bool:
-        """Have `call` run after those before it; False if there is no room for it. Never waits."""
+        """Queue `call` after those before it; False if there is no room for it. Never waits."""
         with self._changed:
             if self._closed or len(self._waiting) >= self._capacity:
                 self._drop(1)

@@ -50,7 +50,7 @@ def _by_signal(number: int, memory_advice: str) -> str:
     match number:
         case signal.SIGKILL:
             return (
-                "was killed from outside: if nobody did so the machine ran out of memory, "
+                "was killed from outside: unless you did that, the machine ran out of memory, "
                 f"{memory_advice}"
             )
         case signal.SIGBUS:

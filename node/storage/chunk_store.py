@@ -74,7 +74,7 @@ def read_chunk(store: Store, name: bytes) -> bytes:
 
 
 def chunk_path(directory: Path, name: bytes) -> Path:
-    """Where a FileStore of `directory` has the bytes of digest `name`."""
+    """Return the path of the bytes of digest `name` in a FileStore of `directory`."""
     text = name.hex()
     return directory / text[:2] / text[2:4] / text
 

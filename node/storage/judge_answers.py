@@ -33,7 +33,7 @@ class JudgeAnswers:
             self._db.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise StorageError(
-                f"the judges' answers in {path} cannot be opened ({error}): mend or move the file"
+                f"the judges' answers in {path} cannot be opened ({error}): repair or move the file"
             ) from error
 
     def get(self, request: bytes) -> tuple[str, bool] | None:
@@ -66,5 +66,5 @@ class JudgeAnswers:
     def _broken(self, error: sqlite3.Error) -> StorageError:
         return StorageError(
             f"the judges' answers in {self._path} cannot be read or written ({error}): free disk space, or "
-            "mend the file"
+            "repair the file"
         )

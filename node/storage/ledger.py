@@ -93,7 +93,7 @@ class IssuedTicket:
     uses: int
     """How many nodes it may admit; 0: any number."""
     revoked: int
-    """When; 0: it was not."""
+    """Time of revocation; 0: valid."""
     admitted: int
     """How many nodes it has admitted."""
 
@@ -103,7 +103,7 @@ class HonestRollout:
     """A measured rollout of a reference worker."""
 
     numerics: bytes
-    """Its encoded NumericsClass."""
+    """Encoded NumericsClass."""
     node: bytes
     version: int
     evidence: bytes
@@ -184,7 +184,7 @@ class Ledger:
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def count_boot(self) -> int:
-        """How many times this ledger has been opened for running, this time included."""
+        """Count the starts of a node on this ledger, this one included."""
         boots = self.boots() + 1
         self.set("boots", boots.to_bytes(8, "big"))
         return boots
@@ -302,7 +302,7 @@ class Ledger:
         ]
 
     def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
-        """How many submissions of each node arrived after number `arrival`, and are still here."""
+        """Count the submissions of each node that arrived after number `arrival` and are still here."""
         rows = self._db.execute(
             "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? AND sealed IS NOT NULL GROUP BY node",
             (arrival,),
@@ -438,7 +438,7 @@ class Ledger:
         return None if row is None else bytes(row[0])
 
     def unspool(self, digest: bytes) -> None:
-        """Its receipt came, or it was refused for good."""
+        """Delete a submission: its receipt came, or it was refused for good."""
         self._write("DELETE FROM spool WHERE digest = ?", (digest,))
 
     def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:

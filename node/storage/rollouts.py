@@ -72,11 +72,11 @@ class KeptRollout:
     prompt_ids: list[int] = field(default_factory=list[int])
     completion_ids: list[int] = field(default_factory=list[int])
     completion_mask: list[bool] = field(default_factory=list[bool])
-    """Which tokens of the completion the model drew: those are trained."""
+    """Marks the tokens of the completion that the model drew: those are trained."""
     completion_logprobs: list[float] = field(default_factory=list[float])
     """The sampler's; 0 where the model did not draw."""
     routes: bytes = b""
-    """Which experts led to each token that the model drew, as in a submission (protocol/rollouts.py); not of a
+    """Experts that led to each token that the model drew, as in a submission (protocol/rollouts.py); not of a
     rejected one."""
 
     @property
@@ -162,7 +162,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     rejected: int = 0
     """Rollouts that did not get into a batch."""
     left_out: int = 0
-    """Those of them that are not in the file for want of room."""
+    """Those of them that are not in the file, because it was full."""
     head: bytes = b""
     """The sealed head of the policy that the step made; empty if it is not known."""
     settings: StepSettings | None = None
@@ -192,7 +192,7 @@ class RolloutFiles:
         self._fsync = fsync
 
     def path(self, step: int) -> Path:
-        """Where the rollouts of a step are."""
+        """Return the path of a step's file."""
         return self.directory / f"step_{step:06d}.parquet"
 
     def steps(self) -> list[int]:

@@ -24,7 +24,7 @@ CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
 CONFIG = "config.json"
 MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
-"""At least one of these is in the directory of every run."""
+"""Every run's directory holds at least one of these."""
 
 
 def write(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -48,7 +48,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def weights_dir(run_dir: Path, step: int) -> Path:
-    """Where a run exports the weights of a step."""
+    """Return the directory of a step's exported weights."""
     return run_dir / "weights" / f"step_{step}"
 
 
@@ -68,14 +68,16 @@ def check_kinds(run_dir: Path) -> None:
     for name in (CONFIG, TICKET, METRICS, SUMMARY):
         if (run_dir / name).is_dir():
             raise StorageError(
-                f"{run_dir / name} is a directory, and a file is to be written there: move it away"
+                f"{run_dir / name} is a directory, and a file has to be written there: move it away"
             )
     for path in (
         run_dir,
         *(run_dir / name for name in (LOGS, CHECKPOINTS, ROLLOUTS, "trainer", "weights")),
     ):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise StorageError(f"{path} is no directory, and one is to be made there: move it away")
+            raise StorageError(
+                f"{path} is no directory, and one has to be made there: move it away"
+            )
 
 
 @contextmanager

@@ -81,7 +81,7 @@ Found = Sequence[Measured | Unreadable]
 
 @dataclass
 class ValidatorRecord:
-    """How a validator's reports compared with the trainer's own audits."""
+    """Results of a validator's reports, compared with the trainer's own audits."""
 
     jobs: int = 0
     """Reports taken from it."""
@@ -123,7 +123,7 @@ class ValidatorState:
     """Jobs in a row that it let run out of time or could not do."""
     benched_until: float = 0.0
     waiting: int = 0
-    """Its requests that wait for a job."""
+    """Requests that wait for a job."""
 
     def holds(self, versions: frozenset[int], epoch: int) -> bool:
         """Whether it has these versions; those beyond its newest it is about to get."""
@@ -306,7 +306,7 @@ class AuditQueue:
         )
 
     async def report(self, call: AuditCall, epoch: int) -> tuple[bytes, AuditReport] | None:
-        """Have a validator audit: the validator and its report; None where none did in time."""
+        """Let a validator audit; return it and its report, or None where none reported in time."""
         versions = frozenset(call.states)
         fits = len(call.chosen) <= MAX_CHOSEN and len(versions) <= MAX_SHELF
         if not fits or len(self._jobs) >= MAX_JOBS or not self.available(versions, epoch):

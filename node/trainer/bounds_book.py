@@ -106,7 +106,7 @@ class BoundsBook:
         try:
             plan = plan_of(submission, run=services.run_id, trainer=services.trainer, node=node)
         except RemoteProtocolError:
-            return [node, b""]  # the verifier refuses it; until then nobody vouches for it
+            return [node, b""]  # the verifier refuses it; until then it has no reference
         return makers_of(node, plan)
 
     def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
@@ -120,7 +120,7 @@ class BoundsBook:
             for maker in makers:
                 if self._reputation(maker).banned:
                     logger.error(
-                        "reference worker %s is banned: its rollouts count in no bounds any more",
+                        "reference worker %s is banned: its rollouts no longer count in any bounds",
                         short(maker),
                     )
                     self._drop(maker)

@@ -72,7 +72,7 @@ class Demonstrations:
         self._mixed = mixed
         self._hints = hints
         self.cursor = DataCursor()
-        """Where `mixed` goes on."""
+        """Place in `mixed`."""
 
     @property
     def identity(self) -> str:

@@ -140,7 +140,7 @@ def _workers(scheduler: LeaseScheduler, now: float) -> str:
     if refused and len(refused) + gone == len(workers):
         who = f"{gone} of {len(workers)} workers are gone and the others are" if gone else ""
         why = _commonest(refused)
-        remedy = SAME_CLASS if why == WRONG_CLASS else "mend or replace them"
+        remedy = SAME_CLASS if why == WRONG_CLASS else "repair or replace them"
         return f"{who or 'every worker is'} refused work ({why}): {remedy}, {EXPLAIN}"
     silent = [registry.silence(node) for node, state in states.items() if state == SILENT]
     if len(silent) == len(workers):

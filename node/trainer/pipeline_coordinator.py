@@ -34,7 +34,7 @@ POOL = 24
 ALIVE_S = 20.0
 """A node without an offer for this long counts as gone."""
 SETTLE_S = 3.0
-"""After the last newcomer, for others that start at the same time."""
+"""Time after the last newcomer, for others that start at the same time."""
 MEASURE_S = 12.0
 """Time for all offers to measure the links to each other; after it the plan is made without."""
 BENCH_S, MAX_BENCH_S = 30.0, 3600.0
@@ -89,7 +89,7 @@ class StageCandidates:
         """Nodes that are in no plan ever after, and why."""
 
     def refusal(self, node: bytes) -> str:
-        """Why a node is put into no plan, or ""."""
+        """Return the reason why a node is put into no plan, or ""."""
         return self._refused(node) or self.excluded.get(node, "")
 
     def take(self, node: bytes, offer: StageOffer, now: float) -> None:
@@ -105,7 +105,7 @@ class StageCandidates:
         return known.offer if known else None
 
     def drop(self, node: bytes) -> None:
-        """It offers nothing any more."""
+        """Forget a node's offer."""
         self._offers.pop(node, None)
 
     def sweep(self, now: float) -> None:
@@ -168,18 +168,18 @@ class StageCandidates:
         return guilty
 
     def forgive(self, node: bytes) -> None:
-        """Its failures so far count no more."""
+        """Forget a node's failures."""
         self._failures.pop(node, None)
 
     def fell_silent(self, node: bytes, now: float) -> None:
-        """It is lost: others say so, and it does not say otherwise."""
+        """Bench and drop a node that others report lost, and that does not deny it."""
         failures = self._failures.setdefault(node, StageFailures())
         failures.add(now)
         failures.bench(now)
         self.drop(node)
 
     def restarts(self, node: bytes, now: float) -> bool:
-        """It was lost, and is there again: whether that was once too often."""
+        """Count the return of a lost node; return whether it returned too often."""
         failures = self._failures.setdefault(node, StageFailures())
         failures.add(now)
         if failures.count < MANY_RESTARTS:
@@ -245,7 +245,7 @@ class PipelineGroup:
 
     @property
     def nodes(self) -> list[bytes]:
-        """Its stages, in order."""
+        """Nodes of the stages, in order."""
         return [stage.node for stage in self.plan.stages]
 
     def use(self, plan: PipelinePlan, now: float) -> None:
@@ -361,7 +361,7 @@ class PipelineCoordinator:
         return self._wait(peer, kind, now) if group is None else self._planned(peer, group)
 
     def left(self, node: bytes) -> None:
-        """It said goodbye."""
+        """Note a goodbye."""
         self._book.drop(node)
         self._without({node}, "left")
 
@@ -375,7 +375,8 @@ class PipelineCoordinator:
                     self._without({node}, "stage 0 starts again and again")
 
     def worked(self, node: bytes) -> None:
-        """It brought work: if a pipeline made it, what its stage 0 said of those before was right."""
+        """Note accepted work of a node: if a pipeline made it, the earlier reports of its stage 0 were
+        right."""
         if self.leads(node):
             self._book.forgive(node)
 

@@ -99,7 +99,7 @@ class StageFaults:
         return tally
 
     def _part(self, plan: PipelinePlan, tally: Tally) -> None:
-        """Have the group go on without one of its later stages once too much can be of that one."""
+        """Let the group go on without one of its later stages, once too many faults may be of that one."""
         later = range(1, len(plan.stages))
         peers = [self._reputation(stage.node) for stage in plan.stages]
         worst = max(later, key=lambda rank: (tally.doubt[rank], peers[rank].suspicion))
@@ -138,7 +138,7 @@ def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
 
 
 def spared(audits: AuditResults) -> int:
-    """How many rejected rollouts need not be of the node that signed."""
+    """Count the rejected rollouts that need not be of the node that signed."""
     return sum(one.outcome == "rejected" and one.stages != (0,) for one in audits.blames)
 
 

@@ -147,7 +147,7 @@ class Publisher:
             try:
                 await asyncio.to_thread(self._advance, replica, wanted)
             except (WeightsError, StorageError) as error:
-                logger.warning("work on version %d cannot be audited any more: %s", wanted, error)
+                logger.warning("work on version %d can no longer be audited: %s", wanted, error)
             else:
                 await asyncio.to_thread(self.states.add, wanted, replica.policy.state)
 

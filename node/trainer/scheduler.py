@@ -138,7 +138,7 @@ class TaskSupply:
     async def run(self, scheduler: "LeaseScheduler") -> None:
         """Keep the next tasks prepared, until cancelled. Raises EnvironmentFailed."""
         policy = self._book.policy
-        # what is chosen by rewards is not chosen long before it is leased
+        # tasks chosen by rewards are chosen shortly before they are leased
         chosen = self._book.tasks[self._number].draw is not None
         ahead = policy.groups_per_batch if chosen else PREPARED_TASKS
         leases = max(1, ahead // policy.groups_per_lease)

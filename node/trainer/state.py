@@ -112,7 +112,7 @@ class Progress:
 
 
 class TaskPosition(msgspec.Struct, frozen=True):
-    """How far the tasks of an environment were leased."""
+    """Progress of the leases of an environment's tasks."""
 
     next_task: int = 0
     requeued: list[int] = []
@@ -152,7 +152,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     baselines: dict[str, dict[str, float]] = {}
     """CreditedBatch.baselines after the step."""
     sft: DataCursor = DataCursor()
-    """Where the demonstrations of training.sft go on."""
+    """Place in the demonstrations of training.sft."""
     sft_identity: str = ""
     """Identity of the data that `sft` is a place in; empty without training.sft."""
 

@@ -53,7 +53,7 @@ class PendingVerification:
     submission: Submission
     lease: Lease
     before: bytes | None
-    """Its sealed verdict from before the trainer was killed."""
+    """Sealed verdict from before the trainer was killed."""
     verifying: asyncio.Task[Verified]
 
 

@@ -222,7 +222,7 @@ class WorkerRegistry:
             raise RemoteProtocolError(Reason.BUSY, detail)
         record = read_record(hello.record, self.services.run_id, now)
         if record.node != peer:
-            raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+            raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
         self.services.peers.learn(record, hello.record)
         if peer not in self.workers:
             self._make_room()
@@ -232,7 +232,7 @@ class WorkerRegistry:
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         else:
             self.services.ledger.keep_record(peer, hello.record)
-        # What it held before it said hello is lost to it.
+        # A node that says hello again has lost its earlier leases.
         self.pipelines.began(peer)
         self.book.release(peer, now)
         return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
@@ -251,7 +251,7 @@ class WorkerRegistry:
         for sealed in records[:1]:
             record = read_record(sealed, self.services.run_id, int(time.time()))
             if record.node != peer:
-                raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+                raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
             self.services.peers.learn(record, sealed)
 
     def warnings(self) -> list[str]:
@@ -351,7 +351,7 @@ class WorkerRegistry:
         return self.clock() - self._heard(node)
 
     def refusal(self, node: bytes) -> str:
-        """Why a node is given no work, or ""."""
+        """Return the reason why a node is given no work, or ""."""
         known = self.reputations.get(node)
         return (known.banned or known.refused) if known else ""
 

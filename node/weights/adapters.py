@@ -19,9 +19,9 @@ from .state import BITS, Changed, State, Tensor
 from .state_history import TensorLayout, layout
 
 PREFIX = "base_model.model."
-"""Before a module's name, in PEFT's files and so in ours."""
+"""Prefix of a module's name in PEFT's files and ours."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""After a module's name: [rank, in] and [out, rank]."""
+"""Suffixes of a module's name: [rank, in] and [out, rank]."""
 WEIGHT = ".weight"
 BLOCK = 1 << 18
 """Elements merged at once, at 14 bytes each: as many as fit a processor's cache."""
@@ -148,7 +148,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     left = widen(b.data).reshape(b.shape).astype(np.float64)
     out = np.empty_like(weight.data)
     step = max(1, BLOCK // max(1, columns))
-    with np.errstate(all="ignore"):  # what overflows becomes infinite, as in any engine
+    with np.errstate(all="ignore"):  # overflows become infinite, as in any engine
         for row in range(0, rows, step):
             product = left[row : row + step] @ right
             product *= scale
@@ -160,7 +160,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def changes(old: State, new: State, *, threads: int = 1) -> Changed:
-    """Where `new` differs from `old`, a state of the same layout; found by comparing bits."""
+    """Find where `new` differs from `old`, a state of the same layout, by comparing bits."""
     names = [name for name in new if new[name] is not old[name]]
     found = ordered(_changed, ((old[name], new[name]) for name in names), threads)
     return {

@@ -48,7 +48,7 @@ half of the speed. A target_length above 0 would switch Huffman off."""
 SHORTEST = 48
 """Bytes below which a Huffman table costs more than it saves."""
 STORED, ZEROS = 0, 1
-"""In place of a coded length, as no frame is so short: stored bytes, and only zeros."""
+"""Codes in place of a length, as no frame is so short: stored bytes, and only zeros."""
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
@@ -239,7 +239,7 @@ def inflate(frame: memoryview, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Changes:
-    """Which elements of a block changed, and how far each moved."""
+    """The changed elements of a block, and the size of each change."""
 
     index: NDArray[np.int64]
     """Positions in the block, strictly increasing."""

@@ -104,7 +104,7 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], list[tuple[str,
 
 
 def _check(path: Path, name: str, entry: _Entry, at: int) -> int:
-    """Where the next tensor must begin, if this one begins at `at` and is as long as it says."""
+    """Return where the next tensor must begin, if this one begins at `at` and has the stated length."""
     if entry.dtype not in BITS:
         raise _corrupt(path, f"{name} has the unknown dtype {entry.dtype!r}")
     begin, end = entry.data_offsets

@@ -71,7 +71,7 @@ class EncoderProcess:
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Process id."""
         return self._process.pid
 
     def code(
@@ -151,7 +151,7 @@ MAX_PROCESSES = 16
 GROUP = 8
 """Blocks that a process gets at once."""
 THREADS = 4
-"""Where states are compared; more wait for each other."""
+"""Threads that compare states; more wait for each other."""
 WORTH_IT = 1 << 22
 """Changes below which, and elements to compare above which threads are as good; 0.1 s of work for one core."""
 GONE = "an encoding process is gone (%s): coding here"

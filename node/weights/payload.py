@@ -174,7 +174,7 @@ class Offsets:
 
     @property
     def found(self) -> tuple[int, ...]:
-        """Where the first block of each tensor begins, in the order of the layout; complete at the end."""
+        """Offsets of the first block of each tensor, in the order of the layout; complete at the end."""
         return tuple(self._found)
 
 

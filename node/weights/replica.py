@@ -46,7 +46,7 @@ class PreparedPolicy:
     policy: Policy
     base: bytes = field(repr=False)
     changed: Changed | None = field(default=None, repr=False)
-    """Where `policy` differs from its base; None for a snapshot."""
+    """Positions at which `policy` differs from its base; None for a snapshot."""
 
 
 SMALL_SHARE = 16
@@ -76,7 +76,7 @@ class WeightReplica:
     def __init__(
         self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
     ) -> None:
-        """Only the tensors of `share` are decoded, proved and held."""
+        """Decode, prove and hold only the tensors of `share`."""
         self._policy = policy
         self._threads = threads
         self._share = share

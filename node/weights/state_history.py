@@ -207,7 +207,7 @@ def known_changes(old: State, new: State) -> Changed | None:
 
 
 def _places(patch: Patch) -> Changed:
-    """Where a patch writes."""
+    """Return the positions that a patch writes."""
     return {
         name: None if isinstance(one, Tensor) else one[0].astype(np.int64)
         for name, one in patch.items()

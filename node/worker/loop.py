@@ -163,7 +163,7 @@ class VerdictLog:
         pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
         self._refusals = min(self._refusals + 1, 8)
         logger.error(
-            "the trainer gives this node no work (%s). What it found: `%s`. Asking again in %.0f s",
+            "the trainer gives this node no work (%s). For the evidence run `%s`. Asking again in %.0f s",
             why,
             self._explain,
             pause,

@@ -22,7 +22,7 @@ Order = tuple[int, int]
 """(policy epoch, version)."""
 
 AGAIN_S = 0.2
-"""Before a chain that broke while it was begun is begun again."""
+"""Pause before a chain that broke at its beginning is begun again."""
 MAX_FAILURES = 20
 """Times in a row that stage 0 may fail to begin a chain for another reason than that it broke."""
 MAX_LOSSES = 3

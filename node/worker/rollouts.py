@@ -368,7 +368,7 @@ class ActiveGroup:
 
 
 class GenerationClock:
-    """How long a worker has worked, and how much of that at least one lease was being rolled out."""
+    """Measures the time that a worker has worked, and the part of it with at least one lease in progress."""
 
     def __init__(self) -> None:
         self._first = 0.0

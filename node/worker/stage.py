@@ -355,7 +355,7 @@ class StageRole:
             RemoteProtocolError: NOT_YET, ask again; ROLLBACK, this stage is further and does not go back.
         """
         order = (asked.term, asked.version)
-        # only what the trainer signed: else a stage 0 that lies would send us after what never comes
+        # only signed versions: else a lying stage 0 would make us wait for one that never comes
         if not await self._book.wait(lambda: self._book.order() >= order, self._answer_s):
             raise RemoteProtocolError(Reason.NOT_YET, "no such version is known here yet")
         if await self._weight_sync.reach(order, self._answer_s):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 15.0
 RETRY_S = 2.0
-"""After a question that failed."""
+"""Pause after a request that failed."""
 PROBES = 16
 """Other nodes that are measured; the largest plan has as many stages."""
 MEASURED_S = 60.0
@@ -50,7 +50,7 @@ FINAL = frozenset({Reason.BANNED, Reason.NOT_FOUND, Reason.NOT_ADMITTED})
 
 
 class LinkQuality(Protocol):
-    """To another node, as a probe measured it."""
+    """Quality of the link to another node, as a probe measured it."""
 
     @property
     def rtt_ms(self) -> float:
@@ -164,14 +164,14 @@ class StageOffers:
             return self.current
 
     def complain(self, lost: Iterable[bytes]) -> None:
-        """These stages of the current plan cannot be reached, or stall: tell the trainer at once."""
+        """Report stages of the current plan that cannot be reached, or stall, to the trainer at once."""
         if self.current is not None:
             members = {stage.node for stage in self.current.plan.stages} - {self._node}
             self._lost = tuple(sorted(members & set(lost)))
             self._poked.set()
 
     def hurry(self) -> None:
-        """There may be a newer plan: ask now."""
+        """Ask at once for a newer plan."""
         self._poked.set()
 
     # -- asking ------------------------------------------------------------------------------------

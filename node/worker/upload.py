@@ -27,7 +27,7 @@ PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 SUBMISSION_TTL_S = 3600
 UPLOADS = 3
-"""At a time; a trainer bears one more of a node, for one that broke off."""
+"""Concurrent uploads. The trainer allows one extra per node, so a retry may overlap a dropped stream."""
 FINAL_REASONS = frozenset(set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL})
 """Refusals after which the same bytes will never be taken."""
 
@@ -43,7 +43,7 @@ class SpooledSubmission:
     deadline: float
     """Deadline of its lease, Unix seconds: the most urgent is uploaded first."""
     moving: bool = False
-    """It is being uploaded."""
+    """Whether it is being uploaded."""
 
 
 class UploadQueue:

@@ -189,7 +189,7 @@ class UpdatePlanner:
         try:
             _, versions = await self._hear(self._services.trainer, NOTHING)
         except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.debug("the trainer does not say what it keeps: %s", error)
+            logger.debug("the trainer does not list its kept versions: %s", error)
             return
         if versions:
             self._book.forget(min(versions))
@@ -285,7 +285,7 @@ class WeightSync:
         goal: Callable[[], AdmittedHead | None] | None = None,
         on_policy: OnPolicy = lambda policy, changed: None,
     ) -> None:
-        """Only the tensors of `share` are fetched, proved and given to the engine.
+        """Fetch, prove and load only the tensors of `share`.
 
         `goal` returns the head to go to, unless reach() asked for a newer one; by default the newest head.
         `on_policy` is given every proved policy, also the intermediate ones, in a thread.

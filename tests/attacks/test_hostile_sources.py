@@ -243,7 +243,7 @@ async def test_a_trainer_that_hears_its_own_key_sign_another_version_stops(
         await liar.start([f"/memory/{swarm.trainer.node_id.hex()}"])
         for _ in range(40):
             await liar.publish(sealed)
-        with pytest.raises(RunFailed, match="somebody else signs with this run's key"):
+        with pytest.raises(RunFailed, match="another process signs with this run's key"):
             await swarm.trainer.ended()
 
 

@@ -107,7 +107,10 @@ async def test_printed_lines_go_to_the_log(
     ("body", "reason"),
     [
         ("die", "the echo ended with exit code 3 (I was told to die): look at its log lines above"),
-        ("kill SIGKILL", "the echo was killed from outside: if nobody did so the machine ran out"),
+        (
+            "kill SIGKILL",
+            "the echo was killed from outside: unless you did that, the machine ran out",
+        ),
         ("kill SIGSEGV", "the echo crashed (SIGSEGV): look at its log lines above"),
         ("garbage", "the process for the echo speaks no sense"),
         ("huge", "a frame of 4294967295 bytes, at most 4096 are allowed"),
