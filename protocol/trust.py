@@ -1,4 +1,4 @@
-"""Trust in a run: heads in order, under one trainer key, with no rollback. Sans I/O.
+"""Trust in a run: its manifest, and heads in order, under one trainer key, with no rollback. Sans I/O.
 
 Admitting and committing are two calls on purpose: a failed download may be tried again, a loaded version
 cannot be rolled back.
@@ -12,11 +12,34 @@ import msgspec
 from ..crypto.hashing import NO_DIGEST, digest
 from .envelope import Purpose, check_age, unseal
 from .errors import Reason, RemoteProtocolError
-from .manifests import PolicyHead, PolicyManifest
+from .manifests import PolicyHead, PolicyManifest, RunManifest, run_id
 from .session import decode
 from .version import MAX_GOSSIP
 
 REMEMBERED_HEADS = 4096
+
+
+@dataclass(frozen=True)
+class RunDocuments:
+    """The sealed manifest of a run and its content."""
+
+    run_id: bytes
+    sealed: bytes
+    manifest: RunManifest
+
+
+def read_documents(
+    sealed: bytes, trainer: bytes, run: bytes | None = None, *, now: int
+) -> RunDocuments:
+    """Check a sealed run manifest, at `now` in Unix seconds.
+
+    Raises RemoteProtocolError, also when it is not that of `run`.
+    """
+    opened = unseal(sealed, Purpose.RUN, RunManifest, now=now, run=run, signer=trainer)
+    name = run_id(opened.payload)
+    # The run id is the digest of the manifest: an envelope that says otherwise is refused here.
+    unseal(sealed, Purpose.RUN, RunManifest, now=0, run=name, signer=trainer)
+    return RunDocuments(name, sealed, opened.body)
 
 
 class EquivocationProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ from ...protocol.messages import (
     WatchHeads,
     Welcome,
 )
-from ...protocol.trust import AdmittedHead
+from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..config.run import JoinConfig
 from ..inference.engine import Engine
@@ -84,7 +84,7 @@ class JoinedRun:
     """A run that admitted this node."""
 
     services: NodeServices
-    documents: rundir.RunDocuments
+    documents: RunDocuments
     model_dir: Path
     """The files of the model contract; no weights."""
     upstreams: Upstreams
@@ -203,7 +203,7 @@ class PeerNode(Node):
         return joined
 
     @asynccontextmanager
-    async def _monitored(self, documents: rundir.RunDocuments) -> AsyncGenerator[None]:
+    async def _monitored(self, documents: RunDocuments) -> AsyncGenerator[None]:
         """Log to this node's monitors what its status says, and once more at the end. Raises StorageError."""
         if not configured(self._config.monitors):
             yield
@@ -251,7 +251,7 @@ class PeerNode(Node):
         except RemoteProtocolError as error:
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
-    async def _hello(self, services: NodeServices, ticket: Ticket) -> rundir.RunDocuments:
+    async def _hello(self, services: NodeServices, ticket: Ticket) -> RunDocuments:
         """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
         pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
@@ -269,7 +269,8 @@ class PeerNode(Node):
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
                 _check_welcome(welcome, int(time.time()))
-                return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
+                now = int(time.time())
+                return read_documents(welcome.manifest, ticket.trainer, ticket.run, now=now)
             except TransportError as error:
                 self._obstacle = f"the trainer is not reached: {error}"
                 waited = time.monotonic() - start

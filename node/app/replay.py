@@ -8,6 +8,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import Artifact, PolicyHead, PolicyManifest, RunManifest
 from ...protocol.session import decode
-from ...protocol.trust import AdmittedHead
+from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ..config.loader import load
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
@@ -40,7 +41,6 @@ from ..weights.chain import VersionChain
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
 from ..weights.state import CodecError, DigestMismatch, State, WeightsError, floats
 from .factories import Factories
-from .rundir import RunDocuments, read_documents
 from .trainer import step_settings
 
 GPU_TOLERANCE = 0.1
@@ -260,7 +260,7 @@ def _read_ledger(data_dir: Path) -> tuple[RunDocuments, PublishedVersions]:
         if sealed is None:
             raise StorageError(f"the ledger in {data_dir} names no run: it was never started")
         trainer = unseal(sealed, Purpose.RUN, RunManifest, now=0).body.trainer
-        documents = read_documents(sealed, trainer)
+        documents = read_documents(sealed, trainer, now=int(time.time()))
         published = PublishedVersions(documents, data_dir / CHUNKS)
         for head, document in view.heads():
             published.add(head, document)

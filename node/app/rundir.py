@@ -1,44 +1,18 @@
-"""A run's directory: its lock, its layout and the documents of a new run."""
+"""Prepare a run's directory, its model and the checkpoint to begin from."""
 
 import asyncio
 import json
-import logging
-import secrets
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
-from ... import __version__
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal, unseal, utc
-from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import (
-    AdapterContract,
-    ChunkRef,
-    EnvironmentContract,
-    FileRef,
-    ModelContract,
-    RouteShape,
-    RunLimits,
     RunManifest,
-    encode,
-    run_id,
 )
-from ...protocol.messages import MAX_SEALED
-from ...protocol.trust import AdmittedHead
-from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig
 from ..config.sft import SftConfig
-from ..config.training import LoraConfig
-from ..environments.allowed import environment_contracts
 from ..models import base_weights
-from ..models.model_files import position_count
 from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
-from ..storage.ledger import MANIFEST, Ledger
 from ..storage.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -48,23 +22,6 @@ from ..storage.run_files import (
     write_private,
 )
 from ..training.checkpoint import Checkpoints
-from ..verification.bounds import proof_contract
-from ..weights.replica import prove
-
-logger = logging.getLogger(__name__)
-
-MANIFEST_TTL_S = 10 * 365 * 86400
-MAX_RUN = MAX_SEALED - KIB
-"""Bytes of a manifest: it travels sealed."""
-
-
-@dataclass(frozen=True)
-class RunDocuments:
-    """The sealed manifest of a run and its content."""
-
-    run_id: bytes
-    sealed: bytes
-    manifest: RunManifest
 
 
 def prepare(config: RunConfig) -> Path:
@@ -104,86 +61,6 @@ async def prepare_model(config: RunConfig | SftConfig, directory: Path) -> Path:
     if not (directory / "config.json").exists():
         await asyncio.to_thread(huggingface.create, directory, config.model.create, config.seed)
     return directory
-
-
-async def documents(
-    config: RunConfig, key: SecretKey, ledger: Ledger, store: Store, model_dir: Path
-) -> RunDocuments:
-    """The run's manifest: the one in the ledger, or a new one; model files go into the store."""
-    known = ledger.get(MANIFEST)
-    contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
-    lora = config.training.lora
-    if known is not None:
-        found = _known_documents(known, key.node_id)
-        _check_adapters(lora, found.manifest.adapters)
-        _check_routes(config.training.enable_router_replay, found.manifest)
-        _check_environments(config, found.manifest)
-        return found
-    adapters = None
-    if lora is not None:
-        base, adapters = await asyncio.to_thread(
-            base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
-        )
-        contract = structs.replace(contract, base_state=base)
-    environments = await asyncio.to_thread(environment_contracts, config)
-    longest = longest_sequence(config, position_count(model_dir))
-    new = _new_manifest(config, key, contract, environments, longest)
-    routes = await asyncio.to_thread(_routes, config, model_dir)
-    manifest = encode(structs.replace(new, adapters=adapters, routes=routes))
-    if len(manifest) > MAX_RUN:
-        raise UsageError(
-            f"the run's manifest has {len(manifest)} bytes, and at most {MAX_RUN} may travel: name fewer "
-            "environments, or shorten their args"
-        )
-    expires = int(time.time()) + MANIFEST_TTL_S
-    sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
-    ledger.set(MANIFEST, sealed)
-    return read_documents(sealed, key.node_id)
-
-
-def read_documents(sealed: bytes, trainer: bytes, run: bytes | None = None) -> RunDocuments:
-    """Check a sealed run manifest. Raises RemoteProtocolError, also when it is not that of `run`."""
-    opened = unseal(sealed, Purpose.RUN, RunManifest, now=int(time.time()), run=run, signer=trainer)
-    name = run_id(opened.payload)
-    # The run id is the digest of the manifest: an envelope that says otherwise is refused here.
-    unseal(sealed, Purpose.RUN, RunManifest, now=0, run=name, signer=trainer)
-    return RunDocuments(name, sealed, opened.body)
-
-
-def _known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
-    """Read the manifest that a run began with. Raises StorageError for one of another version."""
-    try:
-        return read_documents(sealed, trainer)
-    except RemoteProtocolError as error:
-        raise StorageError(
-            f"this version cannot go on with the run ({error}): begin another from its checkpoint, --name NEW "
-            "--resume.dir DIRECTORY"
-        ) from error
-
-
-def _check_environments(config: RunConfig, run: RunManifest) -> None:
-    """A run goes on with the environments that it began with: leases name them by place. Raises UsageError."""
-    wanted = [f"{one.name} ({one.id})" for one in config.mixture]
-    begun = [f"{one.name} ({one.id})" for one in run.environments]
-    if wanted != begun:
-        raise UsageError(
-            f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
-            "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
-        )
-
-
-def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
-    """Refuse a clock that is behind the newest signature of this run: peers would take all that it signs next
-    for out of order or expired.
-
-    Raises UsageError.
-    """
-    made = max(run.created, newest.head.created if newest else 0)
-    if made > now + CLOCK_SKEW_S:
-        raise UsageError(
-            f"the clock of this machine says {utc(now)}, but this run signed its newest version at "
-            f"{utc(made)}: set the clock, then start again"
-        )
 
 
 def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:
@@ -247,104 +124,3 @@ def _base(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return the config values that determine the weights below the adapters."""
     model = config.get("model", {})
     return model, config.get("seed") if model.get("create") else None
-
-
-def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> None:
-    """A run goes on as it began. Raises UsageError."""
-    wanted, begun = (
-        one and (one.rank, one.alpha, tuple(one.target_modules)) for one in (config, run)
-    )
-    if wanted != begun:
-        raise UsageError(
-            f"this run began with training.lora {begun}, now it is {wanted}: change it back, or begin "
-            "another run"
-        )
-
-
-def _check_routes(wanted: bool, run: RunManifest) -> None:
-    """A run goes on as it began. Raises UsageError."""
-    if wanted != (run.routes is not None):
-        raise UsageError(
-            f"this run began with training.enable_router_replay = {str(not wanted).lower()}: change it back, "
-            "or begin another run"
-        )
-
-
-def _routes(config: RunConfig, model_dir: Path) -> RouteShape | None:
-    """The routes that workers send. Raises UsageError where there can be none."""
-    if not config.training.enable_router_replay:
-        return None
-    from ..models.routers import route_shape
-
-    shape = route_shape(model_dir)
-    if shape is None:
-        raise UsageError(
-            f"{config.model.name} has no experts: remove training.enable_router_replay"
-        )
-    return shape
-
-
-def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelContract:
-    from ..models import huggingface, tensors
-
-    files = tuple(
-        FileRef(name, ChunkRef(store.put(data), len(data)))
-        for name in huggingface.contract_files(model_dir)
-        if (data := (model_dir / name).read_bytes())
-    )
-    weights = ((name, tensors.to_torch(t)) for name, t in huggingface.read_state(model_dir).items())
-    base = prove(0, tensors.bf16_state(weights))
-    return ModelContract(
-        name=config.model.name,
-        files=files,
-        base_state=base.digest,
-        vocab_size=huggingface.vocab_size(model_dir),
-        stop_token_ids=huggingface.stop_token_ids(model_dir),
-    )
-
-
-def longest_sequence(config: RunConfig, positions: int) -> int:
-    """Compute the most tokens of a sequence of a run, prompt and replies; every worker serves this length.
-
-    A sequence has to fit into a row of training, where several are packed, into the model's `positions` (0:
-    not known) and into engine.max_model_len, if that was set. Raises UsageError where no reply fits.
-    """
-    longest = min(config.training.seq_len, positions or config.training.seq_len)
-    if "max_model_len" in config.engine.model_fields_set:
-        longest = min(longest, config.engine.max_model_len)
-    most = max(one.sampling.max_tokens for one in config.mixture)
-    if most >= longest:
-        raise UsageError(
-            f"sampling.max_tokens is {most}, and a sequence of this run has at most "
-            f"{longest} tokens (training.seq_len, the model's positions, engine.max_model_len): lower it"
-        )
-    return longest
-
-
-def _new_manifest(
-    config: RunConfig,
-    key: SecretKey,
-    model: ModelContract,
-    environments: tuple[EnvironmentContract, ...],
-    longest: int,
-) -> RunManifest:
-    return RunManifest(
-        name=config.name,
-        created=int(time.time()),
-        software=__version__,
-        trainer=key.node_id,
-        model=model,
-        environments=environments,
-        limits=RunLimits(
-            max_off_policy_steps=config.rollouts.max_off_policy_steps,
-            max_model_len=longest,
-        ),
-        proofs=proof_contract(config, _config_digest(model)),
-        max_steps=config.max_steps,
-        nonce=secrets.token_bytes(32),
-    )
-
-
-def _config_digest(model: ModelContract) -> str:
-    """Return the digest of the model's config.json, which a calibration is bound to."""
-    return next((f.chunk.digest.hex() for f in model.files if f.name == "config.json"), "")

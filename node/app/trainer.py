@@ -14,6 +14,7 @@ from pathlib import Path
 from ...crypto.keys import SecretKey
 from ...protocol.leases import LeaseBook, TaskQueue
 from ...protocol.reputation import ban_test
+from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
@@ -33,6 +34,7 @@ from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import IssuedTicket, Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
+from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints
 from ..trainer.kept_rollouts import RolloutKeeper
@@ -125,7 +127,7 @@ class Verification:
     def __init__(
         self,
         config: RunConfig,
-        documents: rundir.RunDocuments,
+        documents: RunDocuments,
         trainer: bytes,
         factories: Factories,
     ) -> None:
@@ -246,7 +248,9 @@ class TrainerNode(Node):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.
             store = open_store(self._config, self.data_dir)
-            documents = await rundir.documents(self._config, self.key, ledger, store, model_dir)
+            documents = await run_manifest.documents(
+                self._config, self.key, ledger, store, model_dir
+            )
             run, own = documents.manifest, self.data_dir / "model"
             model_dir = await asyncio.to_thread(rundir.trained_model, run, store, model_dir, own)
         async with open_services(
@@ -260,7 +264,7 @@ class TrainerNode(Node):
             factories=self._factories,
         ) as services:
             self._services = services
-            rundir.check_clock(run, services.heads.latest(), int(time.time()))
+            run_manifest.check_clock(run, services.heads.latest(), int(time.time()))
             services.keep_chunks.update(rundir.pinned(run, store))
             self._tickets = TicketIssuer(
                 services,
@@ -313,7 +317,7 @@ class TrainerNode(Node):
     async def _train(
         self,
         services: NodeServices,
-        documents: rundir.RunDocuments,
+        documents: RunDocuments,
         environments: Sequence[Environment],
         metrics: MetricsLog,
         model_dir: Path,
@@ -376,7 +380,7 @@ class TrainerNode(Node):
     async def _learn(
         self,
         services: NodeServices,
-        documents: rundir.RunDocuments,
+        documents: RunDocuments,
         environments: Sequence[Environment],
         metrics: MetricsLog,
         evaluator: Evaluator,
@@ -503,7 +507,7 @@ class TrainerNode(Node):
 
     async def _finish(
         self,
-        documents: rundir.RunDocuments,
+        documents: RunDocuments,
         role: TrainerRole,
         before: EvalResult,
         after: EvalResult,

@@ -8,7 +8,7 @@ import msgspec
 
 from ...crypto.hashing import short
 from ...protocol.reputation import Reputation
-from ..app.rundir import RunDocuments
+from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
 from ..evaluation.evaluator import EvalResult
 from ..evaluation.online import Evaluated

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from primerl.node.app.rundir import MAX_RUN
 from primerl.node.app.trainer import step_settings
 from primerl.node.config import run
 from primerl.node.config.loader import load
@@ -14,6 +13,7 @@ from primerl.node.config.run import EnvironmentConfig, RunConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
 from primerl.node.ops.doctor import check_environments
 from primerl.node.ops.errors import UsageError
+from primerl.node.trainer.run_manifest import MAX_RUN
 from primerl.node.trainer.scheduler import lease_policy
 from primerl.protocol import manifests
 from primerl.protocol.manifests import encode

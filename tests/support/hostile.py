@@ -18,7 +18,6 @@ from support.witness import Said, felt, now_and_then, told
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.hashing import digest as digest_of
 from primerl.crypto.keys import SecretKey
-from primerl.node.app import rundir
 from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Task
 from primerl.node.inference.engine import GenerateRequest
@@ -31,6 +30,7 @@ from primerl.node.p2p.rpc import Refused, ask, receive, receive_reply, send
 from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.node.p2p.transport import Connection, Stream, Transport, TransportError
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer import run_manifest
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.replica import prove
 from primerl.node.weights.state import State, Tensor
@@ -117,7 +117,9 @@ class HostileTrainer:
     async def __aenter__(self) -> "HostileTrainer":
         config = RunConfig.model_validate(self._swarm.settings)
         model = Path(config.model.name)
-        self.documents = await rundir.documents(config, self.key, self.ledger, self.store, model)
+        self.documents = await run_manifest.documents(
+            config, self.key, self.ledger, self.store, model
+        )
         self.run = self.documents.run_id
         self.book = HeadStore(TrustedRun(self.run, self.key.node_id), self.ledger)
         self._server = HeadServer(self.book)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from primerl.node.app.rundir import longest_sequence
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
 from primerl.node.launch.launcher import write_worker_config
 from primerl.node.ops.errors import UsageError
+from primerl.node.trainer.run_manifest import longest_sequence
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.sft.loop import SftProgress
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer import run_manifest
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.local_backend import LocalBackend
 
@@ -351,7 +352,7 @@ async def test_an_environment_teaches_and_its_weights_begin_a_run(
     assert model_dir == Path(summary["weights"])
     ledger = Ledger(tmp_path / "ledger.db")
     try:
-        documents = await rundir.documents(
+        documents = await run_manifest.documents(
             run, SecretKey.generate(), ledger, MemoryStore(max_bytes=1 << 24), model_dir
         )
     finally:
