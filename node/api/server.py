@@ -146,7 +146,7 @@ class HttpServer:
     """The checks and the routes around one engine. Served by serving()."""
 
     def __init__(self, engine: Engine, served: Served, routes: tuple[Routes, ...]) -> None:
-        """Where two of `routes` have a path, the first one answers."""
+        """If two of `routes` have a path, the first one answers."""
         self.served = served
         self._engine = engine
         self._routes = {path: one for one in reversed(routes) for path in one.paths}

@@ -18,7 +18,7 @@ PIPELINES_NEED_VLLM = (
 
 
 class ConcurrencyConfig(BaseConfig):
-    """How many sequences a worker keeps in flight; prime-rl's names and defaults."""
+    """The number of sequences that a worker keeps in flight; prime-rl's names and defaults."""
 
     min_inflight: Positive = 1
     """Fewest sequences in flight, however full the engine's cache is."""
@@ -44,11 +44,11 @@ class PipelineConfig(BaseConfig):
     world_size: Annotated[int, Field(ge=0, le=16)] = 0
     """Number of stages; 0 leaves it to the trainer."""
     name: Annotated[str, Field(max_length=64)] = ""
-    """Only nodes that give the same name are put together."""
+    """Only nodes with the same name are put together."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
     """Memory to offer; 0: the free memory of this machine's GPU, or without one of the machine."""
     encoding: Literal["raw", "fp8", "int8"] = "raw"
-    """How hidden states travel: as they are, or 8 bits a number with one scale a token."""
+    """Format of hidden states on the wire: as they are, or 8 bits a number with one scale a token."""
     stall_s: Annotated[float, Field(gt=0)] = 20.0
     """Seconds without an answer after which a stage counts as lost."""
 
@@ -84,7 +84,7 @@ class EngineConfig(BaseConfig):
     """Longest sequence, prompt and reply, in tokens. Where it is set, it bounds the run of a trainer; a worker
     serves those of its run, or shorter ones where it is set to less."""
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
-    """How long `hf` waits for more requests before it starts a batch."""
+    """Time that `hf` waits for more requests before it starts a batch."""
     tp: Positive | Literal["auto"] = 1
     """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all that are visible,
     divided by pp and dp."""

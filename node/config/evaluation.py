@@ -27,7 +27,7 @@ Steps = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_steps)]
 
 
 class EvalSamplingConfig(BaseConfig):
-    """How replies are sampled."""
+    """Sampling of replies."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """0 takes the likeliest token."""
@@ -54,7 +54,7 @@ class EvalConfig(BaseConfig):
     name: str = "eval"
     """Directory of the results, under output_dir."""
     output_dir: Path = Path("outputs")
-    """Where directories of results are."""
+    """Parent of the directories of results."""
     seed: int = 0
     """Seed of the tasks and of the sampling."""
     again: bool = False
@@ -80,7 +80,7 @@ class EvalConfig(BaseConfig):
 
     @property
     def directory(self) -> Path:
-        """Where the results are."""
+        """Directory of the results."""
         return self.output_dir / self.name
 
     @model_validator(mode="after")

@@ -67,12 +67,12 @@ Resume = Annotated[ResumeConfig | None, BeforeValidator(_resume)]
 
 
 class OwnRunConfig(BaseConfig):
-    """Where a run writes, how long it is, and whether it goes on from a checkpoint."""
+    """The run's directory, its length, and the checkpoint to go on from."""
 
     name: str = "run"
     """Run directory under output_dir."""
     output_dir: Path = Path("outputs")
-    """Where run directories are."""
+    """Parent of the run directories."""
     seed: int = 0
     """Seed of weights that are made here, of the order of tasks and of the held-out split."""
     max_steps: Positive = 200
@@ -84,7 +84,7 @@ class OwnRunConfig(BaseConfig):
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes: logs, metrics, checkpoints, weights, summary."""
+        """Directory of the run: logs, metrics, checkpoints, weights, summary."""
         return self.output_dir / self.name
 
     @property
@@ -121,7 +121,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class NetworkConfig(BaseConfig):
-    """How this node is reached and how it reaches others."""
+    """Addresses, peers and limits of this node's network."""
 
     host: str = "0.0.0.0"
     """Address to listen on; 127.0.0.1 keeps everything on this machine."""
@@ -264,9 +264,9 @@ class TrainedEnvironment(EnvironmentConfig):
     """One of the environments that a run trains on."""
 
     name: Annotated[str, Field(max_length=64)] = ""
-    """Its name in metrics, status and kept rollouts; else the id."""
+    """Name in metrics, status and kept rollouts; else the id."""
     ratio: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Its weight: it has this over the sum of all ratios of the groups that are leased."""
+    """Weight: the environment's share of the leased groups is this over the sum of all ratios."""
     group_size: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rollouts per task; 0: rollouts.group_size."""
     sampling: OwnSamplingConfig = OwnSamplingConfig()
@@ -279,7 +279,7 @@ class TrainedEnvironment(EnvironmentConfig):
 
     @property
     def title(self) -> str:
-        """Its name, or the id."""
+        """Name, or the id."""
         return self.name or self.id
 
 
@@ -300,11 +300,11 @@ class KeepConfig(BaseConfig):
     steps: Annotated[int, Field(ge=0)] = 50
     """Newest steps whose rollouts are kept; 0 keeps all."""
     max_gib: Annotated[float, Field(gt=0)] = 4.0
-    """Most that they may take on the disk: older ones make room for new ones."""
+    """Most disk space for them: older ones make room for new ones."""
 
 
 class RolloutsConfig(BaseConfig):
-    """How work is handed out and how old it may become."""
+    """Leases, batches and the limit of staleness."""
 
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Rollouts per task, where an environment has no group_size of its own."""
@@ -316,12 +316,12 @@ class RolloutsConfig(BaseConfig):
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous.
     Rollouts are seldom as old: leases run ahead only as far as generation needs to."""
     lease_timeout_s: Seconds = 60.0
-    """After this a lease is re-issued to another worker."""
+    """Time after which a lease goes to another worker."""
     leases_per_worker: Positive = 16
     """Most leases that one worker may hold at a time; a newcomer gets one, a slow one only those that it
     finishes in half of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
-    """How long the trainer waits for a batch before it counts an empty one."""
+    """Time that the trainer waits for a batch before it counts an empty one."""
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Largest share of a batch that one worker supplies, where there are enough workers."""
     max_empty_batches: Positive = 10
@@ -347,7 +347,7 @@ class WarmupConfig(BaseConfig):
 
 
 class WeightsConfig(BaseConfig):
-    """How policy versions travel."""
+    """Transfer and storage of policy versions."""
 
     chunk_mib: Annotated[float, Field(gt=0, le=16)] = 4.0
     """Largest chunk; those of small versions are smaller, about a 64th, so that peers have parts to swap."""
@@ -358,9 +358,9 @@ class WeightsConfig(BaseConfig):
     keep_s: Annotated[float, Field(ge=0)] = 60.0
     """Seconds for which a version can be fetched at least, so that fetches in progress finish."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
-    """Most that chunks may take on the disk; more are refused."""
+    """Most disk space for chunks; more are refused."""
     head_ttl_s: Seconds = 86400.0
-    """After this a chain head is no longer accepted."""
+    """Age at which a chain head is no longer accepted."""
 
 
 def _known_fingerprint(value: object) -> object:
@@ -402,7 +402,7 @@ class VerificationConfig(BaseConfig):
     false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Probability over the whole run that the sequential test bans an honest worker."""
     audit_timeout_s: Seconds = 120.0
-    """After this the process that audits is killed and restarted."""
+    """Longest audit: after it the audit process is killed and restarted."""
     validators: list[str] = []
     """Node ids (hex) whose signed audit reports count; the trainer audits the other rollouts itself."""
 
@@ -454,7 +454,7 @@ class EvaluationConfig(BaseConfig):
     """Evaluation on held-out prompts: before and after, and beside training."""
 
     prompts: Annotated[int, Field(ge=0)] = 256
-    """Before and after, one rollout each; 0 switches that off."""
+    """Prompts before and after, one rollout each; 0 switches that off."""
     interval: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations beside training, of the first version and the last, too; 0: none."""
     samples: Positive = 4
@@ -568,8 +568,8 @@ class JoinConfig(NodeConfig):
     wait: bool = False
     """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
-    """How long to wait for a trainer that does not answer, or that was stopped (see wait), then leave; inf: for
-    ever."""
+    """Time to wait for a trainer that does not answer, or that was stopped (see wait), before leaving; inf:
+    for ever."""
     pp: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")
@@ -591,10 +591,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
     """`primerl-node train` and `primerl-node rl`."""
 
     ticket_ttl_s: Seconds = 7 * 86400.0
-    """How long a join ticket is valid, seconds."""
-    """How long a ticket is valid, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
+    """Life of a ticket, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
     ticket_uses: Annotated[int, Field(ge=0)] = 0
-    """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
+    """Nodes that a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     """The one environment that is trained on; [[environments]] in its place for several."""

@@ -23,7 +23,7 @@ class SandboxConfig(BaseConfig):
     network: bool = True
     """Whether it may open sockets: to judges, to a hub of data sets, also to other programs of this machine."""
     processes: Processes = 64
-    """Most processes that it may have running at a time; 0: none."""
+    """Most processes of it at a time; 0: none."""
     memory_gib: Gibibytes = 4.0
     """Most memory that one process of it may allocate, and all of its processes together may hold."""
 
@@ -34,4 +34,4 @@ class WorkerSandboxConfig(SandboxConfig):
     network: bool = False
     """Whether it may open sockets: to judges, to a hub of data sets, also to other programs of this machine."""
     processes: Processes = 0
-    """Most processes that it may have running at a time; 0: none."""
+    """Most processes of it at a time; 0: none."""

@@ -87,7 +87,7 @@ class ServeConfig(NodeConfig):
 
     @property
     def directory(self) -> Path:
-        """Where this node keeps its key, and the weights of a run that it follows."""
+        """Directory of this node's key, and of the weights of a run that it follows."""
         return self.data_dir or Path.home() / ".primerl" / "inference"
 
     @model_validator(mode="after")

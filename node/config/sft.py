@@ -14,7 +14,7 @@ from .training import Positive, RowsConfig, TrainingConfig
 
 
 class SftTrainingConfig(TrainingConfig):
-    """How the trainer learns; the objective is always cross entropy."""
+    """Settings of training; the objective is always cross entropy."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     scheduler: Literal["constant", "linear", "cosine"] = "linear"

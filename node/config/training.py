@@ -60,7 +60,7 @@ class LossConfig(BaseConfig):
     of its ratios is outside the two bounds below; `second_moment`: the farthest of a batch (M2PO), which is
     read once more for that."""
     rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Least ratio that is kept; `geometric` wants it close to 1, as 0.99."""
+    """Least ratio that is kept; `geometric` needs it close to 1, such as 0.99."""
     rejection_high: Annotated[float, Field(gt=1)] = 2.0
     """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
     m2_threshold: Annotated[float, Field(gt=0)] = 0.04
@@ -182,7 +182,7 @@ class DifficultyPoolConfig(BaseConfig):
     threshold: float
     """Largest mean reward of its tasks; the pool with the largest threshold takes all above it, too."""
     weight: Annotated[float, Field(ge=0, le=1e6)]
-    """How often one of its tasks is chosen, relative to others; a task that was never played has 1."""
+    """Weight of one of its tasks in the draw, relative to others; a task that was never played has 1."""
 
 
 def _pools() -> dict[str, DifficultyPoolConfig]:
@@ -278,7 +278,7 @@ class RowsConfig(BaseConfig):
     too_long: Literal["drop", "truncate"] = "drop"
     """Treatment of a row of more than training.seq_len tokens."""
     shuffle: bool = True
-    """Another order every epoch, by `seed`."""
+    """Shuffle anew every epoch, by `seed`."""
     max_bad_rows: Fraction = 0.05
     """Share of rows that may be unusable; more end the run."""
     max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
@@ -342,7 +342,7 @@ class FsdpConfig(BaseConfig):
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Time for all ranks to meet, and again for the model to be loaded."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often dead ranks are replaced from the same checkpoint before the run ends."""
+    """Restarts of dead ranks from the same checkpoint before the run ends."""
 
 
 Advantage = Literal[
@@ -358,7 +358,7 @@ Advantage = Literal[
 
 
 class TrainingConfig(BaseConfig):
-    """How the trainer learns."""
+    """Settings of training."""
 
     backend: Literal["auto", "local", "fsdp"] = "auto"
     """`auto`: on a GPU one rank in a process of its own, else `local`; `local`: in a thread of the daemon, on a
@@ -434,7 +434,7 @@ class TrainingConfig(BaseConfig):
     expert_parallel: Positive = 1
     """Ranks that share out the experts of a mixture, all or 1; tokens travel in place of weights."""
     deterministic: bool = False
-    """Only kernels that give the same bits each time; slower on a GPU."""
+    """Use only kernels that give the same bits each time; slower on a GPU."""
 
     @model_validator(mode="after")
     def _keeps_matrices_whole(self) -> Self:
