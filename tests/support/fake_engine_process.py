@@ -167,7 +167,7 @@ class Fake:
         kind = request.token_ids[0]
         if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
             await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
-        places = read_claims(request.claims)[0]
+        places = read_claims(request.claims)["places"]
         rows = np.zeros((len(places), COLUMNS), np.float32)
         rows[:, PROJECTED:] = float(self._state["w"].data[0])
         self._salted += bool(request.salt)
