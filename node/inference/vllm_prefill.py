@@ -163,17 +163,14 @@ class PromptReader:
         drawn = np.flatnonzero(claims["drawn"])
         if len(drawn):
             at = upload_array(drawn, self._runner.device)
-            heat = np.repeat(
-                [part.text.temperature for part in parts], [len(part.claims) for part in parts]
-            )
-            weighed = self._weighed(hidden[at], claims[drawn], heat[drawn].astype(np.float32))
+            warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
+            weighed = self._weighed(hidden[at], claims[drawn], np.concatenate(warm)[drawn])
             found[:, :ROUTING].index_copy_(0, at, weighed.T)
         routed = np.flatnonzero(claims["routed"])
         if len(routed) and self.collecting:
             at = upload_array(routed, self._runner.device)
-            found[:, ROUTING:PROJECTED].index_copy_(
-                0, at, self._compared(rows[routed], claims[routed])
-            )
+            compared = self._compared(rows[routed], claims[routed])
+            found[:, ROUTING:PROJECTED].index_copy_(0, at, compared)
         self._settle(len(self._copies))
         if self.collecting:
             host = download(found)

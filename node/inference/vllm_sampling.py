@@ -251,10 +251,12 @@ class RouteBuffer:
         if logits is None or logits.shape[2] != shape.experts:
             raise RuntimeError(f"vLLM's routers do not tell their logits: {_USE}")
         found = [
-            off_route(ranked(logits[layer, places], router), chosen[layer, places].long(), own)
-            for layer, (router, own) in enumerate(
-                zip(self._routers, claimed.long().unbind(1), strict=True)
+            off_route(
+                ranked(logits[layer, places], router),
+                chosen[layer, places].long(),
+                claimed[:, layer].long(),
             )
+            for layer, router in enumerate(self._routers)
         ]
         return off_routes(*zip(*found, strict=True), top_k=shape.top_k)
 
