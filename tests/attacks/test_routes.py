@@ -3,7 +3,8 @@
 Honest ones pass, also in bfloat16 and over two turns.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +24,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.routes import pack_routes, unpack_routes
-from primerl.node.verification.auditor import AuditItem, Measured, evidence
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
 from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.verification.judge import Judgement, judge
@@ -73,9 +74,8 @@ async def case(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     return await make_case(tmp_path_factory.mktemp("routes"), kind[1], make)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def audit(kind: tuple[str, str], case: Case) -> AsyncIterator[Audit]:
-    auditor = VllmAuditor(FP32, timeout_s=240.0) if kind[0] == "vllm" else PrefillCore(FP32)
+@asynccontextmanager
+async def auditing(case: Case, auditor: Auditor) -> AsyncGenerator[Audit]:
     await auditor.start(case.model_dir, case.run)
 
     async def run(*items: AuditItem) -> list[Measured]:
@@ -83,6 +83,13 @@ async def audit(kind: tuple[str, str], case: Case) -> AsyncIterator[Audit]:
 
     yield run
     await auditor.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def audit(kind: tuple[str, str], case: Case) -> AsyncIterator[Audit]:
+    auditor = VllmAuditor(FP32, timeout_s=240.0) if kind[0] == "vllm" else PrefillCore(FP32)
+    async with auditing(case, auditor) as audit:
+        yield audit
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -191,7 +198,12 @@ FORGERIES: dict[str, Forge] = {
 async def test_routes_that_were_not_taken_are_rejected(
     case: Case, honest: list[Measured], audit: Audit, forge: Forge
 ) -> None:
-    [found] = await audit(forged(case, case.item, forge))
+    item = forged(case, case.item, forge)
+    [found] = await audit(item)
+    async with auditing(case, PrefillCore(FP32)) as embedded:
+        [wanted] = await embedded(item)
+    assert found.routing == pytest.approx(wanted.routing, abs=1e-3)
+    assert found.routing_max == pytest.approx(wanted.routing_max, abs=1e-3)
     assert judged(case, honest, found).reason is Reason.BAD_ROUTES
     assert found.sampling_max == pytest.approx(
         honest[0].sampling_max, abs=0.05
