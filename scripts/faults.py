@@ -462,6 +462,14 @@ FAULTS = (
         ("test_routes_that_were_not_taken_are_rejected",),
     ),
     Fault(
+        "vLLM measures a route by another token of its step",
+        "verification: audits",
+        "node/inference/vllm_prefill.py",
+        "compared = self._compared(rows[routed], claims[routed])",
+        "compared = self._compared(rows[routed] + 1, claims[routed])",
+        ("test_routes_are_compared_with_the_choice_for_the_token_before",),
+    ),
+    Fault(
         "rollout of an older policy than its lease asks for is accepted",
         "verification: checks",
         "node/verification/checks.py",

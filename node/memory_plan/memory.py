@@ -586,10 +586,13 @@ def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
     if config.auditor == "vllm":
         tokens = 2 * at_once + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
+        scored = shape.sparse_layers * shape.experts * config.training.enable_router_replay
+        scores = MemoryItem("the routers' logits", at_once * scored * 4, f"{at_once} tokens", True)
         return [
             MemoryItem("the auditor's weights", network, "one version"),
             MemoryItem("the auditor's keys and values", cache, f"{tokens} tokens"),
             computing,
+            *([scores] if scored else []),
         ]
     versions = config.rollouts.max_off_policy_steps + 3
     kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
