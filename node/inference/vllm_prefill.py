@@ -198,7 +198,8 @@ class PromptReader:
             # V1's sampler sees them as fp32; V2's keep the model's type; vLLM gathers them on one rank
             return found if found is None or self._second else found.float()
 
-        return weigh(logits, self._at_once, temperatures, seeds, places, tokens)
+        greedy = all(part.text.temperature == 0 for part in parts)  # they are all of one run
+        return weigh(logits, self._at_once, temperatures, seeds, places, tokens, greedy=greedy)
 
     def _settle(self, steps: int) -> None:
         """File the rows of the first `steps` that are on their way. Waits for the device."""
