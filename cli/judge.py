@@ -23,7 +23,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     Examples:
       primerl-node judge --model.name Qwen/Qwen3-4B --engine.dtype bfloat16
       primerl-node judge @ judge.toml --api.port 8100
-      primerl-node join --ticket outputs/judge/ticket --data-dir judge-worker
+      primerl-node join --ticket outputs/judge/ticket.txt --data-dir judge-worker
     """
     from ..node.config.judge import JudgeRunConfig
 

@@ -260,15 +260,19 @@ class ReplyQueue(VerificationQueue):
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
         """See VerificationQueue."""
-        rejected = {one.group for one in verified.rejections}
-        self._prompts.judged(
-            lease,
-            {
-                task.index: reply_of(submission.groups[number].rollouts[0].branches[0])
-                for number, task in enumerate(lease.tasks)
-                if number not in rejected
-            },
-        )
+        self._prompts.judged(lease, accepted_replies(submission, lease, verified))
+
+
+def accepted_replies(
+    submission: Submission, lease: Lease, verified: Verified
+) -> dict[int, Completion]:
+    """Unpack the replies of a verified submission that were not rejected, by the index of their task."""
+    rejected = {one.group for one in verified.rejections}
+    return {
+        task.index: reply_of(submission.groups[number].rollouts[0].branches[0])
+        for number, task in enumerate(lease.tasks)
+        if number not in rejected
+    }
 
 
 def reply_of(branch: BranchRecord) -> Completion:

@@ -6,14 +6,42 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.hostile import say
 from support.lease_cases import A, policy
-from support.protocol_cases import LEASE, MANIFEST, NOW, played_otherwise
+from support.protocol_cases import (
+    LEASE,
+    MANIFEST,
+    NOW,
+    PROMPTED_LEASE,
+    head,
+    played_otherwise,
+)
 
+from primerl.crypto.hashing import digest
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
-from primerl.node.trainer.leased_replies import LeasedReplies, PromptQueue, PromptSupply
+from primerl.node.trainer.leased_replies import (
+    LeasedReplies,
+    PromptQueue,
+    PromptSupply,
+    accepted_replies,
+)
+from primerl.node.verification.verifier import (
+    AuditResults,
+    ReceivedSubmission,
+    Verified,
+    make_verdict,
+    refuse_all,
+)
+from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, prompt_digest
-from primerl.protocol.rollouts import pack_u32
+from primerl.protocol.rollouts import (
+    GroupRecord,
+    Rejection,
+    RolloutRecord,
+    Submission,
+    pack_u32,
+)
 
 STOPS = MANIFEST.model.stop_token_ids
 GREEDY = played_otherwise(MANIFEST, temperature=0.0, max_tokens=4)
@@ -170,6 +198,32 @@ async def test_what_the_contract_excludes_is_refused(changes: dict[str, Any]) ->
     asked = replace(GenerateRequest((3,), 4, 0.0, 0, STOPS), **changes)
     with pytest.raises(EngineError):
         await LeasedReplies(GREEDY, PromptQueue()).generate(asked)
+
+
+async def test_rejected_work_answers_nobody() -> None:
+    lease = msgspec.structs.replace(PROMPTED_LEASE, group_size=1)
+    prompts = [[11, 12, 13], [300]]
+    groups = tuple(
+        GroupRecord(
+            task.index, task.digest, (RolloutRecord((say(prompt, [7, 1], head(0)),), 0.0, ""),)
+        )
+        for task, prompt in zip(lease.tasks, prompts, strict=True)
+    )
+    submission = Submission(lease=b"", groups=groups, engine="hf")
+    arrival = ReceivedSubmission(1, digest(b"bundle"), A, b"", bytes(32))
+
+    def judged(*rejected: int) -> Verified:
+        found = [Rejection(group, 0, Reason.BAD_SAMPLING, "forged") for group in rejected]
+        verdict = make_verdict(arrival, lease, 2 - len(found), found, AuditResults(), 1.0)
+        return Verified(verdict, found, [])
+
+    first, second = (task.index for task in lease.tasks)
+    assert accepted_replies(submission, lease, judged()).keys() == {first, second}
+    (reply,) = accepted_replies(submission, lease, judged(0)).values()
+    assert (reply.token_ids, len(reply.logprobs), reply.policy_first) == ([7, 1], 2, 0)
+    refused = refuse_all(arrival, lease, RemoteProtocolError(Reason.WRONG_TASK, "other groups"))
+    empty = msgspec.structs.replace(submission, groups=())
+    assert accepted_replies(empty, lease, refused) == {}
 
 
 def test_a_lease_without_prompts_has_the_bytes_that_it_always_had() -> None:
