@@ -103,7 +103,7 @@ async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], N
     """
     from .judge import JudgeNode
 
-    data_dir = config.data_dir or config.run_dir / "judge"
+    data_dir = config.data_dir or config.run_dir
     configure(config.log, config.run_dir / "logs" / "judge.jsonl")
     share_python()
     await JudgeNode(config, load_key(data_dir), data_dir, announce).run()
