@@ -535,6 +535,22 @@ FAULTS = (
         ("test_a_judge_that_does_not_answer_is_waited_for_and_said",),
     ),
     Fault(
+        "judge gives a reply that was rejected",
+        "trainer",
+        "node/trainer/leased_replies.py",
+        "if number not in rejected",
+        "if True",
+        ("test_rejected_work_answers_nobody",),
+    ),
+    Fault(
+        "prompt of a lease is not what its task says",
+        "environments",
+        "node/environments/leased_prompts.py",
+        "if branch.token_ids[: len(prompt)] != prompt:",
+        "if False:",
+        ("test_what_is_not_the_prompt_and_one_reply_is_refused",),
+    ),
+    Fault(
         "deadline of an environment is ignored",
         "environments",
         "node/environments/policies.py",

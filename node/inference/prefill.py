@@ -31,7 +31,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
     claims: bytes
     """Claims; places are 1 to len(token_ids)."""
     temperature: float
-    """Above 0."""
+    """Of the run; 0 measures against the likeliest token."""
     salt: str = ""
     """Not empty: no keys and values of other requests are used, so every place is measured."""
 

@@ -202,7 +202,8 @@ class PromptReader:
             # V1's sampler sees them as fp32; V2's keep the model's type; vLLM gathers them on one rank
             return found if found is None or self._second else found.float()
 
-        return weigh(logits, self._at_once, heat, seeds, places, tokens)
+        greedy = not temperatures.any()  # all texts are of one run
+        return weigh(logits, self._at_once, heat, seeds, places, tokens, greedy=greedy)
 
     def _compared(self, rows: Ints, claims: Claims) -> Tensor:
         """off_routes() [N, 2] of the routes of `claims` [N], for the tokens in these rows of the step."""

@@ -271,7 +271,13 @@ class Replay:
         divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
         step = self._rows(network, hidden)
         return weigh(
-            lambda rows: network.logits(hidden[rows]), step, divisor, seeds, places, claimed
+            lambda rows: network.logits(hidden[rows]),
+            step,
+            divisor,
+            seeds,
+            places,
+            claimed,
+            greedy=self._terms.temperature == 0,
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
