@@ -6,7 +6,7 @@ experts of a token, layer by layer, are its route; -1 stands for an expert that 
 Imports torch: import this file lazily.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def ranked(logits: Tensor, router: Any) -> Tensor:
 
 
 def off_route(scores: Tensor, own: Tensor, claimed: Tensor) -> tuple[Tensor, Tensor]:
-    """How far experts `claimed` [N, k] are from the choice `own` [N, k] by `scores` [N, E].
+    """How far experts `claimed` [N, k] of a layer are from the choice `own` [N, k] by `scores` [N, E].
 
     Returns how many of them were not chosen [N] int64, and the margin [N] fp32 by which the worst of these
     misses the lowest score that was chosen: 0 where all were. Claims below 0 are no claims.
@@ -129,3 +129,12 @@ def off_route(scores: Tensor, own: Tensor, claimed: Tensor) -> tuple[Tensor, Ten
     lowest = scores.gather(1, own).amin(1, keepdim=True)
     missing = (lowest - scores.gather(1, claimed.clamp_min(0))).clamp_min(0)
     return outside.sum(1), torch.where(outside, missing, 0.0).amax(1)
+
+
+def off_routes(outside: Sequence[Tensor], margins: Sequence[Tensor], top_k: int) -> Tensor:
+    """How far routes are from what routers chose [N, 2] fp32, from off_route() of each layer, [N] each.
+
+    The share of a token's experts that were not chosen, and by how much the worst of these misses it.
+    """
+    share = torch.stack(list(outside)).sum(0).float() / (len(outside) * top_k)
+    return torch.stack([share, torch.stack(list(margins)).amax(0).float()], 1)

@@ -7,6 +7,7 @@ from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, shown_silence
 from .loop import TrainerRole
+from .scheduler import LeaseScheduler
 
 
 def show_training(status: Status, role: TrainerRole) -> None:
@@ -45,9 +46,9 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
     ]
 
 
-def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
+def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
     """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
-    registry, newest = role.scheduler.registry, role.publisher.version
+    registry, newest = scheduler.registry, scheduler.version
     leases = Counter(held.node for held in registry.book.held.values())
     validators = registry.audits.records()
     rows = peer_rows(services)
