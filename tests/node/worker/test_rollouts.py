@@ -30,7 +30,7 @@ NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
 RUN_ID = bytes(32)
 RUN: Any = SimpleNamespace(
     environments=[SimpleNamespace(sampling=SimpleNamespace(max_tokens=4, temperature=0.5))],
-    model=SimpleNamespace(stop_token_ids=(STOP,)),
+    model=SimpleNamespace(stop_token_ids=(STOP,), vocab_size=256),
     limits=SimpleNamespace(max_model_len=64),
 )
 
