@@ -24,7 +24,7 @@ from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.acceptor import LinkAcceptor
 from primerl.node.pipeline.frames import Frame, FrameLimits, Kind
 from primerl.node.pipeline.links import LocalLink, Shaper
-from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, SocketPort, waited
+from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, SocketPort, add_waited
 from primerl.node.pipeline.ring import Ring
 from primerl.node.pipeline.trails import SignedTrails
 from primerl.protocol.envelope import Purpose, seal
@@ -106,7 +106,7 @@ class Pipe:
                 self._changed.wait(min(ends) if ends else None)
             came, frame = self._frames.popleft()
             self._changed.notify_all()
-        return waited(frame, now - came)
+        return add_waited(frame, now - came)
 
     def close(self, why: str) -> None:
         """Take nothing more; what was put before can still be taken. The first reason stays."""
@@ -337,7 +337,7 @@ class Chain:
 
     async def begin(self) -> int:
         """Wait until the ring is whole and begin a chain, as an engine does."""
-        await soon(self.rings[0].whole())
+        await soon(self.rings[0].wait_healthy())
         epoch = self.rings[0].begin()
         await self.send(Frame(Kind.RESET, epoch, 0))
         while (await self.receive(Kind.RESET)).epoch != epoch:

@@ -171,7 +171,7 @@ class ScriptedStage:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Never."""
-        raise EngineError("tokens are asked of stage 0 of a pipeline, and this is another one")
+        raise EngineError("only stage 0 of a pipeline generates: send the request there")
 
     def stats(self) -> EngineStats:
         """See Engine."""
@@ -215,7 +215,7 @@ class ScriptedStage:
             frame.tensors, shape.encoding, dtype=torch.float32, device=cpu, width=shape.hidden_size
         )
         if len(found) != rows:
-            raise EngineError("the stage before sent other states than the step has sequences")
+            raise EngineError("the previous stage sent other states than the step has sequences")
         if not shape.fingerprint:
             return found.numpy()
         try:
@@ -370,7 +370,7 @@ class ScriptedHead:
 
     def lanes(self) -> HostedLanes:
         """See Laned."""
-        return HostedLanes(*self._chain.cut)
+        return HostedLanes(*self._chain.lane_stats)
 
     async def close(self) -> None:
         """See Engine."""
@@ -420,7 +420,7 @@ class ScriptedHead:
 
     def _may_send(self) -> bool:
         free = self._flying < self.place.shape.micro_batches
-        return self._closing or bool(self._ready and free and self._chain.whole)
+        return self._closing or bool(self._ready and free and self._chain.healthy)
 
     def _send(self, rows: list[Drawing]) -> None:
         with self._order:

@@ -94,7 +94,7 @@ class StageSwarm(Swarm):
                 for name, worker in self.workers.items():
                     if worker.task is not None and not worker.task.done():
                         row = (await worker.status())["stage"]
-                        if row and row["rank"] == rank and row["state"] == "whole":
+                        if row and row["rank"] == rank and row["state"] == "healthy":
                             return name, row
                 await asyncio.sleep(0.05)
 

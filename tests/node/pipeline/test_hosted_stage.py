@@ -121,7 +121,7 @@ def test_fingerprints_of_boundaries_come_along() -> None:
 
 async def test_a_later_stage_answers_no_requests() -> None:
     stage = HostedStage(EngineConfig(type="vllm"), place(1))
-    with pytest.raises(EngineError, match="asked of stage 0"):
+    with pytest.raises(EngineError, match="only stage 0"):
         await stage.generate(request())
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, rest
+from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, without
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Scheduler:
         assert lane is not None
         free = self.cap - len(self.running)
         mine, most = self.lanes.take(lane, self.running, len(self.waiting), free)
-        others = rest(self.running, mine)
+        others = without(self.running, mine)
         room = min(most, free + len(mine))
         while self.waiting and len(mine) < room:
             mine.append(self.waiting.popleft())
@@ -43,8 +43,8 @@ class Scheduler:
         for one in sent:
             one.num_computed_tokens = one.num_tokens
         self.running = others + mine
-        self.lanes.settle(lane, mine)
-        self.lanes.sent(lane)
+        self.lanes.set_members(lane, mine)
+        self.lanes.record_send(lane)
         self.flying.append((lane, sent))
         return sorted(one.request_id for one in sent)
 
@@ -53,7 +53,7 @@ class Scheduler:
         lane, sent = self.flying.popleft()
         for one in sent:
             one.num_tokens += 1
-        self.lanes.back(lane)
+        self.lanes.record_return(lane)
 
 
 def test_sequences_are_split_evenly_and_every_lane_has_its_turn() -> None:
@@ -137,20 +137,20 @@ def test_parts_of_a_prompt_do_not_wait_for_each_other() -> None:
     prompt = One("long", 100, 0)
     assert lanes.pick([], 1, 8) == 0
     lanes.take(0, [], 1, 8)
-    lanes.settle(0, [prompt])
+    lanes.set_members(0, [prompt])
     prompt.num_computed_tokens = 32
     assert lanes.pick([prompt], 0, 7) == 0
     lanes.take(0, [prompt], 0, 7)
     prompt.num_computed_tokens = 100
-    lanes.sent(0)
+    lanes.record_send(0)
     assert lanes.pick([prompt], 0, 7) is None
 
 
 def test_what_is_over_is_forgotten() -> None:
     lanes = LaneAssignment(lambda _: 2)
-    lanes.settle(0, [One("a"), One("b")])
+    lanes.set_members(0, [One("a"), One("b")])
     assert len(lanes) == 2
-    lanes.forget({"b"}.__contains__)
+    lanes.prune({"b"}.__contains__)
     assert len(lanes) == 1
 
 
@@ -224,5 +224,5 @@ def test_what_is_moved_to_another_lane_keeps_its_place_in_what_runs() -> None:
 def test_the_rest_keeps_its_order_wherever_a_lane_stands_in_what_runs() -> None:
     running = [One(name) for name in "abcd"]
     for mine, others in (("ab", "cd"), ("bc", "ad"), ("d", "abc"), ("", "abcd"), ("abcd", "")):
-        found = rest(running, [one for one in running if one.request_id in mine])
+        found = without(running, [one for one in running if one.request_id in mine])
         assert "".join(one.request_id for one in found) == others

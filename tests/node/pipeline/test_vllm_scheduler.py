@@ -25,7 +25,7 @@ class Ring:
     """What a scheduler asks of a chain."""
 
     lanes_wanted: int
-    whole: bool = True
+    healthy: bool = True
 
     def lanes(self, sequences: int) -> int:
         return min(self.lanes_wanted, sequences)
@@ -72,7 +72,7 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(lanes: int, count: int) -> Any:
         manager = StructuredOutputManager(config)
-        scheduler = LaneScheduler(config, cache, manager, BLOCK, chain=Ring(lanes))
+        scheduler = LaneScheduler(config, cache, manager, BLOCK, ring=Ring(lanes))
         for index in range(count):
             sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
             scheduler.add_request(Request(f"r{index}", PROMPT, sampling, None))
