@@ -1,4 +1,4 @@
-"""A rank that follows, without vLLM; as a program, a first rank that starts one and waits."""
+"""A follower rank without vLLM; as a program, a first rank that starts one and waits."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from primerl.node.pipeline.vllm_followers import Followers, end_with_first, serv
 
 
 class Worker:
-    """Adds up what it is told."""
+    """Records its calls and adds up numbers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""What a ring counts: what its engine owes, pings that went out, packets that wait."""
+"""A ring's bookkeeping: unanswered engine input, pings in flight, queued packets."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Stage 0's end of the ring: what is answered, in which order, and that nobody waits for what never comes."""
+"""The ring client of stage 0: answers, their order, and that no caller waits for ever."""
 
 import threading
 import time

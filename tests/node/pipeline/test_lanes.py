@@ -1,4 +1,4 @@
-"""Lanes: sequences are split evenly, each lane waits for its own tokens only, and all have their turn."""
+"""Lanes: even split, no waiting for other lanes' tokens, round-robin order."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, withou
 
 @dataclass
 class One:
-    """A request as far as lanes look at it."""
+    """A request with the fields that lanes read."""
 
     request_id: str
     num_tokens: int = 5
@@ -16,7 +16,7 @@ class One:
 
 
 class Scheduler:
-    """Takes requests in and has their tokens drawn, like vLLM's, of which it knows nothing but the rules."""
+    """Admits requests and samples their tokens by the rules of vLLM's scheduler."""
 
     def __init__(self, lanes: int, requests: int, cap: int = 64) -> None:
         self.wanted = lanes
@@ -30,7 +30,7 @@ class Scheduler:
         return self.lanes.pick(self.running, len(self.waiting), self.cap - len(self.running))
 
     def step(self) -> list[str]:
-        """One micro-batch, sent; its requests."""
+        """Send one micro-batch; return its requests."""
         lane = self.pick()
         assert lane is not None
         free = self.cap - len(self.running)
@@ -49,7 +49,7 @@ class Scheduler:
         return sorted(one.request_id for one in sent)
 
     def come(self) -> None:
-        """The oldest micro-batch is back."""
+        """Return the oldest micro-batch."""
         lane, sent = self.flying.popleft()
         for one in sent:
             one.num_tokens += 1

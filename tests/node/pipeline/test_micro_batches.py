@@ -55,7 +55,7 @@ class Pipeline:
         return self.pace.count(self.rows)
 
     def trips(self, count: int, waited_s: float = 0.0) -> None:
-        """So many micro-batches, one after the other: only what each took is looked at."""
+        """Send micro-batches one after the other; only their round trips matter."""
         for _ in range(count):
             step = self.cost(ceil(self.rows / self.lanes))
             self.pace.record_send(self._number, self.now)
@@ -97,7 +97,7 @@ def test_time_in_queues_is_no_part_of_a_trip() -> None:
 
 
 def test_trips_of_the_number_before_do_not_count() -> None:
-    """What was sent while there were two says nothing of a number derived meanwhile."""
+    """Round trips of micro-batches sent with the old number do not count for the new one."""
     pace = MicroBatches(64)
     for number in range(100):
         pace.record_send(number, 0.0)

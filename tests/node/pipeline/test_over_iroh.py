@@ -1,4 +1,4 @@
-"""A ring over QUIC on the loopback interface, and what a probe measures there."""
+"""A ring over QUIC on the loopback interface, and probes of it."""
 
 import tempfile
 from collections.abc import AsyncIterator

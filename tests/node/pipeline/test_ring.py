@@ -1,4 +1,4 @@
-"""Rings: frames go round in order; what is lost is noticed, named, and mended."""
+"""Rings: frames stay in order; failures are detected, attributed and recovered from."""
 
 import asyncio
 import time
@@ -143,7 +143,7 @@ async def test_a_ring_without_work_stays_healthy() -> None:
 
 
 def said(epoch: int, number: int) -> Frame:
-    """A micro-batch with a row that leads to a token."""
+    """Make a micro-batch with a row from which a token is sampled."""
     return replace(step(epoch, number), trail=b"a" * ROW)
 
 
@@ -168,7 +168,7 @@ async def test_an_engine_that_forges_what_others_said_breaks_its_own_stage() -> 
 
 
 async def idle_while(made: Chain, lanes: int, trips: int) -> float:
-    """Seconds for so many trips with `lanes` in flight."""
+    """Time round trips with `lanes` micro-batches in flight, in seconds."""
     epoch = await made.begin()
     begin = time.monotonic()
     for number in range(lanes):

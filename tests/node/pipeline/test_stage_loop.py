@@ -1,4 +1,4 @@
-"""The loop of a stage that does not schedule: order, old chains, faults."""
+"""The loop of a later stage: order, old ring epochs, faults."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 class Compute:
-    """Notes what it is told; a micro-batch of number 13 is too much for it."""
+    """Records its calls; fails at micro-batch 13."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -156,7 +156,7 @@ def test_time_is_counted_within_chains_only() -> None:
 
 
 class Device(Compute):
-    """Begins micro-batches at once; each is done when its number is let go."""
+    """Begins micro-batches at once; each ends when its number is released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a stage believes of a step: nothing outside the plan, or that does not follow from the step before."""
+"""Validation of steps: nothing outside the plan, nothing that does not follow the step before."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""Which persistent batch a lane finds, without vLLM."""
+"""The persistent batch of each lane, without vLLM."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class InputBatch:
 
 
 class Runner:
-    """Brings its batch up to date as vLLM's: what is not computed goes, what is new is put in."""
+    """Updates its batch like vLLM's runner: removes unscheduled rows, adds new ones."""
 
     def __init__(self, made: Any) -> None:
         self.input_batch: Any = made()
@@ -53,7 +53,7 @@ def make(most: int = 3) -> Runner:
 
 
 def step(runner: Any, names: Iterable[str], over: Iterable[str] = ()) -> list[str]:
-    """The rows that had to be put in."""
+    """Return the rows that had to be added."""
     output: Any = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, 1), finished_req_ids=set(over)
     )

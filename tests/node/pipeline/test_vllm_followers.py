@@ -1,4 +1,4 @@
-"""Ranks that follow the first one of their stage: told all alike, and none is left over. Without vLLM."""
+"""Follower ranks, without vLLM: all get the same calls, and none outlives the first rank."""
 
 import os
 import select
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 def line(count: int) -> tuple[RankPipes, list[Connection]]:
-    """To so many workers, in threads of this process."""
+    """Connect pipes to workers in threads of this process."""
     ours: list[Connection] = []
     for rank in range(1, count + 1):
         near, far = Pipe()

@@ -1,4 +1,4 @@
-"""What goes between vLLM and the ring, without vLLM: steps told, rows put in order, numbers kept."""
+"""The parts between vLLM and the ring, without vLLM: steps, row order, records."""
 
 import base64
 from types import SimpleNamespace

@@ -22,7 +22,7 @@ PROMPT = list(range(20))
 
 @dataclass
 class Ring:
-    """What a scheduler asks of a chain."""
+    """The part of RingClient that the scheduler uses."""
 
     lanes_wanted: int
     healthy: bool = True
@@ -51,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A scheduler of so many lanes, to which so many requests were added."""
+    """Make a scheduler with this many lanes and requests."""
     import torch
     from vllm.sampling_params import SamplingParams  # pyright: ignore
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # pyright: ignore
