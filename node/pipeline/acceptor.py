@@ -40,6 +40,8 @@ PROBE_LANE = 1
 PROBE_BYTES_PER_S = 1.0 * MIB
 PROBE_BURST_BYTES = 16.0 * MIB
 """Bytes that one peer may send and request in a burst."""
+MAX_PROBING_PEERS = 1024
+"""Peers whose rate is tracked at a time."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,6 @@ async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQ
     down = min([await time_probe(Probe(answer=MAX_PROBE)) for _ in range(FULL_PROBES)])
     slower = max(MIN_TIME_S, max(up, down) - round_trip)
     return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
-
-
-class ProbeResponder:
-    """Answers probes, within a byte rate per peer."""
-
-    def __init__(self, *, limit: int = 1024) -> None:
-        self._buckets = TokenBuckets(PROBE_BYTES_PER_S, PROBE_BURST_BYTES, limit)
-
-    async def answer(self, peer: bytes, stream: Stream, request: Probe) -> None:
-        """Send the requested number of bytes. Raises RemoteProtocolError(RATE_LIMITED)."""
-        size = len(request.payload) + request.answer
-        if self._buckets.debt(peer, time.monotonic(), size) > 0:
-            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: probe less often")
-        await send(stream, Probe(bytes(request.answer)))
-        await stream.finish()
 
 
 logger = logging.getLogger(__name__)
@@ -119,7 +106,7 @@ class LinkAcceptor:
         self._plans: OrderedDict[bytes, _SeenPlan] = OrderedDict()
         self._rings: dict[bytes, tuple[Ring, Prepare | None]] = {}
         self._probers: frozenset[bytes] = frozenset()
-        self._answers = ProbeResponder()
+        self._buckets = TokenBuckets(PROBE_BYTES_PER_S, PROBE_BURST_BYTES, MAX_PROBING_PEERS)
 
     def admit(self, sealed: bytes) -> PipelinePlan:
         """Open a sealed plan.
@@ -212,7 +199,11 @@ class LinkAcceptor:
             raise RemoteProtocolError(
                 Reason.NOT_ADMITTED, "this node does not accept your probes: no plan includes both"
             )
-        await self._answers.answer(peer, stream, request)
+        size = len(request.payload) + request.answer
+        if self._buckets.debt(peer, time.monotonic(), size) > 0:
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: probe less often")
+        await send(stream, Probe(bytes(request.answer)))
+        await stream.finish()
 
     def _may_probe(self, peer: bytes) -> bool:
         if peer in self._probers:

@@ -62,7 +62,7 @@ MODALITIES = ("vision", "visual", "audio", "image", "multi_modal")
 def layer_of(name: str) -> int | None:
     """Return the number of the layer that a tensor belongs to.
 
-    None for tensors outside the layers of a plan.
+    Returns None for tensors outside the layers of a plan.
     """
     parts = name.split(".")
     if _is_encoder(parts):

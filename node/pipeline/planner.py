@@ -311,7 +311,7 @@ def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
 def kv_room(order: Sequence[Offered], costs: Costs, most: int) -> int:
     """Return the tokens whose keys and values fit on all stages, up to `most`.
 
-    -1 if the model does not fit.
+    Returns -1 if the model does not fit.
     """
     low, high = -1, most
     while low < high:

@@ -47,29 +47,12 @@ class StageCompute(Protocol):
         ...
 
 
-@dataclass
-class LoopStats:
-    """Busy and idle time of a stage."""
-
-    steps: int = 0
-    busy_s: float = 0.0
-    """Time spent computing micro-batches."""
-    idle_s: float = 0.0
-    """Time between two micro-batches of one ring epoch."""
-
-    @property
-    def stall_share(self) -> float:
-        """Idle share of the time, 0 to 1."""
-        total = self.busy_s + self.idle_s
-        return self.idle_s / total if total else 0.0
-
-
-def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | None = None) -> None:
+def serve(port: Port, compute: StageCompute, *, rank: int) -> None:
     """Execute the frames received on `port` until it closes; always closes it.
 
     An EngineError becomes a FAULT of the ring epoch. Any other exception is a bug and is raised.
     """
-    loop = _Loop(compute, rank, stats or LoopStats())
+    loop = _Loop(compute, rank)
     sender = _Sender(port, loop)
     try:
         while True:
@@ -139,15 +122,14 @@ class _Loop:
     finish() may run in another thread.
     """
 
-    def __init__(self, compute: StageCompute, rank: int, stats: LoopStats) -> None:
+    def __init__(self, compute: StageCompute, rank: int) -> None:
         self._compute = compute
         self._rank = rank
-        self._stats = stats
         self._epoch = -1
         self._failed = -1
         """Newest epoch that failed."""
         self._done: float | None = None
-        """Time when the last micro-batch of this epoch ended; waiting for the first one is not idle time."""
+        """Time when the last micro-batch of this epoch ended."""
 
     def answer(self, frame: Frame) -> Frame | _Computing | None:
         """Execute `frame` and return the answer; None for frames of another epoch."""
@@ -187,18 +169,14 @@ class _Loop:
         return _Computing(frame, answer, begin)
 
     def _timed(self, frame: Frame, answer: Frame, at: float) -> Frame:
-        """Add compute time to `answer`, counted from the end of the micro-batch before.
+        """Add the micro-batch's compute and waiting time to `answer`.
 
-        Before that it waited.
+        It waited from `at` until the previous micro-batch ended, and was computed from then on.
         """
         before, now = self._done, time.monotonic()
         begin = at if before is None else max(at, before)
         if frame.epoch == self._epoch:
             self._done = now
-        self._stats.steps += 1
-        self._stats.busy_s += now - begin
-        if before is not None:
-            self._stats.idle_s += begin - before
         busy = max(frame.busy_us, int((now - begin) * 1e6))
         waited = frame.waited_us + int((begin - at) * 1e6)
         return replace(answer, busy_us=busy, waited_us=waited)

@@ -42,7 +42,7 @@ from .place import (
     placed_arguments,
 )
 from .ports import Port, PortClosed, SocketPort
-from .stage_loop import LoopStats, serve
+from .stage_loop import serve
 from .vllm_followers import FAILED
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,6 @@ class StageCore:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._fault = ""
-        self._stats = LoopStats()
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM's worker with dummy weights. Raises EngineError, UsageError."""
@@ -250,7 +249,7 @@ class StageCore:
                 except PortClosed as error:
                     logger.warning("the node's end of the pipeline cannot be reached: %s", error)
                 else:
-                    serve(self._port, self._steps, rank=self._place.rank, stats=self._stats)
+                    serve(self._port, self._steps, rank=self._place.rank)
                 if not self._closing:
                     time.sleep(RECONNECT_S)
         except BaseException:  # a bug or a lost device: the node starts another process

@@ -190,7 +190,7 @@ class StageExecutor(RankExecutor):
     def call_concurrently(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks beside the steps, on this one last.
 
-        So a version that this rank has is on all ranks.
+        The order ensures that a version that this rank has is on all ranks.
         """
         others = self.followers.concurrent.call(method, *arguments)
         return [getattr(self.worker, method)(*arguments), *others]

@@ -342,7 +342,7 @@ class StageSteps:
     ) -> Callable[[], None]:
         """Fingerprint the received states; return a function that waits and compares.
 
-        It raises EngineError.
+        That function raises EngineError if the fingerprints differ.
         """
         if claimed is None:
             return lambda: None

@@ -36,7 +36,7 @@ from primerl.node.pipeline.hosted_stage import HostedLanes
 from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
 from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
-from primerl.node.pipeline.stage_loop import LoopStats, serve
+from primerl.node.pipeline.stage_loop import serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.verification.measures import distances
 from primerl.node.weights.state import Changed, State, digests, state_digest
@@ -140,7 +140,6 @@ class ScriptedStage:
     ) -> None:
         """`lie`: states -> states to send in their place; fingerprints stay those of the first."""
         self.place = place
-        self.loop_stats = LoopStats()
         self.policy_version = -1
         self._open_port = open_port or (lambda: socket_port(place))
         self._lie = lie
@@ -250,7 +249,7 @@ class ScriptedStage:
                 continue
             if self._closing.is_set():
                 port.close()
-            serve(port, self, rank=self.place.rank, stats=self.loop_stats)
+            serve(port, self, rank=self.place.rank)
 
 
 def socket_port(place: StagePlace) -> Port:
