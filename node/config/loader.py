@@ -176,7 +176,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
         if path and not rest_of_path and model_in(annotation):
-            tree = _nest(path, tree)
+            tree = nest(path, tree)
             flags.pop()
         layers.append(_Layer(f"in {name}", tree))
     return flags, layers
@@ -208,11 +208,12 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
             guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
             hint = f": did you mean {_variable(guess)}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
-        tree = merge(tree, _nest(path, _from_text(cls, path, environ[variable])))
+        tree = merge(tree, nest(path, _from_text(cls, path, environ[variable])))
     return tree
 
 
-def _nest(path: Sequence[str], value: Any) -> Tree:
+def nest(path: Sequence[str], value: Any) -> Tree:
+    """Return `value` inside a table for each part of `path`."""
     for part in reversed(path):
         value = {part: value}
     return cast(Tree, value)
@@ -251,7 +252,7 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
         if value is None:
             raise UsageError(f"{arg} needs a value")
         if inside or value.startswith(("[", "{")):
-            tree = merge(tree, _nest(path, _from_text(cls, path, value)))
+            tree = merge(tree, nest(path, _from_text(cls, path, value)))
         else:
             flags.extend([arg, value])
     return flags, tree

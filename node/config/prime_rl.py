@@ -17,7 +17,7 @@ from pydantic_config import BaseConfig
 
 from ..ops.errors import UsageError, printable
 from .evaluation import EvalConfig
-from .loader import Tree, merge, model_in, read_file, to_toml
+from .loader import Tree, merge, model_in, nest, read_file, to_toml
 from .run import RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -1040,7 +1040,7 @@ class _Conversion:
         for key, value in (task | args).items():
             key = f"task.{key}" if f"task.{key}" in known else key
             if key in known:
-                made = merge(made, _nest(key, value))
+                made = merge(made, nest(key.split("."), value))
             else:
                 why = f"{source.plain} has no such option here"
                 self._note("missing", f"{source.path}.{key}", value, why)
@@ -1203,7 +1203,7 @@ class _Conversion:
             self._note("missing", "client.base_url", urls, "an endpoint has one address")
         endpoint: Tree = {"url": urls[0], "model": "Qwen/Qwen3-0.6B"}
         for key in [one for one in self._ours if one.startswith("endpoints[].")]:
-            given = _nest(key.partition(".")[2], self._ours.pop(key))
+            given = nest(key.split(".")[1:], self._ours.pop(key))
             endpoint = merge(endpoint, given)
         self._ours["endpoints"] = [endpoint]
         sources = self._sources("evals.source", "evals.env")
@@ -1222,7 +1222,7 @@ class _Conversion:
         while True:
             values: Tree = {}
             for key, value in self._ours.items():
-                values = merge(values, _nest(key, value))
+                values = merge(values, nest(key.split("."), value))
             try:
                 cls.model_validate(values)
             except ValidationError as error:
@@ -1305,12 +1305,6 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(cast(Mapping[str, Any], value), f"{path}{key}.")
         else:
             yield f"{path}{key}", value
-
-
-def _nest(path: str, value: Any) -> Tree:
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return cast(Tree, value)
 
 
 def _short(value: Any) -> str:
