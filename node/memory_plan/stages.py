@@ -145,7 +145,7 @@ def cannot_hold(
 ) -> str:
     """Return by how much the whole model does not fit into this machine, by estimate.
 
-    "" if it does.
+    Returns "" if it does.
     """
     device, ranks = _device(config, there, free)
     config = config.model_copy(update={"tp": ranks})

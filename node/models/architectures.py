@@ -138,7 +138,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def untrainable(config: Mapping[str, Any], longest: int) -> str:
     """Return why a model cannot be trained exactly on sequences of up to `longest` tokens.
 
-    "" if it can. `config` is its config.json.
+    Returns "" if it can. `config` is its config.json.
     """
     return next(_faults(config, longest), "")
 
@@ -164,7 +164,7 @@ def check_trainable(model: ModelConfig, longest: int) -> None:
 def read_config(model: ModelConfig) -> Mapping[str, Any]:
     """Read a model's config.json from its directory or the hub.
 
-    Make that of a model to be created. Raises EngineError.
+    Of a model that is still to be created, return the config that it will have. Raises EngineError.
     """
     if model.create is not None:
         family = "qwen3_moe" if model.create.num_experts else "qwen3"
