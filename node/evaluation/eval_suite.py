@@ -18,6 +18,7 @@ from ..config.evaluation import EvalConfig
 from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import StorageError, UsageError
+from ..storage.run_files import make_directory, write
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
 from .statistics import EvalFigures, summarize
 
@@ -100,15 +101,8 @@ class CellStore:
         return self._directory / "cells" / f"{key}.json"
 
     def _write(self, path: Path, data: bytes) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {path}: {error.strerror or error}: free disk space or change permissions"
-            ) from error
+        make_directory(path.parent)
+        write(path, data.decode())
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Self
 import msgspec
 
 from ..environments.environment import EnvironmentFailed
-from ..ops.errors import NodeError, StorageError
+from ..ops.errors import NodeError
 from ..ops.metrics import MetricsLog
+from ..storage.run_files import write
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
 from .statistics import EvalFigures, summarize
@@ -70,14 +71,7 @@ class EvaluationLog:
         }
 
     def _write(self) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        try:
-            partial.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in self.held))
-            partial.replace(self._path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self._path}: {error.strerror or error}: free disk space or change permissions"
-            ) from error
+        write(self._path, "".join(msgspec.json.encode(one).decode() + "\n" for one in self.held))
 
 
 def _read(line: bytes) -> Evaluated | None:

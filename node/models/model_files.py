@@ -82,16 +82,18 @@ def _tokens(directory: Path) -> dict[str, int]:
 
 def position_count(directory: Path) -> int:
     """Return the model's max_position_embeddings (config.json); 0 if not given."""
-    config = read_json(directory / "config.json")
-    positions = (config.get("text_config") or config).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else 0
+    return _count(directory, "max_position_embeddings")
 
 
 def layer_count(directory: Path) -> int:
     """Return the model's number of layers (config.json); 0 if not given."""
+    return _count(directory, "num_hidden_layers")
+
+
+def _count(directory: Path, key: str) -> int:
     config = read_json(directory / "config.json")
-    layers = (config.get("text_config") or config).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else 0
+    value = (config.get("text_config") or config).get(key)
+    return value if isinstance(value, int) else 0
 
 
 def read_state(directory: Path) -> State:
