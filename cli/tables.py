@@ -336,8 +336,9 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines += [("pipeline", group(row)) for row in status.pipelines]
     lines += [("bounds", bounds(row)) for row in status.bounds]
     lines.append(("policy", policy(status)))
-    if status.role == "trainer":
-        lines.append(("leases", f"{status.leases} out, {status.waiting_groups} groups waiting"))
+    if status.role in ("trainer", "judge"):
+        what = "groups" if status.role == "trainer" else "prompts"
+        lines.append(("leases", f"{status.leases} out, {status.waiting_groups} {what} waiting"))
     elif status.engine is not None:
         lines.append(("leases", f"{status.leases} held"))
     late = (f"{name} {1000 * late:.1f} ms" for name, late in status.event_loop_lag.items())

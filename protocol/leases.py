@@ -30,6 +30,7 @@ from .manifests import (
     RunManifest,
     Version,
 )
+from .version import MAX_PROMPT_TOKENS
 
 MEMORY = 16
 """Leases that a node's reliability remembers, about."""
@@ -75,6 +76,17 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     digest: Digest
 
 
+LEASED_PROMPTS = "leased-prompts"
+"""Id of the environment whose tasks are nothing but a prompt, which comes with the lease, and one reply."""
+Prompt = Annotated[bytes, msgspec.Meta(min_length=4, max_length=4 * MAX_PROMPT_TOKENS)]
+"""Token ids as little-endian u32."""
+
+
+def prompt_digest(prompt: bytes) -> bytes:
+    """Compute the digest of the task that is this packed prompt."""
+    return derive("leased prompt", prompt)
+
+
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The tasks that one node is to generate; sealed by the trainer to that node."""
 
@@ -92,6 +104,8 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """Epoch of min_version: a version of an abandoned epoch is another policy of the same number."""
     environment: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENVIRONMENTS)] = 0
     """Place in RunManifest.environments of the one environment whose tasks these are."""
+    prompts: Annotated[tuple[Prompt, ...], msgspec.Meta(max_length=4096)] = ()
+    """Of each task, in order, where its environment has no tasks of its own (LEASED_PROMPTS); else empty."""
 
 
 def environment_of(run: RunManifest, lease: Lease) -> EnvironmentContract:

@@ -68,7 +68,8 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How every token is drawn: softmax(logits / temperature), no top-k, no top-p."""
 
-    temperature: Annotated[float, msgspec.Meta(gt=0, le=2)]
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)]
+    """0 takes the likeliest token; its logprob is that at temperature 1."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 

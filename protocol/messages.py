@@ -14,10 +14,11 @@ from .errors import Reason
 from .manifests import MAX_ENVIRONMENTS, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
-from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
+from .version import KIB, MAX_GOSSIP, MAX_LEASE, MAX_SUBMISSION, WIRE_VERSION
 
 MAX_SEALED = 64 * 1024
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
+SealedLease = Annotated[bytes, msgspec.Meta(max_length=MAX_LEASE)]
 SmallSealed = Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
 Document = Annotated[bytes, msgspec.Meta(max_length=256 * 1024)]
 MAX_HEADS = 64
@@ -135,7 +136,7 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
 class LeaseReply(Message, frozen=True, omit_defaults=True):
     """Leases (may be none: come again), verdicts since the last request, and other nodes that hold weights."""
 
-    leases: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
+    leases: Annotated[tuple[SealedLease, ...], msgspec.Meta(max_length=MAX_LEASES)]
     verdicts: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
     upstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
     """Sealed PeerRecords to fetch chunks from, best first; the trainer itself is always the last resort."""

@@ -16,6 +16,7 @@ from .errors import LocalProtocolError, Reason, RemoteProtocolError
 from .manifests import Name, UnixSeconds, Version
 from .numerics import ClassBounds, NumericsClass
 from .pipelines import MAX_STAGES
+from .version import MAX_LEASE
 
 MAX_BRANCH_TOKENS = 2**20
 MAX_REJECTIONS = 128
@@ -91,7 +92,7 @@ class Crossed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything that one lease produced. Defaults are left out."""
 
-    lease: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+    lease: Annotated[bytes, msgspec.Meta(max_length=MAX_LEASE)]
     """The sealed lease: a trainer that lost its memory still recognises its own signature."""
     groups: Annotated[tuple[GroupRecord, ...], msgspec.Meta(max_length=4096)]
     engine: Name

@@ -11,7 +11,8 @@ they began; the end of a run says whether it finished, failed or was stopped; a 
 its own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
 several environments, each with a name, a group size, a sampling contract and a limit of turns, a lease names
 one of them, and a worker says which it can play; rollouts of a mixture of experts may bring their routes, and
-audits measure these.
+audits measure these; a lease may bring the prompts of its tasks, and is then up to 256 KiB long; a run may take
+the likeliest token, which is said as temperature 0.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire
@@ -36,6 +37,10 @@ MAX_MANIFEST = 16 * MIB
 """One policy manifest: a 200,000-tensor model would still fit."""
 MAX_SUBMISSION = 256 * MIB
 """One uploaded bundle; a lease's byte quota is the real, smaller bound."""
+MAX_LEASE = 256 * KIB
+"""One sealed lease."""
+MAX_PROMPT_TOKENS = 60_000
+"""Of a lease that brings its prompts, all of them together."""
 MAX_ADDRESSES = 16
 MAX_NAME = 256
 """Characters of a tensor name, environment id, software version, refusal text."""

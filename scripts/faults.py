@@ -462,6 +462,14 @@ FAULTS = (
         ("test_routes_that_were_not_taken_are_rejected",),
     ),
     Fault(
+        "vLLM measures a route by another token of its step",
+        "verification: audits",
+        "node/inference/vllm_prefill.py",
+        "compared = self._compared(rows[routed], claims[routed])",
+        "compared = self._compared(rows[routed] + 1, claims[routed])",
+        ("test_routes_are_compared_with_the_choice_for_the_token_before",),
+    ),
+    Fault(
         "rollout of an older policy than its lease asks for is accepted",
         "verification: checks",
         "node/verification/checks.py",
@@ -525,6 +533,22 @@ FAULTS = (
         "while self._answered < since:",
         "while False:",
         ("test_a_judge_that_does_not_answer_is_waited_for_and_said",),
+    ),
+    Fault(
+        "judge gives a reply that was rejected",
+        "trainer",
+        "node/trainer/leased_replies.py",
+        "if number not in rejected",
+        "if True",
+        ("test_rejected_work_answers_nobody",),
+    ),
+    Fault(
+        "prompt of a lease is not what its task says",
+        "environments",
+        "node/environments/leased_prompts.py",
+        "if branch.token_ids[: len(prompt)] != prompt:",
+        "if False:",
+        ("test_what_is_not_the_prompt_and_one_reply_is_refused",),
     ),
     Fault(
         "deadline of an environment is ignored",

@@ -6,8 +6,10 @@ Roles are imported when they start: a dry run imports nothing heavy.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...crypto.keys import SecretKey
+from ..config.judge import JudgeRunConfig
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.vllm_arguments import (
@@ -26,6 +28,9 @@ from ..ops.gpus import torch_without_gpus
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.threads import share_python
+
+if TYPE_CHECKING:
+    from .judge import JudgeAddress
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
@@ -89,6 +94,19 @@ async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) ->
     share_python()
     node = FollowedPolicy if config.ticket else OwnPolicy
     await node(config, load_key(data_dir), announce).run()
+
+
+async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], None]") -> None:
+    """Serve a judge until it is stopped. Raises NodeError, KeyFileError.
+
+    `announce` is called once it can be joined and asked.
+    """
+    from .judge import JudgeNode
+
+    data_dir = config.data_dir or config.run_dir
+    configure(config.log, config.run_dir / "logs" / "judge.jsonl")
+    share_python()
+    await JudgeNode(config, load_key(data_dir), data_dir, announce).run()
 
 
 def check_present(config: EngineConfig) -> None:

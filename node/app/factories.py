@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 from ...crypto.keys import SecretKey
+from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
+from ..environments.leased_prompts import LeasedPrompts
 from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
@@ -81,6 +83,8 @@ def make_environment(
 ) -> Environment:
     """The environment of a run, not started; by default its process has the default limits, and one that has a
     judge is played and not scored."""
+    if config.id == LEASED_PROMPTS:
+        return LeasedPrompts()
     return HostedEnvironment(
         config,
         model_dir=model_dir,

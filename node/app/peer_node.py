@@ -32,7 +32,7 @@ from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..config.run import JoinConfig
 from ..inference.engine import Engine
-from ..inference.numerics import check_exact
+from ..inference.numerics import check_exact, check_routes
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
     NetworkError,
@@ -312,6 +312,7 @@ class PeerNode(Node):
                 f"this run is computed in {wanted}, engine.dtype is {own}: set --engine.dtype {wanted}"
             )
         check_exact(self._config.engine, run)
+        check_routes(self._config.engine, run)
         if run.proofs.numerics == "exact" and self._config.pp.wanted:
             raise UsageError("this run's numerics are exact, which a pipeline cannot be: remove pp")
 

@@ -27,13 +27,13 @@ from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import EnvironmentRow, PeerRow, Status
-from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
+from ..ops.errors import RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
 from ..sft.data import MixedReader, check_mixed, open_mixed
-from ..storage.ledger import IssuedTicket, Ledger
+from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
@@ -55,7 +55,7 @@ from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
-from .running_node import Node, peer_rows, show_network, shown_silence
+from .running_node import IssuingNode, peer_rows, show_network, shown_silence
 from .services import open_services, open_store
 from .startup import Restarts, Startup, own_tasks, until_done
 from .tickets import TicketIssuer
@@ -218,7 +218,7 @@ class Farewell:
         return max(self.finished_s, self.returned_s - uptime_s)
 
 
-class TrainerNode(Node):
+class TrainerNode(IssuingNode):
     """One trainer process."""
 
     def __init__(
@@ -234,7 +234,6 @@ class TrainerNode(Node):
         self._config = config
         self._announce = announce
         self._factories = factories or sandboxed(config, judged=True)
-        self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._services: NodeServices | None = None
         self._role: TrainerRole | None = None
@@ -252,9 +251,7 @@ class TrainerNode(Node):
             commands = {
                 "status": self._status,
                 "peers": self._peers,
-                "ticket": self._ticket,
-                "tickets": self._list_tickets,
-                "revoke": self._revoke,
+                **self.ticket_commands,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
         finally:
@@ -285,13 +282,13 @@ class TrainerNode(Node):
             self._services = services
             rundir.check_clock(run, services.heads.latest(), int(time.time()))
             services.keep_chunks.update(rundir.pinned(run, store))
-            self._tickets = TicketIssuer(
+            self.tickets = TicketIssuer(
                 services,
                 self._config.run_dir / TICKET,
                 ttl_s=self._config.ticket_ttl_s,
                 uses=self._config.ticket_uses,
             )
-            self._announce(self._tickets.current().text)
+            self._announce(self.tickets.current().text)
             environments = self._environments = self._factories.mixture(self._config, model_dir)
             group = group_of(documents.manifest.name, documents.run_id)
             monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
@@ -478,7 +475,7 @@ class TrainerNode(Node):
             background = [
                 group.create_task(services.router(handler.handle).run()),
                 group.create_task(services.watch_fraud()),
-                group.create_task(self._issued.keep_fresh()),
+                group.create_task(self.issued.keep_fresh()),
                 *(group.create_task(one.run(scheduler)) for one in tasks),
             ]
             gossip = services.gossip()
@@ -553,26 +550,6 @@ class TrainerNode(Node):
             seconds=self._clock.seconds,
         )
 
-    @property
-    def _issued(self) -> TicketIssuer:
-        if self._tickets is None:
-            raise BusyError("the trainer has no ticket yet: ask again in a moment")
-        return self._tickets
-
-    async def _ticket(
-        self, label: str | None = None, uses: int | None = None, expires_s: float | None = None
-    ) -> dict[str, object]:
-        """Return the trainer's own ticket or, with any argument, a new one."""
-        if label is None and uses is None and expires_s is None:
-            return self._issued.current().shown()
-        return self._issued.issue(label=label or "", uses=uses, expires_s=expires_s).shown()
-
-    async def _list_tickets(self) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self._issued.listed()]
-
-    async def _revoke(self, name: str) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self._issued.revoke(name)]
-
     async def _status(self) -> Status:
         status = self.base_status()
         status.run_name, status.max_steps = self._config.name, self._config.max_steps
@@ -594,7 +571,7 @@ class TrainerNode(Node):
     async def _peers(self) -> list[PeerRow]:
         if self._services is None or self._role is None:
             return []
-        return worker_rows(self._services, self._role)
+        return worker_rows(self._services, self._role.scheduler)
 
 
 def show_training(status: Status, role: TrainerRole) -> None:
@@ -633,9 +610,9 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
     ]
 
 
-def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
+def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
     """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
-    registry, newest = role.scheduler.registry, role.publisher.version
+    registry, newest = scheduler.registry, scheduler.version
     leases = Counter(held.node for held in registry.book.held.values())
     validators = registry.audits.records()
     rows = peer_rows(services)
@@ -660,7 +637,3 @@ def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
     return rows
-
-
-def _ticket_row(one: IssuedTicket) -> dict[str, object]:
-    return {**dataclasses.asdict(one), "id": one.id.hex()}

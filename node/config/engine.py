@@ -12,6 +12,7 @@ EXACT_NEEDS_VLLM = (
     "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
     "auto or vllm"
 )
+STAGES_WITHOUT_ROUTES = "vLLM's stages do not tell each other which experts read a token"
 PIPELINES_NEED_VLLM = (
     "pipelines between nodes need vLLM for their stages: set engine.type to vllm, or remove pp"
 )

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
 from .chat_api import JudgeConfig
-from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM
+from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM, STAGES_WITHOUT_ROUTES
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .monitors import MonitorsConfig
@@ -674,15 +674,15 @@ class RunConfig(NodeConfig, OwnRunConfig):
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(EXACT_NEEDS_VLLM)
-            if self.training.enable_router_replay:
-                raise ValueError(
-                    "vLLM, which audits exact numerics, does not measure routes: leave "
-                    "training.enable_router_replay out"
-                )
             if self.verification.calibration is not None:
                 raise ValueError(
                     "verification.numerics exact has bounds of its own: leave verification.calibration out"
                 )
+        staged = self.engine.type == "vllm" and self.engine.pp > 1
+        if self.training.enable_router_replay and staged:
+            raise ValueError(
+                f"{STAGES_WITHOUT_ROUTES}: set engine.pp to 1, or leave training.enable_router_replay out"
+            )
         if self.rollouts.groups_per_lease > self.rollouts.groups_per_batch:
             raise ValueError("rollouts.groups_per_lease must not exceed rollouts.groups_per_batch")
         return self

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...crypto.hashing import digest
+from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.manifests import EnvironmentContract, SamplingContract
 from ...protocol.version import MAX_NAME
 from ..config.run import EnvironmentConfig, RunConfig, TrainedEnvironment
@@ -94,6 +95,8 @@ def find_package(environment: str) -> Package | None:
 
     Raises UsageError where the name leads to nothing that could be an environment, or to what is not installed.
     """
+    if environment == LEASED_PROMPTS:
+        return None
     if environment in BUNDLED:
         return _scoring_package(environment)
     if not NAME.fullmatch(environment):
@@ -122,7 +125,7 @@ def module_of(environment: str) -> str:
 
 def source_of(environment: str) -> Path | None:
     """Where the code of an environment lies; None for a bundled one, and if no import would find it."""
-    known = environment in BUNDLED or not NAME.fullmatch(environment)
+    known = environment in (*BUNDLED, LEASED_PROMPTS) or not NAME.fullmatch(environment)
     return None if known else root_of(module_of(environment))
 
 
@@ -132,7 +135,7 @@ def name_taken(environment: str) -> str:
     Bundled environments, Python's modules and the library's tasksets come first.
     """
     module = module_of(environment)
-    if module in map(module_of, BUNDLED):
+    if module in map(module_of, (*BUNDLED, LEASED_PROMPTS)):
         return "a bundled environment has this name"
     if module in sys.stdlib_module_names or module in sys.builtin_module_names:
         return "a part of Python has this name"

@@ -136,9 +136,9 @@ class Sandbox:
         return code
 
     def overrun(self, pid: int) -> str:
-        """Why the environment of this process id has to be ended; empty while it keeps its limits.
+        """Say why the environment of this process id has to be ended; empty while it keeps its limits.
 
-        Sees Linux alone. All descendants are counted, and the memory that they hold: what forks share counts once.
+        Linux only. Counts all descendants and their memory; pages that forks share count once.
         """
         config = self.config
         found = _descendants(pid, config.processes + self.wrapping + MARGIN)
@@ -148,7 +148,10 @@ class Sandbox:
                 "sandbox.processes"
             )
         most = config.memory_gib * GIB
-        if sum(map(_resident, [pid, *found])) > most and sum(map(_proportional, [pid, *found])) > most:
+        if (
+            sum(map(_resident, [pid, *found])) > most
+            and sum(map(_proportional, [pid, *found])) > most
+        ):
             return (
                 f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
                 "sandbox.memory_gib"
@@ -425,13 +428,15 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Its part of those bytes where several processes share pages, as forks do; slower to find by far."""
+    """Bytes like _resident()'s, each shared page divided among its processes; slower by far."""
     found = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-    return _resident(pid) if found is None else found  # a process may deny others the sight of its pages
+    return (
+        _resident(pid) if found is None else found
+    )  # a process may deny others the sight of its pages
 
 
 def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:
-    """Sum the `kinds` of memory in /proc/PID/NAME, in bytes; None if it cannot be read or has not all of them."""
+    """Sum the `kinds` of memory in /proc/PID/NAME, bytes; None if the file or one of them is missing."""
     try:
         lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
     except OSError:

@@ -33,7 +33,7 @@ class GenerateRequest:
     prompt: tuple[int, ...]
     max_tokens: int
     temperature: float
-    """0 takes the likeliest token, with its logprob at temperature 1; no lease asks for that."""
+    """0 takes the likeliest token, with its logprob at temperature 1."""
     seed: int
     stop_token_ids: tuple[int, ...]
     group: bytes = b""

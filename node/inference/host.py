@@ -24,6 +24,7 @@ from .engine import EngineStats, Replica
 from .host_messages import (
     FAULT,
     LOST,
+    MAX_FRAME,
     USAGE,
     ApiOptions,
     EngineAnswer,
@@ -290,7 +291,7 @@ def main(make: MakeCore) -> None:
     if os.getpgrp() == os.getpid():
         # vLLM's own processes watch this one only once they work
         signal.signal(signal.SIGTERM, _end_all)
-    serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make))
+    serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
 
 
 def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:

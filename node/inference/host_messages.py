@@ -10,6 +10,8 @@ from ..process.frames import ProcessMessage
 from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .prefill import PrefillRequest
 
+MAX_FRAME = 2**28
+"""Far above the longest text with its routes, and above a part of what an audit reads at once."""
 USAGE, LOST, FAULT = "usage", "lost", "fault"
 """Kinds of EngineFailed: the config is wrong; the engine is of no use any more; only this request failed."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import MAX_LABEL, NumericsClass
-from ..config.engine import EngineConfig
+from ..config.engine import STAGES_WITHOUT_ROUTES, EngineConfig
 from ..ops.errors import UsageError
 from ..ops.gpus import visible_memory
 from .vllm_arguments import installed_release, tensor_parallel_on, visible_gpus
@@ -145,6 +145,14 @@ def check_exact(config: EngineConfig, run: RunManifest) -> None:
         raise UsageError(
             f"this run's numerics are exact for {wanted}, and this machine is {own}: take part from such a "
             "machine, with these settings of engine"
+        )
+
+
+def check_routes(config: EngineConfig, run: RunManifest) -> None:
+    """Raise UsageError if an engine of `config` cannot record, or measure, the routes that `run` asks for."""
+    if run.routes is not None and config.type == "vllm" and config.pp > 1:
+        raise UsageError(
+            f"this run replays routes, and {STAGES_WITHOUT_ROUTES}: set engine.pp to 1"
         )
 
 

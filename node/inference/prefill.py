@@ -1,7 +1,8 @@
 """Requests to an engine to read a text and measure what it would have drawn at some places of it.
 
 A place is a position of the text; what led to it are all tokens before it. Of each place the engine gives the
-hidden state, projected as in a fingerprint, and on request the margin and the logprob of a token claimed there.
+hidden state, projected as in a fingerprint, and on request the margin and the logprob of a token claimed there,
+and how far a claimed route is from what its routers choose for the token before.
 """
 
 import msgspec
@@ -12,13 +13,14 @@ from .fingerprint import NUMBERS
 
 PREFILL = "primerl_prefill"
 """Key of SamplingParams.extra_args: [key of the request, temperature, claims as bytes]."""
-MARGIN, LOGPROB, PROJECTED = 0, 1, 2
+MARGIN, LOGPROB, ROUTING, ROUTING_MARGIN, PROJECTED = range(5)
 """Columns of an answer: the last is the first of NUMBERS."""
 COLUMNS = PROJECTED + NUMBERS
-CLAIM_FIELDS = 4
 
-Claims = NDArray[np.int64]
-"""[4, N]: places, seeds, claimed tokens, and 1 where margin and logprob are wanted, else 0."""
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Claims = NDArray[np.void]
+"""[N] records of claim_type()."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -27,29 +29,45 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     """One or more, all of the model's vocabulary: what leads to the last place."""
     claims: bytes
-    """See make_claims(); places are 1 to len(token_ids)."""
+    """Claims; places are 1 to len(token_ids)."""
     temperature: float
-    """Above 0."""
+    """Of the run; 0 measures against the likeliest token."""
     salt: str = ""
     """Not empty: no keys and values of other requests are used, so every place is measured."""
 
 
-def make_claims(places: Claims, seeds: Claims, tokens: Claims, drawn: NDArray[np.bool_]) -> bytes:
-    """Encode claims [N] each."""
-    columns = np.concatenate([places, seeds, tokens, drawn])
-    return columns.astype("<i8", copy=False).tobytes()
+def claim_type(route_bytes: int = 0) -> np.dtype[np.void]:
+    """A claim of a run whose routes have so many bytes a token, 0 in a run without."""
+    fields = [("places", "<i8"), ("seeds", "<i8"), ("tokens", "<i8"), ("drawn", "?")]
+    return np.dtype([*fields, ("routed", "?"), ("routes", "u1", (route_bytes,))])
 
 
-def read_claims(claims: bytes) -> Claims:
-    """Decode make_claims()."""
-    return np.frombuffer(claims, "<i8").reshape(CLAIM_FIELDS, -1)
+def make_claims(
+    places: Numbers, seeds: Numbers, tokens: Numbers, routes: NDArray[np.uint8] | None = None
+) -> Claims:
+    """Claims [N] of drawn `tokens`. `routes` [N, bytes of one] are those of the tokens before them."""
+    claims = np.zeros(len(places), claim_type(0 if routes is None else routes.shape[1]))
+    claims["places"], claims["seeds"], claims["tokens"] = places, seeds, tokens
+    claims["drawn"] = True
+    if routes is not None:
+        claims["routes"], claims["routed"] = routes, True
+    return claims
+
+
+def read_claims(claims: bytes, route_bytes: int = 0) -> Claims:
+    """Decode PrefillRequest.claims.
+
+    Of each, margin and logprob are wanted where `drawn`, and beside them the two columns of its route where
+    `routed`, too.
+    """
+    return np.frombuffer(claims, claim_type(route_bytes))
 
 
 def read_rows(rows: bytes) -> NDArray[np.float32]:
     """Decode what an engine measured: [N, COLUMNS].
 
     A row is NaN where its place was not computed, because the keys and values of another request were there;
-    margin and logprob are where they were not wanted.
+    the columns before PROJECTED mean nothing where they were not wanted.
     """
     return np.frombuffer(rows, np.float32).reshape(-1, COLUMNS)
 

@@ -24,6 +24,7 @@ from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (
     LOST,
+    MAX_FRAME,
     USAGE,
     EngineAnswer,
     EngineBusy,
@@ -142,6 +143,7 @@ class EngineChild(ChildProcess):
 
     Error = EngineError
     Lost = EngineLost
+    max_frame = MAX_FRAME
 
     def __init__(
         self,

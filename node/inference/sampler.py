@@ -73,13 +73,20 @@ def weigh(
     seeds: Tensor,
     positions: Tensor,
     tokens: Tensor,
+    *,
+    greedy: bool = False,
 ) -> Tensor:
     """Margins and logprobs [2, N] fp32 of `tokens` [N] int64 that are claimed to be drawn; others as draw().
 
     `logits(rows)` gives those of some rows, `at_once` at most; None: nobody needs them on this rank. A margin
     is by how much the best score beats that of the claimed token, exactly 0 if draw() draws it; both are
     infinite or NaN where some logit is no number.
+
+    `greedy`: the temperature is 0, which draws the likeliest token. A score is a logit then, without noise, and
+    logprobs are those at temperature 1.
     """
+    if greedy:
+        temperature = torch.ones_like(temperature)
     # what is done once for all rows is not launched for each part
     found = torch.zeros(3, len(tokens), device=tokens.device)
     for start in range(0, len(tokens), at_once):
@@ -88,12 +95,14 @@ def weigh(
         if part is None:
             continue
         best = draw(part, temperature[rows], seeds[rows], positions[rows])
-        found[0, rows], found[1, rows] = best.scores, best.logsumexp
+        found[0, rows] = part.amax(-1).float() if greedy else best.scores
+        found[1, rows] = best.logsumexp
         found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
     scores, sums, claimed = found
     # the very operations of draw()
     scaled = claimed * temperature.reciprocal()
-    margins = scores - (gumbel_at(seeds, positions, tokens) + scaled)
+    claimed_scores = scaled if greedy else gumbel_at(seeds, positions, tokens) + scaled
+    margins = scores - claimed_scores
     logprobs = scaled - sums
     return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 

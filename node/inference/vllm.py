@@ -53,6 +53,8 @@ from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
     ROUTES,
+    ROUTES_AUDITED,
+    ROUTES_RECORDED,
     SAMPLING,
     check_device,
     check_family,
@@ -720,7 +722,7 @@ def prepare_library(
             "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
         )
     if config.enable_return_routed_experts:
-        os.environ[ROUTES] = "1"
+        os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
     drafts = config.draft_tokens
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
     vllm = _library()

@@ -445,8 +445,7 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
 def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> None:
     """Raise EngineError for a model that vLLM would compute wrongly, or not at all.
 
-    `drafts`: most draft tokens of a sequence in a step. Without a GPU it packs experts when it starts and goes
-    on reading that, whatever is written to the parameters.
+    `drafts`: most draft tokens of a sequence in a step.
     """
     if shape.get("model_type") in WITHIN_OTHERS:
         raise EngineError(
@@ -465,10 +464,13 @@ def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> Non
         raise EngineError(
             "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"
         )
-    if has_experts(shape):
+    if shape.get("model_type") == "gpt_oss":
         raise EngineError(
-            "the model has experts, which vLLM without a GPU keeps in a form that no version can be written "
-            "to: set engine.type to hf"
+            "gpt-oss's experts have an activation that vLLM computes on GPUs only: set engine.type to hf"
+        )
+    if shape.get("kv_lora_rank"):
+        raise EngineError(
+            "the model has latent attention, which was never tried in vLLM without a GPU: set engine.type to hf"
         )
 
 
@@ -497,7 +499,8 @@ GREEDY_BELOW = 1e-5
 
 INVARIANT = "VLLM_BATCH_INVARIANT"
 ROUTES = "PRIMERL_ROUTES"
-"""Tells vllm_worker.py in vLLM's processes that routes are recorded."""
+"""Tells vllm_worker.py in vLLM's processes that routes are recorded: ROUTES_RECORDED, or ROUTES_AUDITED."""
+ROUTES_RECORDED, ROUTES_AUDITED = "recorded", "audited"
 """Environment variable: vLLM computes each row by the same operations whatever is beside it. GPUs only: on a
 CPU it always does."""
 

@@ -19,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.manifests import RouteShape
+from ..models.routes import unpack_routes
 from .device import Mark, download, upload_array
-from .prefill import COLUMNS, PREFILL, PROJECTED, read_claims
+from .prefill import COLUMNS, PREFILL, PROJECTED, ROUTING, Claims, read_claims
 from .sampler import weigh
-from .vllm_sampling import HiddenProjection, is_second
+from .vllm_sampling import HiddenProjection, RouteBuffer, is_second
 
 LOGITS = 2**27
 """Logits at a time (512 MiB of fp32, half of it in bf16)."""
@@ -51,15 +53,13 @@ class ClaimedText:
 
     key: int
     temperature: float
-    places: Ints
-    seeds: Ints
-    tokens: Ints
-    drawn: NDArray[np.bool_]
+    claims: Claims
+    """[N]"""
     rows: NDArray[np.float32] = field(init=False)
     """[N, COLUMNS]; NaN until computed."""
 
     def __post_init__(self) -> None:
-        self.rows = np.full((len(self.places), COLUMNS), np.nan, np.float32)
+        self.rows = np.full((len(self.claims), COLUMNS), np.nan, np.float32)
 
 
 class _Part(NamedTuple):
@@ -91,8 +91,17 @@ class PromptReader:
     All ranks that have the head compute the same logits together; those with `collecting` keep them.
     """
 
-    def __init__(self, runner: Any, projection: HiddenProjection, vocab_size: int) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        projection: HiddenProjection,
+        vocab_size: int,
+        routes: tuple[RouteBuffer, RouteShape] | None = None,
+    ) -> None:
+        """`routes`: where routers tell what claimed routes are compared with, and the shape of those."""
         self._runner = runner
+        self._routes = routes
+        self._route_bytes = 0 if routes is None else routes[1].token_bytes
         self._projection = projection
         self._second = is_second(runner)
         self._at_once = max(TILE, LOGITS // vocab_size // TILE * TILE)
@@ -129,10 +138,8 @@ class PromptReader:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if PREFILL in extra and new.req_id not in self._reading:
                 key, temperature, claims = extra[PREFILL]
-                places, seeds, tokens, drawn = read_claims(claims)
-                self._reading[new.req_id] = ClaimedText(
-                    key, temperature, places, seeds, tokens, drawn > 0
-                )
+                read = read_claims(claims, self._route_bytes)
+                self._reading[new.req_id] = ClaimedText(key, temperature, read)
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:
@@ -152,10 +159,18 @@ class PromptReader:
         hidden = state.hidden_states.index_select(0, upload_array(rows, self._runner.device))
         found = torch.zeros(len(rows), COLUMNS, device=self._runner.device)
         found[:, PROJECTED:] = self._projection(hidden)[:, 1:]
-        drawn = np.concatenate([part.text.drawn[part.claims] for part in parts])
-        if drawn.any():
-            at = upload_array(np.flatnonzero(drawn), self._runner.device)
-            found[:, :PROJECTED].index_copy_(0, at, self._weighed(hidden[at], parts, drawn).T)
+        claims = np.concatenate([part.text.claims[part.claims] for part in parts])
+        drawn = np.flatnonzero(claims["drawn"])
+        if len(drawn):
+            at = upload_array(drawn, self._runner.device)
+            warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
+            weighed = self._weighed(hidden[at], claims[drawn], np.concatenate(warm)[drawn])
+            found[:, :ROUTING].index_copy_(0, at, weighed.T)
+        routed = np.flatnonzero(claims["routed"])
+        if len(routed) and self.collecting:
+            at = upload_array(routed, self._runner.device)
+            compared = self._compared(rows[routed], claims[routed])
+            found[:, ROUTING:PROJECTED].index_copy_(0, at, compared)
         self._settle(len(self._copies))
         if self.collecting:
             host = download(found)
@@ -168,7 +183,7 @@ class PromptReader:
             text = self._reading.get(step.id)
             if text is None:
                 continue
-            led = text.places - 1
+            led = text.claims["places"] - 1
             mine = np.flatnonzero((led >= step.before) & (led < step.before + step.rows))
             if len(mine):
                 parts.append(_Part(text, mine, step.first + led[mine] - step.before))
@@ -176,29 +191,28 @@ class PromptReader:
                 self._read[text.key] = self._reading.pop(step.id)
         return parts
 
-    def _weighed(
-        self,
-        led: Tensor,
-        parts: Sequence[_Part],
-        drawn: NDArray[np.bool_],
-    ) -> Tensor:
-        """Margins and logprobs [2, N] of the claims `drawn` among all of `parts`, to which `led` [N, d] led."""
-        columns = np.stack(
-            [
-                np.concatenate([getattr(part.text, name)[part.claims] for part in parts])[drawn]
-                for name in ("seeds", "places", "tokens")
-            ]
-        )
+    def _weighed(self, led: Tensor, claims: Claims, temperatures: NDArray[np.float32]) -> Tensor:
+        """Margins and logprobs [2, N] of `claims` [N], to which `led` [N, d] led."""
+        columns = np.stack([claims[name] for name in ("seeds", "places", "tokens")])
         seeds, places, tokens = upload_array(columns, led.device)
-        warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
-        temperatures = upload_array(np.concatenate(warm)[drawn], led.device)
+        heat = upload_array(temperatures, led.device)
 
         def logits(rows: slice) -> Tensor | None:
             found = self._runner.model.compute_logits(led[rows])
             # V1's sampler sees them as fp32; V2's keep the model's type; vLLM gathers them on one rank
             return found if found is None or self._second else found.float()
 
-        return weigh(logits, self._at_once, temperatures, seeds, places, tokens)
+        greedy = not temperatures.any()  # all texts are of one run
+        return weigh(logits, self._at_once, heat, seeds, places, tokens, greedy=greedy)
+
+    def _compared(self, rows: Ints, claims: Claims) -> Tensor:
+        """off_routes() [N, 2] of the routes of `claims` [N], for the tokens in these rows of the step."""
+        if self._routes is None:
+            raise RuntimeError("a route is claimed where none are measured")
+        buffer, shape = self._routes
+        claimed = unpack_routes(claims["routes"].tobytes(), shape)
+        at, routes = (upload_array(one, self._runner.device) for one in (rows, claimed))
+        return buffer.compare(at, routes, shape)
 
     def _settle(self, steps: int) -> None:
         """File the rows of the first `steps` that are on their way. Waits for the device."""

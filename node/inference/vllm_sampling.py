@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.manifests import RouteShape
+from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
 from .device import upload_array
 from .fingerprint import NUMBERS, signs
@@ -200,37 +201,70 @@ class RouteBuffer:
     vLLM's graphs write into it, too: it has its full size before they are captured.
     """
 
-    def __init__(self) -> None:
-        self.layers = 0
-        """Routers that have a hook, the lowest first."""
+    def __init__(self, *, keeps_logits: bool = False) -> None:
+        """With `keeps_logits` of all experts, for an auditor."""
+        self._keeps_logits = keeps_logits
+        self._routers: list[Any] = []
         self._chosen: Tensor | None = None
+        self._logits: Tensor | None = None
 
-    def hook(self) -> Callable[[Tensor], None]:
-        """What the next router tells its choice [tokens, k]."""
-        layer, self.layers = self.layers, self.layers + 1
+    @property
+    def layers(self) -> int:
+        """Routers that have a hook, the lowest first."""
+        return len(self._routers)
 
-        def take(chosen: Tensor) -> None:
-            held = self._chosen
-            if held is None or held.shape[1] < len(chosen):
-                shape = (self.layers, *chosen.shape)
-                held = self._chosen = chosen.new_zeros(shape, dtype=torch.int16)
-            held[layer, : len(chosen)] = chosen
+    def hook(self, router: Any) -> Callable[[Tensor, Tensor], None]:
+        """What the next router tells its logits [tokens, E] and its choice [tokens, k]."""
+        layer = self.layers
+        self._routers.append(router)
+
+        def take(logits: Tensor, chosen: Tensor) -> None:
+            self._chosen = self._put(self._chosen, layer, chosen, torch.int16)
+            if self._keeps_logits:
+                self._logits = self._put(self._logits, layer, logits, logits.dtype)
 
         return take
+
+    def _put(self, held: Tensor | None, layer: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if held is None or held.shape[1] < len(rows):
+            held = rows.new_zeros((self.layers, *rows.shape), dtype=dtype)
+        held[layer, : len(rows)] = rows
+        return held
 
     def read(self, places: Tensor, shape: RouteShape) -> Tensor:
         """Routes as they travel, of the tokens at `places` [n]: the bits of fp32 numbers [n, route_columns()].
 
         Raises RuntimeError if the routers of the model have told another shape.
         """
-        held = self._chosen
-        if held is None or (len(held), held.shape[2]) != (shape.layers, shape.top_k):
-            raise RuntimeError("vLLM's routers do not tell what they choose: use vLLM 0.25 to 0.33")
-        found = held.index_select(1, places).transpose(0, 1).flatten(1)
+        found = self._told(shape).index_select(1, places).transpose(0, 1).flatten(1)
         found = found.to(torch.uint8) if shape.dtype == "<u1" else found.contiguous()
         raw = found.view(torch.uint8)
         missing = 4 * route_columns(shape) - raw.shape[1]
         return torch.nn.functional.pad(raw, (0, missing)).contiguous().view(torch.float32)
+
+    def compare(self, places: Tensor, claimed: Tensor, shape: RouteShape) -> Tensor:
+        """off_routes() [n, 2] of routes `claimed` [n, layers, k] for the tokens at `places` [n].
+
+        Raises RuntimeError as read(), and where it keeps no logits.
+        """
+        chosen, logits = self._told(shape), self._logits
+        if logits is None or logits.shape[2] != shape.experts:
+            raise RuntimeError(f"vLLM's routers do not tell their logits: {_USE}")
+        found = [
+            off_route(
+                ranked(logits[layer, places], router),
+                chosen[layer, places].long(),
+                claimed[:, layer].long(),
+            )
+            for layer, router in enumerate(self._routers)
+        ]
+        return off_routes(*zip(*found, strict=True), top_k=shape.top_k)
+
+    def _told(self, shape: RouteShape) -> Tensor:
+        held = self._chosen
+        if held is None or (len(held), held.shape[2]) != (shape.layers, shape.top_k):
+            raise RuntimeError(f"vLLM's routers do not tell what they choose: {_USE}")
+        return held
 
 
 class Recorder:

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
-from .vllm_arguments import INVARIANT, ROUTES
+from .vllm_arguments import INVARIANT, ROUTES, ROUTES_AUDITED
 from .vllm_prefill import PromptReader
 from .vllm_sampling import (
     HiddenProjection,
@@ -45,21 +46,66 @@ ROOM = 2**30
 
 
 def _keep_plain_weights() -> None:
-    """On a CPU, keep every linear layer's weight where it can be replaced.
+    """On a CPU, keep the weights of linear layers and of experts where they can be replaced.
 
-    vLLM moves it into an opaque oneDNN handler and leaves an empty tensor behind: a later update
-    would fail, or for the output head silently do nothing. The plain product gives the same fp32
-    numbers at the same speed. There is no option for this, so the dispatcher is replaced.
+    vLLM moves those of a linear layer into an opaque oneDNN handler and leaves an empty tensor behind: a later
+    update would fail, or for the output head silently do nothing. It packs those of experts. The plain
+    products give the same fp32 numbers, of linear layers at the same speed. There is no option for this, so
+    the dispatcher and the methods of the experts are replaced.
     """
-    from vllm.model_executor.layers import utils  # pyright: ignore
     from vllm.platforms import current_platform  # pyright: ignore
 
-    if current_platform.is_cpu():
-        utils.dispatch_cpu_unquantized_gemm = _plain_linear
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils  # pyright: ignore
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # pyright: ignore
+
+    utils.dispatch_cpu_unquantized_gemm = _plain_linear
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts.process_weights_after_loading = _keep_experts
+    experts.apply = _plain_experts
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def _keep_experts(experts: Any, layer: Any) -> None:
+    """Pack nothing."""
+
+
+def _plain_experts(
+    experts: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    expert_map: torch.Tensor | None,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """Write the weighted sum of the outputs of each token's experts into `output` [N, d]: those of this rank.
+
+    Summed in the order of the experts, whatever other tokens are beside a token.
+    """
+    here = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    total = torch.zeros_like(output, dtype=torch.float32)
+    for expert in range(len(w1)):
+        rows, place = (here == expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        both = torch.nn.functional.linear(hidden_states[rows], w1[expert])
+        inner = both.new_empty(len(both), both.shape[1] // 2)
+        experts.activation(activation, inner, both)
+        found = torch.nn.functional.linear(inner, w2[expert]).float()
+        if not apply_router_weight_on_input:
+            found *= topk_weights[rows, place, None]
+        total.index_add_(0, rows, found)
+    output.copy_(total)
 
 
 def _keep_rows_apart() -> None:
@@ -87,7 +133,7 @@ def _keep_rows_apart() -> None:
         vocab_parallel_embedding.linear_batch_invariant = torch.nn.functional.linear
 
 
-ROUTE_BUFFER = RouteBuffer()
+ROUTE_BUFFER = RouteBuffer(keeps_logits=os.environ.get(ROUTES) == ROUTES_AUDITED)
 """What this process's routers choose."""
 
 
@@ -97,7 +143,7 @@ def _watch_routers() -> None:
     From its making on, so that CUDA graphs have it. vLLM's own return of routes is another in each release, and
     travels with its outputs.
     """
-    if os.environ.get(ROUTES) != "1":
+    if ROUTES not in os.environ:
         return
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter  # pyright: ignore
 
@@ -105,9 +151,18 @@ def _watch_routers() -> None:
 
     def init(router: Any, *arguments: Any, **named: Any) -> None:
         plain(router, *arguments, **named)
-        router.set_capture_fn(ROUTE_BUFFER.hook())
+        router._compute_routing = _told(router._compute_routing, ROUTE_BUFFER.hook(router))
 
     BaseRouter.__init__ = init
+
+
+def _told(compute: Any, take: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
+    def computed(states: Any, logits: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        weights, chosen = compute(states, logits, *arguments, **named)
+        take(logits, chosen)
+        return weights, chosen
+
+    return computed
 
 
 # at import, because vLLM gives an extension no call before the model is built
@@ -129,6 +184,7 @@ class WorkerExtension:
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
     _primerl_base: KeptBase | None = None
+    _primerl_routes: tuple[RouteBuffer, RouteShape] | None = None
     primerl_recorder_type: type[Recorder] = Recorder
 
     def primerl_attach(self, node_pid: int) -> int:
@@ -145,19 +201,14 @@ class WorkerExtension:
         Returns what speaks against it; "" if nothing.
         """
         wanted = msgspec.msgpack.decode(shape, type=RouteShape)
-        parallel = self.vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
-            return (
-                "a token's experts are on several GPUs, which do not tell each other its route: set pp to 1, "
-                "and leave vllm.enable_expert_parallel out"
-            )
         if wanted.layers != ROUTE_BUFFER.layers:
             return (
                 f"{ROUTE_BUFFER.layers} routers of vLLM tell what they choose, and the model has "
                 f"{wanted.layers}: use vLLM 0.25 to 0.33, without drafts by a model"
             )
+        self._primerl_routes = ROUTE_BUFFER, wanted
         if self._primerl_recorder is not None:
-            self._primerl_recorder.record_routes(ROUTE_BUFFER, wanted)
+            self._primerl_recorder.record_routes(*self._primerl_routes)
         return ""
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
@@ -226,7 +277,7 @@ class WorkerExtension:
             return ""
         runner = self.model_runner
         projection = HiddenProjection(runner.device, model.get_hidden_size(), model.dtype)
-        reader = PromptReader(runner, projection, model.get_vocab_size())
+        reader = PromptReader(runner, projection, model.get_vocab_size(), self._primerl_routes)
         reader.collecting = place.collecting
         try:
             reader.install()

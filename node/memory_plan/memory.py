@@ -577,7 +577,7 @@ def plan_trainer(
         [
             MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
             MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), "", True),
-            *_auditor(config, shape),
+            *plan_auditor(config, shape, config.rollouts.max_off_policy_steps + 3),
             MemoryItem("the auditor's CUDA context", CONTEXT * gpu, "", True),
         ]
     )
@@ -585,8 +585,8 @@ def plan_trainer(
     return plan_learner(config.training, shape, gpu=gpu, ranks=ranks), beside
 
 
-def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
-    """List the memory items of a trainer's auditor.
+def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[MemoryItem]:
+    """List the memory items of an auditor that holds this many `versions`.
 
     hf keeps small models, vLLM one set of weights and a short cache.
     """
@@ -599,12 +599,14 @@ def _auditor(config: RunConfig, shape: ModelShape) -> list[MemoryItem]:
     if config.auditor == "vllm":
         tokens = 2 * at_once + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
+        scored = shape.sparse_layers * shape.experts * config.training.enable_router_replay
+        scores = MemoryItem("the routers' logits", at_once * scored * 4, f"{at_once} tokens", True)
         return [
             MemoryItem("the auditor's weights", network, "one version"),
             MemoryItem("the auditor's keys and values", cache, f"{tokens} tokens"),
             computing,
+            *([scores] if scored else []),
         ]
-    versions = config.rollouts.max_off_policy_steps + 3
     kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
     networks = MemoryItem("the auditor's networks", kept * network, f"{kept} at a time")
     return [networks, computing]

@@ -6,7 +6,7 @@ route is its experts, layer by layer; -1 leaves the choice to the router. Import
 lazily.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def ranked(logits: Tensor, router: Any) -> Tensor:
 
 
 def off_route(scores: Tensor, own: Tensor, claimed: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare claimed experts [N, k] with a router's choice `own` [N, k] by its scores [N, E].
+    """Compare a layer's claimed experts [N, k] with the router's choice `own` by its scores [N, E].
 
     Returns the number of claimed experts that were not chosen, [N] int64, and the largest margin by which one
     of them misses the lowest chosen score, [N] fp32; 0 if all were chosen. Entries below 0 are ignored.
@@ -128,3 +128,12 @@ def off_route(scores: Tensor, own: Tensor, claimed: Tensor) -> tuple[Tensor, Ten
     lowest = scores.gather(1, own).amin(1, keepdim=True)
     missing = (lowest - scores.gather(1, claimed.clamp_min(0))).clamp_min(0)
     return outside.sum(1), torch.where(outside, missing, 0.0).amax(1)
+
+
+def off_routes(outside: Sequence[Tensor], margins: Sequence[Tensor], top_k: int) -> Tensor:
+    """Combine off_route()'s results of all layers, [N] each, to [N, 2] fp32.
+
+    Columns: the share of a token's claimed experts that were not chosen, and the largest margin.
+    """
+    share = torch.stack(list(outside)).sum(0).float() / (len(outside) * top_k)
+    return torch.stack([share, torch.stack(list(margins)).amax(0).float()], 1)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, LeaseShare
+from ...protocol.leases import Held, Lease, LeaseBook, LeaseShare
 from ...protocol.messages import MAX_LEASES, LeaseReply, LeaseRequest
 from ...protocol.reputation import Reputation
 from ..config.run import RunConfig
@@ -40,6 +40,8 @@ PREPARED_TASKS = 128
 KEPT_DIGESTS = 4096
 VERDICT_BYTES = 256 * 1024
 """Verdicts in one reply."""
+LEASE_BYTES = 64 * 1024
+"""Leases in one reply, and one more."""
 
 
 class LeaseDemand:
@@ -152,6 +154,10 @@ class TaskSupply:
             self.digests = {index: known[index] for index in wanted if index in known}
         self.digests |= {task.index: task.digest for task in tasks}
         return bool(missing)
+
+    def complete(self, lease: Lease) -> Lease:
+        """Return a lease of these tasks with all that a worker needs to know of them."""
+        return lease
 
 
 class LeaseScheduler:
@@ -328,7 +334,7 @@ class LeaseScheduler:
             None if proven else self.registry.origin(peer),
             staffed=self.registry.staffed(),
         )
-        while len(sealed) < wanted and version >= 0:
+        while len(sealed) < wanted and version >= 0 and sum(map(len, sealed)) <= LEASE_BYTES:
             lease = self.book.grant(
                 peer,
                 version=version,
@@ -344,7 +350,7 @@ class LeaseScheduler:
             sealed.append(
                 self.registry.services.seal(
                     Purpose.LEASE,
-                    lease,
+                    self.tasks[lease.environment].complete(lease),
                     recipient=peer,
                     sequence=lease.lease_id,
                     expires=int(lease.deadline) + 60,

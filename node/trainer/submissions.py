@@ -57,8 +57,8 @@ class PendingVerification:
     verifying: asyncio.Task[Verified]
 
 
-class SubmissionQueue:
-    """Verifies submissions, judges them in order of arrival, and puts accepted groups into the buffer."""
+class VerificationQueue:
+    """Verifies submissions and judges them in order of arrival; what is made of them is a subclass's to say."""
 
     def __init__(
         self,
@@ -66,13 +66,9 @@ class SubmissionQueue:
         verifier: Verifier,
         contract: ProofContract,
         test: BanTest,
-        buffer: RolloutBuffer,
         progress: Progress,
-        kept: RolloutKeeper,
-        curricula: Mapping[str, Curriculum],
     ) -> None:
-        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer, and
-        the one of `curricula`, by environment, of every group before it does."""
+        """`test` decides which workers are banned."""
         self._scheduler = scheduler
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
@@ -80,10 +76,7 @@ class SubmissionQueue:
         self._bounds = scheduler.registry.bounds
         self.verifier = verifier
         self._contract = contract
-        self.buffer = buffer
         self.progress = progress
-        self.kept = kept
-        self.curricula = curricula
         self._arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(CAPACITY)
         self._stages = StageFaults(
             self._registry.reputation, self._registry.pipelines.dissolve, test
@@ -98,6 +91,10 @@ class SubmissionQueue:
         self.grown = asyncio.Condition()
         """Notified after every judgement."""
         self.epoch = ChainEpoch()
+
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+        """Do what is to be done with the work of a judged submission of `node`."""
+        raise NotImplementedError
 
     @property
     def full(self) -> bool:
@@ -154,16 +151,14 @@ class SubmissionQueue:
             verified = await one.verifying
             self._verifying -= 1
             self._room.release()
-            self._judge(one.arrived, verified, one.before)
-            self.kept.judged(one.arrived.node, one.submission, one.lease, verified)
-            if verified.groups:
-                self._measure_turnaround(one.lease, len(verified.groups))
+            self._judge(one, verified)
             async with self.grown:
                 self.grown.notify_all()
             await self._scheduler.work_changed()
 
-    def _judge(self, arrived: QueuedSubmission, verified: Verified, before: bytes | None) -> None:
-        """Count a submission, once however often the trainer is killed, and buffer its accepted groups."""
+    def _judge(self, one: PendingVerification, verified: Verified) -> None:
+        """Count a submission, once however often the trainer is killed, and take its work."""
+        arrived = one.arrived
         self.progress.verified_up_to = arrived.arrival
         measured = MeasuredRows()
         if arrived.arrival > self._counted_up_to:
@@ -176,29 +171,8 @@ class SubmissionQueue:
         progress.accepted += verified.verdict.accepted
         progress.accepted_of[verified.environment] += verified.verdict.accepted
         progress.rejected.update({reason.value: count for reason, count in reasons.items()})
-        for group in verified.groups:
-            if not self._admits(group):
-                self.kept.lost([group], NOT_ADMITTED)
-                continue
-            refusal = self.buffer.add(group, self.progress.step)
-            if refusal is not None:
-                progress.accepted -= len(group.rollouts)
-                progress.accepted_of[group.environment] -= len(group.rollouts)
-                progress.rejected[refusal] += len(group.rollouts)
-                self.kept.lost([group], refusal)
-        self._deliver(arrived, before or self._keep(arrived, verified, measured))
-
-    def _admits(self, group: RolloutGroup) -> bool:
-        """Show a group to its environment's curriculum; returns whether it is to be trained."""
-        admitted, book = self.curricula[group.environment].observe(group), self._scheduler.book
-        book.lead.judged(admitted, book.policy.groups_per_batch)
-        return admitted
-
-    def _measure_turnaround(self, lease: Lease, groups: int) -> None:
-        """Tell the lease book how long accepted groups took from their lease until now."""
-        book = self._scheduler.book
-        granted = lease.deadline - book.policy.timeout_s
-        book.lead.returned(groups, book.policy.groups_per_batch, time.time() - granted)
+        self.take(arrived.node, one.submission, one.lease, verified)
+        self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
 
     def _remember(self, node: bytes, verified: Verified) -> None:
         """Add the result to the worker's reputation."""
@@ -293,10 +267,61 @@ class SubmissionQueue:
             self._registry.workers[node].verdicts.append(sealed)
 
 
+class SubmissionQueue(VerificationQueue):
+    """Puts accepted groups into the buffer from which batches are cut."""
+
+    def __init__(
+        self,
+        scheduler: LeaseScheduler,
+        verifier: Verifier,
+        contract: ProofContract,
+        test: BanTest,
+        buffer: RolloutBuffer,
+        progress: Progress,
+        kept: RolloutKeeper,
+        curricula: Mapping[str, Curriculum],
+    ) -> None:
+        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer, and
+        the one of `curricula`, by environment, of every group before it does."""
+        super().__init__(scheduler, verifier, contract, test, progress)
+        self.buffer = buffer
+        self.kept = kept
+        self.curricula = curricula
+
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+        """See VerificationQueue: buffer the accepted groups."""
+        progress = self.progress
+        for group in verified.groups:
+            if not self._admits(group):
+                self.kept.lost([group], NOT_ADMITTED)
+                continue
+            refusal = self.buffer.add(group, progress.step)
+            if refusal is not None:
+                progress.accepted -= len(group.rollouts)
+                progress.accepted_of[group.environment] -= len(group.rollouts)
+                progress.rejected[refusal] += len(group.rollouts)
+                self.kept.lost([group], refusal)
+        self.kept.judged(node, submission, lease, verified)
+        if verified.groups:
+            self._measure_turnaround(lease, len(verified.groups))
+
+    def _admits(self, group: RolloutGroup) -> bool:
+        """Show a group to its environment's curriculum; returns whether it is to be trained."""
+        admitted, book = self.curricula[group.environment].observe(group), self._scheduler.book
+        book.lead.judged(admitted, book.policy.groups_per_batch)
+        return admitted
+
+    def _measure_turnaround(self, lease: Lease, groups: int) -> None:
+        """Tell the lease book how long accepted groups took from their lease until now."""
+        book = self._scheduler.book
+        granted = lease.deadline - book.policy.timeout_s
+        book.lead.returned(groups, book.policy.groups_per_batch, time.time() - granted)
+
+
 class SubmissionReceiver:
     """Receives submissions: refuses them cheaply, or stores them and signs a receipt."""
 
-    def __init__(self, scheduler: LeaseScheduler, queue: SubmissionQueue, boot: int) -> None:
+    def __init__(self, scheduler: LeaseScheduler, queue: VerificationQueue, boot: int) -> None:
         """`boot` counts the starts of this trainer."""
         self._scheduler = scheduler
         self._services = scheduler.registry.services

@@ -213,9 +213,8 @@ def _other_policy(compared: Sequence[Compared]) -> float:
     return max(totals) if all(map(isfinite, totals)) else inf
 
 
-def off_routes(found: NDArray[np.floating]) -> tuple[float, float]:
-    """Sum up what was found of the routes of S tokens [S, 2]: of each the share of its experts that the auditor
-    does not choose, and the largest margin of these. Returns Evidence.routing and routing_max."""
+def routing(found: NDArray[np.floating]) -> tuple[float, float]:
+    """Sum up off_routes() [S, 2] of S tokens: Measured.routing and routing_max."""
     found = _infinite(found.astype(np.float64))
     return float(found[:, 0].sum()) / max(len(found), FEWEST), float(found[:, 1].max(initial=0))
 

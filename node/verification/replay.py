@@ -25,7 +25,7 @@ from ..inference.model import LanguageModel
 from ..inference.sampler import weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
-from ..models.routers import off_route
+from ..models.routers import off_route, off_routes
 from ..models.routes import unpack_routes
 from ..ops.errors import EngineError
 from ..pipeline.activations import rounded
@@ -41,7 +41,7 @@ from .auditor import (
     other_versions,
     wanted_versions,
 )
-from .measures import check_item, compare_replies, distances, off_routes, split_proof, summarize
+from .measures import check_item, compare_replies, distances, routing, split_proof, summarize
 
 Integers = NDArray[np.int64]
 
@@ -271,7 +271,13 @@ class Replay:
         divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
         step = self._rows(network, hidden)
         return weigh(
-            lambda rows: network.logits(hidden[rows]), step, divisor, seeds, places, claimed
+            lambda rows: network.logits(hidden[rows]),
+            step,
+            divisor,
+            seeds,
+            places,
+            claimed,
+            greedy=self._terms.temperature == 0,
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
@@ -345,7 +351,7 @@ class Replay:
         done: dict[int, Measured] = {}
         for branch, claimed, each in zip(branches, versions, found, strict=True):
             crossed = _own_states(branch.crossed, claimed).numpy()
-            share, margin = off_routes(_own_states(branch.routed, claimed).numpy())
+            share, margin = routing(_own_states(branch.routed, claimed).numpy())
             done[branch.number] = structs.replace(
                 each,
                 routing=share,
@@ -435,12 +441,9 @@ class RouteChecker:
         self._margins[layer].append(margins)
 
     def led(self) -> Tensor:
-        """Return of each token, in order [S, 2] fp32, the share of its experts that were not chosen, and by how
-        much the worst of these misses it."""
-        outside = torch.stack([torch.cat(parts) for parts in self._outside]).sum(0)
-        margins = torch.stack([torch.cat(parts) for parts in self._margins]).amax(0)
-        _, layers, top_k = self._claimed.shape
-        return torch.stack([outside.float() / (layers * top_k), margins.float()], 1)
+        """Return off_routes() of the tokens, in order [S, 2]."""
+        outside, margins = (list(map(torch.cat, each)) for each in (self._outside, self._margins))
+        return off_routes(outside, margins, self._claimed.shape[2])
 
 
 # -- boundaries of a pipeline ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An Auditor over two: vLLM's for whole engines, hf's for pipelines over nodes and for routes of experts."""
+"""An Auditor over two: vLLM's for whole engines, hf's for pipelines over nodes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from .auditor import AuditItem, Auditor, Measured, Unreadable
 
 
 class RoutedAuditor:
-    """Sends items with boundaries between stages, or with routes, to an auditor that can measure them.
+    """Sends items with boundaries between stages to an auditor that can measure them.
 
     The process of `staged` starts when it is needed, so a run without these has one. In a run of exact
     numerics there are no pipelines: `whole` gets all items.
@@ -36,7 +36,7 @@ class RoutedAuditor:
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
-        staged = [self._both and bool(item.boundaries or item.routes) for item in items]
+        staged = [self._both and bool(item.boundaries) for item in items]
         whole = [not one for one in staged]
         parts = [(self._whole, list(compress(items, whole)))]
         parts.append((self._staged, list(compress(items, staged))))

@@ -42,6 +42,7 @@ from ..environments.environment import (
     ScoreMismatch,
     Task,
 )
+from ..environments.leased_prompts import of_lease
 from ..ops.errors import EngineError
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
@@ -279,7 +280,7 @@ class Verifier:
         """Check that the tasks of a lease are those that the environment makes of their numbers."""
         try:
             environment_of(self._run, lease)
-            made = self._environments[lease.environment].task
+            made = self._environment(lease).task
             tasks = [await made(one.index) for one in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
             check_assignment(lease, digests.__getitem__)
@@ -287,6 +288,9 @@ class Verifier:
             logger.error("lease %d cannot be verified: %s", lease.lease_id, error)
             detail = "the trainer's environment is another one than when it signed the lease"
             raise RemoteProtocolError(Reason.ENVIRONMENT_ERROR, detail) from error
+
+    def _environment(self, lease: Lease) -> Environment:
+        return of_lease(self._environments[lease.environment], lease)
 
     def _check_held(self, rollout: CheckedRollout, work: _Work) -> bool:
         """Whether every policy that a rollout claims is in memory; it is rejected as stale if not."""
@@ -297,6 +301,8 @@ class Verifier:
         return not lost
 
     def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
+        if self._run.temperature == 0:
+            return True  # equal prompts have equal replies, whoever draws them
         try:
             self._copies.check(work.arrival.number, work.arrival.node, rollout)
         except Rejected as fault:
@@ -358,7 +364,7 @@ class Verifier:
     async def _believe(self, lease: Lease, rollout: CheckedRollout) -> Score:
         """Take the claimed reward of a rollout of the right task. Raises Rejected."""
         try:
-            prompt = await self._environments[lease.environment].prompt(_task(lease, rollout))
+            prompt = await self._environment(lease).prompt(_task(lease, rollout))
         except (ScoreMismatch, EnvironmentFailed) as error:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
         if len(rollout.branches) != 1:
@@ -395,7 +401,7 @@ class Verifier:
     async def _recompute(self, lease: Lease, rollout: CheckedRollout) -> Score:
         task = _task(lease, rollout)
         try:
-            return await self._environments[lease.environment].score(task, rollout.branches)
+            return await self._environment(lease).score(task, rollout.branches)
         except ScoreMismatch as error:
             raise Rejected(Reason.BAD_PROMPT, str(error)) from error
         except EnvironmentStuck:

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
-from ...protocol.manifests import RunManifest
+from ...protocol.manifests import RouteShape, RunManifest
 from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
@@ -35,11 +36,13 @@ from ..inference.prefill import (
     LOGPROB,
     MARGIN,
     PROJECTED,
+    ROUTING,
     Claims,
+    Flags,
+    Numbers,
     PrefillRequest,
     make_claims,
     not_computed,
-    read_claims,
     read_rows,
 )
 from ..inference.replica import PROGRAM, EngineChild, EngineTimeouts
@@ -66,7 +69,7 @@ from .auditor import (
     other_versions,
     wanted_versions,
 )
-from .measures import check_item, compare_replies, split_proof, summarize
+from .measures import check_item, compare_replies, routing, split_proof, summarize
 from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
@@ -77,10 +80,6 @@ NEEDS_VLLM = (
 )
 NO_BOUNDARIES = (
     "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
-)
-NO_ROUTES = (
-    "vLLM does not measure the routes of a mixture of experts: set verification.auditor to hf, or "
-    "verification.numerics to calibrated"
 )
 STEP_TOKENS = {"cpu": 2**12, "cuda": 2**15}
 """Tokens of a forward pass. To launch one takes a GPU's host tens of milliseconds, however long it is."""
@@ -141,7 +140,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             **(vllm.get("compilation_config") or {}),
             "cudagraph_mode": "NONE",
         }
-    return config.model_copy(update={"vllm": vllm, "enable_return_routed_experts": False})
+    return config.model_copy(update={"vllm": vllm})
 
 
 def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
@@ -283,11 +282,10 @@ class _Text:
     """The versions to read it under."""
     others: list[int]
     """Those that it is compared with."""
-    places: Claims
+    claims: Claims
     """[S]"""
-    seeds: Claims
-    tokens: Claims
-    versions: Claims
+    versions: Numbers
+    """[S]: which each of them claims."""
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
     """version -> what was measured under it [S, COLUMNS]."""
     fault: Unreadable | None = None
@@ -296,21 +294,31 @@ class _Text:
     """Once it was read under all."""
 
     @classmethod
-    def of(cls, item: AuditItem, others: Mapping[int, Sequence[int]]) -> "_Text":
-        """Take apart an item that was checked."""
+    def of(cls, item: AuditItem, others: Mapping[int, Sequence[int]], route_bytes: int) -> "_Text":
+        """Take apart an item that was checked; `route_bytes` of a token in its run."""
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
         tokens = np.array(item.token_ids, np.int64)[places]
+        routes = np.frombuffer(item.routes or bytes(len(places) * route_bytes), np.uint8)
+        claims = make_claims(places, seeds, tokens, routes.reshape(len(places), route_bytes))
+        claims["routed"] = bool(item.routes)
         claimed = sorted(item.claimed)
         versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
         wanted, compared = wanted_versions(item, others), other_versions(item, others)
-        return cls(item, wanted, compared, places, seeds, tokens, versions)
+        return cls(item, wanted, compared, claims, versions)
 
-    def claims(self, version: int, chosen: NDArray[np.bool_] | slice) -> bytes:
-        """Encode the claims `chosen` of all S, under `version`."""
-        columns = (self.places[chosen], self.seeds[chosen], self.tokens[chosen])
-        return make_claims(*columns, self.versions[chosen] == version)
+    @property
+    def places(self) -> Numbers:
+        """Of its sampled tokens [S]."""
+        return self.claims["places"]
+
+    def asked(self, version: int, chosen: Flags | slice) -> Claims:
+        """The claims `chosen` of all S; those of another version ask for states only."""
+        claims, own = self.claims[chosen].copy(), self.versions[chosen] == version
+        claims["drawn"] &= own
+        claims["routed"] &= own
+        return claims
 
     def lead(self, place: int) -> list[int]:
         """The tokens that lead to a place."""
@@ -348,7 +356,12 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
         rows[:, LOGPROB] - np.array(text.item.logprobs, np.float64)
         for text, rows in zip(texts, own, strict=True)
     ]
-    return summarize([rows[:, MARGIN] for rows in own], apart, compared)
+    found = summarize([rows[:, MARGIN] for rows in own], apart, compared)
+    routes = [routing(rows[:, ROUTING:PROJECTED]) for rows in own]
+    return [
+        structs.replace(one, routing=share, routing_max=margin)
+        for one, (share, margin) in zip(found, routes, strict=True)
+    ]
 
 
 def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
@@ -364,11 +377,6 @@ def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
         if leader != number and len(text.places) > 1:
             found.setdefault(leader, []).append(number)
     return found
-
-
-def joined_claims(parts: Sequence[bytes]) -> bytes:
-    """All claims of make_claims()'s `parts`."""
-    return np.concatenate([read_claims(part) for part in parts], axis=1).tobytes()
 
 
 def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
@@ -440,11 +448,12 @@ class VllmAuditor:
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor. One audit runs at a time, the others wait."""
-        self._require_started()
+        shape = self._require_started().routes
         check_versions(items, states, others)
-        faults = await asyncio.to_thread(lambda: [self._fault(item) for item in items])
+        faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
+        size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
-        texts = await asyncio.to_thread(lambda: [_Text.of(item, others) for item in sound])
+        texts = await asyncio.to_thread(lambda: [_Text.of(item, others, size) for item in sound])
         async with self._busy:
             await self._measure(texts, states)
         found = iter([await self._found(text) for text in texts])
@@ -473,17 +482,17 @@ class VllmAuditor:
             raise EngineError("the auditor is not running: start() it, and do not close it before")
         return self._run
 
-    def _fault(self, item: AuditItem) -> Unreadable | None:
+    def _fault(self, item: AuditItem, routes: RouteShape | None) -> Unreadable | None:
         """Explain why an item cannot be measured; None if it can."""
-        fault = check_item(item, self._vocabulary, self._layers)
+        fault = check_item(item, self._vocabulary, self._layers, routes)
         if fault is not None:
             return fault
         longest = self._config.max_model_len
         if len(item.token_ids) > longest:
             detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"
             return Unreadable(detail, proof=False)
-        if item.boundaries or item.routes:
-            return Unreadable(NO_BOUNDARIES if item.boundaries else NO_ROUTES, proof=False)
+        if item.boundaries:
+            return Unreadable(NO_BOUNDARIES, proof=False)
         return None
 
     # -- one audit ---------------------------------------------------------------------------------
@@ -532,12 +541,12 @@ class VllmAuditor:
         heads = shared_heads(texts)
         followers = {one for numbers in heads.values() for one in numbers}
         claims = [
-            text.claims(version, slice(1 if number in followers else 0, None))
+            text.asked(version, slice(1 if number in followers else 0, None))
             for number, text in enumerate(texts)
         ]
         for leader, numbers in heads.items():
-            parts = [texts[one].claims(version, slice(1)) for one in numbers]
-            claims[leader] = joined_claims([claims[leader], *parts])
+            parts = [texts[one].asked(version, slice(1)) for one in numbers]
+            claims[leader] = np.concatenate([claims[leader], *parts])
         leads = [text.lead(int(text.places[-1])) for text in texts]
         answers = await self._ask(engine, list(map(self._request, leads, claims)))
         for leader, numbers in heads.items():
@@ -567,8 +576,8 @@ class VllmAuditor:
         """Complete `answers`: each prefix is read once, for all the texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
         for prefix, numbers in prefixes.items():
-            parts = [texts[one].claims(version, not_computed(answers[one])) for one in numbers]
-            claims = joined_claims(parts)
+            parts = [texts[one].asked(version, not_computed(answers[one])) for one in numbers]
+            claims = np.concatenate(parts)
             requests.append(self._request(list(prefix), claims, f"{next(self._salts)}"))
         for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
             start = 0
@@ -579,8 +588,9 @@ class VllmAuditor:
                 answers[number][missing] = rows[start:end]
                 start = end
 
-    def _request(self, token_ids: list[int], claims: bytes, salt: str = "") -> PrefillRequest:
-        return PrefillRequest(token_ids, claims, self._require_started().temperature, salt)
+    def _request(self, token_ids: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
+        temperature = self._require_started().temperature
+        return PrefillRequest(token_ids, claims.tobytes(), temperature, salt)
 
     async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
         """Have texts read, in parts: the engine begins while the rest is sent."""

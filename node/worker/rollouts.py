@@ -35,6 +35,7 @@ from ..environments.environment import (
     Score,
     Task,
 )
+from ..environments.leased_prompts import of_lease
 from ..environments.policies import PlayFailed
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Completion, Engine, GenerateRequest
@@ -280,8 +281,9 @@ class RolloutGenerator:
     async def _group(
         self, lease: Lease, reference: TaskRef, order: Order
     ) -> tuple[GroupRecord, list[Episode]]:
+        environment = of_lease(self._environments[lease.environment], lease)
         try:
-            task = await self._environments[lease.environment].task(reference.index)
+            task = await environment.task(reference.index)
         except EnvironmentGivenUp:
             raise
         except EnvironmentFailed as error:
@@ -292,7 +294,7 @@ class RolloutGenerator:
         group = ActiveGroup(lease, task, order)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(lease.group_size):
-                tasks.create_task(self._rollout(group))
+                tasks.create_task(self._rollout(group, environment))
         episodes = group.in_order()
         if sum(map(tokens, episodes)) > LARGE:
             records = await asyncio.to_thread(pack, episodes)
@@ -300,7 +302,7 @@ class RolloutGenerator:
             records = pack(episodes)
         return GroupRecord(reference.index, reference.digest, records), episodes
 
-    async def _rollout(self, group: "ActiveGroup") -> None:
+    async def _rollout(self, group: "ActiveGroup", environment: Environment) -> None:
         index, lease = -1, group.lease
         sampling = environment_of(self._run, lease).sampling
 
@@ -313,6 +315,8 @@ class RolloutGenerator:
                     f"the conversation has {len(prompt)} tokens, and the run's model takes "
                     f"{self._run.limits.max_model_len}"
                 )
+            if max(prompt) >= self._run.model.vocab_size:
+                raise PlayFailed(f"the run's model has no token {max(prompt)}")
             request = GenerateRequest(
                 prompt=tuple(prompt),
                 max_tokens=sampling.max_tokens,
@@ -323,7 +327,7 @@ class RolloutGenerator:
             )
             return await self._admission.generate(request, group.order)
 
-        episode = await self._environments[lease.environment].run(group.task, policy)
+        episode = await environment.run(group.task, policy)
         group.end(index, episode)
         self._rollout_ended(lease.lease_id)
 

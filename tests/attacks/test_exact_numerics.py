@@ -5,7 +5,8 @@ layers whose distributions are not flat; 64 tokens a rollout, eight rollouts to 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,10 @@ from support.protocol_cases import played_otherwise
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
+from primerl.node.inference.numerics import exact_engine
 from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.models.routers import route_shape
+from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import MEASURES, AuditItem, evidence
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.checks import CheckedRollout
@@ -57,6 +61,9 @@ SHAPE = ModelCreateConfig(
     num_key_value_heads=2,
     head_dim=32,
     vocab_size=512,
+)
+MIXTURE = SHAPE.model_copy(
+    update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 )
 HONEST, CROSSED, CHEATED = 192, 64, 32
 """Rollouts."""
@@ -106,17 +113,24 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def court(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
-    directory = tmp_path_factory.mktemp("model")
-    first = make_qwen3(directory, 0, SHAPE)
+    async with opened(tmp_path_factory.mktemp("model"), dtype, SHAPE) as court:
+        yield court
+
+
+@asynccontextmanager
+async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> AsyncGenerator[Court]:
+    """In a run that replays the routes of a mixture of experts."""
+    first = make_qwen3(directory, 0, shape)
     states = {OWN: first, NEXT: altered(first, stepped(1e-5))}
     config = EngineConfig(type="vllm", dtype=dtype, device="cpu", max_batch=64, max_model_len=256)  # pyright: ignore[reportArgumentType]
     told = RunConfig.model_validate(
         {"engine": config.model_dump(), "verification": {"numerics": "exact"}}
     )
     contract = proof_contract(told, "")
-    run = make_run(dtype)
-    run = played_otherwise(structs.replace(run, proofs=contract), temperature=1.0)
-    engine, auditor = HostedEngine(config), VllmAuditor(config, timeout_s=240.0)
+    run = structs.replace(make_run(dtype), proofs=contract, routes=route_shape(directory))
+    run = played_otherwise(run, temperature=1.0)
+    engine = HostedEngine(exact_engine(config, run))
+    auditor = VllmAuditor(config, timeout_s=240.0)
     try:
         await asyncio.gather(
             engine.start(directory, fingerprint="projection"), auditor.start(directory, run)
@@ -188,3 +202,29 @@ async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -
     )
     found = await court.judged(tied, beside=False)
     assert {one.reason for one in found} == {Reason.BAD_SAMPLING}
+
+
+async def test_routes_are_equal_to_the_last_bit_and_one_other_expert_is_rejected(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path, "bfloat16", MIXTURE) as court:
+        shape = court.run.routes
+        assert shape is not None
+        items = await play(court.engine, court.wanted)
+        assert all(len(one.routes) == 64 * shape.token_bytes for one in items)
+        found = await court.judged(items)
+        assert [one for one in found if one.reason or one.suspect] == []
+        measures = measured(await court.auditor.audit(items, court.states, {}))
+        assert {(one.fingerprint, one.routing, one.routing_max) for one in measures} == {(0, 0, 0)}
+
+        def other(number: int, item: AuditItem) -> AuditItem:
+            """The last expert of one token in one layer is another one."""
+            routes = unpack_routes(item.routes, shape)
+            token, layer = number % len(routes), number % shape.layers
+            taken = set(routes[token, layer].tolist())
+            routes[token, layer, -1] = next(one for one in range(shape.experts) if one not in taken)
+            return replace(item, routes=pack_routes(routes, shape))
+
+        forged = [other(number, item) for number, item in enumerate(items[:CHEATED])]
+        found = await court.judged(forged)
+        assert {one.reason for one in found} == {Reason.BAD_ROUTES}

@@ -3,13 +3,14 @@
 Honest ones pass, also in bfloat16 and over two turns.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from msgspec import structs
 from numpy.typing import NDArray
@@ -21,42 +22,79 @@ from torch import Tensor
 
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.model import LanguageModel
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.routes import pack_routes, unpack_routes
-from primerl.node.verification.auditor import AuditItem, Measured, evidence
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
 from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Evidence, RolloutRecord
 
 MIXTURE = SHAPE.model_copy(
-    update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    update={
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,  # vLLM without a GPU computes no smaller heads
+    }
 )
+ON_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
 Routes = NDArray[np.int16]
 Forge = Callable[[Routes, Tensor], Routes]
 """Of honest routes [S, layers, k], and the scores [S, layers, E] of the right model."""
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+Audit = Callable[..., Awaitable[list[Measured]]]
+VLLM = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("hf", "float32"),
+        ("hf", "bfloat16"),
+        pytest.param(("vllm", "float32"), marks=VLLM),
+    ],
+    ids="-".join,
+)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """What audits, and the numerics of the run. The worker's engine is the embedded one."""
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Case:
     make = partial(make_qwen3, shape=MIXTURE)
-    return asyncio.run(make_case(tmp_path_factory.mktemp("routes"), request.param, make))
+    return await make_case(tmp_path_factory.mktemp("routes"), kind[1], make)
 
 
-def audit(case: Case, *items: AuditItem) -> list[Measured]:
-    async def run() -> list[Measured]:
-        auditor = PrefillCore(FP32)
-        await auditor.start(case.model_dir, case.run)
-        found = await auditor.audit(items, case.states, {})
-        await auditor.close()
-        return measured(found)
+@asynccontextmanager
+async def auditing(case: Case, auditor: Auditor) -> AsyncGenerator[Audit]:
+    await auditor.start(case.model_dir, case.run)
 
-    return asyncio.run(run())
+    async def run(*items: AuditItem) -> list[Measured]:
+        return measured(await auditor.audit(items, case.states, {}))
+
+    yield run
+    await auditor.close()
 
 
-@pytest.fixture(scope="module")
-def honest(case: Case) -> list[Measured]:
-    return audit(case, *case.honest)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def audit(kind: tuple[str, str], case: Case) -> AsyncIterator[Audit]:
+    auditor = VllmAuditor(FP32, timeout_s=240.0) if kind[0] == "vllm" else PrefillCore(FP32)
+    async with auditing(case, auditor) as audit:
+        yield audit
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def honest(case: Case, audit: Audit) -> list[Measured]:
+    return await audit(*case.honest)
 
 
 def seen(one: Measured) -> Evidence:
@@ -97,7 +135,8 @@ def forged(case: Case, item: AuditItem, forge: Forge) -> AuditItem:
     return replace(item, routes=pack_routes(routes, shape))
 
 
-def test_honest_routes_are_the_choice_of_the_auditor_but_for_near_ties(
+@ON_ONE_LOOP
+async def test_honest_routes_are_the_choice_of_the_auditor_but_for_near_ties(
     case: Case, honest: list[Measured]
 ) -> None:
     shape = case.run.routes
@@ -130,9 +169,9 @@ def next_best_everywhere(routes: Routes, scores: Tensor) -> Routes:
 
 
 def one_expert_starved(routes: Routes, scores: Tensor) -> Routes:
-    """Whatever chose expert 0 gets the next best in its place."""
+    """Whatever chose the busiest expert gets the next best in its place."""
     after = scores.topk(routes.shape[2] + 1).indices[..., -1:].numpy()
-    return np.where(routes == 0, after, routes).astype(np.int16)
+    return np.where(routes == np.bincount(routes.ravel()).argmax(), after, routes).astype(np.int16)
 
 
 def worst_for_one_token(routes: Routes, scores: Tensor) -> Routes:
@@ -154,19 +193,28 @@ FORGERIES: dict[str, Forge] = {
 }
 
 
+@ON_ONE_LOOP
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES.keys())
-def test_routes_that_were_not_taken_are_rejected(
-    case: Case, honest: list[Measured], forge: Forge
+async def test_routes_that_were_not_taken_are_rejected(
+    case: Case, honest: list[Measured], audit: Audit, forge: Forge
 ) -> None:
-    [found] = audit(case, forged(case, case.item, forge))
+    item = forged(case, case.item, forge)
+    [found] = await audit(item)
+    async with auditing(case, PrefillCore(FP32)) as embedded:
+        [wanted] = await embedded(item)
+    assert found.routing == pytest.approx(wanted.routing, abs=1e-3)
+    assert found.routing_max == pytest.approx(wanted.routing_max, abs=1e-3)
     assert judged(case, honest, found).reason is Reason.BAD_ROUTES
     assert found.sampling_max == pytest.approx(
         honest[0].sampling_max, abs=0.05
     )  # it was drawn as claimed
 
 
-def test_an_item_without_routes_is_measured_as_before(case: Case, honest: list[Measured]) -> None:
-    [bare] = audit(case, replace(case.item, routes=b""))
+@ON_ONE_LOOP
+async def test_an_item_without_routes_is_measured_as_before(
+    case: Case, honest: list[Measured], audit: Audit
+) -> None:
+    [bare] = await audit(replace(case.item, routes=b""))
     assert (bare.routing, bare.routing_max) == (0.0, 0.0)
     assert bare.fingerprint == pytest.approx(honest[0].fingerprint, abs=0.02)
 

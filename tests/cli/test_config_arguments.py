@@ -11,6 +11,7 @@ from pydantic_config import BaseConfig
 
 from primerl.cli.main import CONFIGURED, PLAIN
 from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load, model_in, to_toml
 from primerl.node.config.run import JoinConfig, ResumeConfig, RunConfig
 from primerl.node.config.serving import ServeConfig
@@ -250,6 +251,7 @@ DRY_RUNS: dict[str, tuple[type[BaseConfig], list[str]]] = {
     "sft": (SftConfig, ["@", "sft_demo"]),
     "eval": (EvalConfig, ["@", "eval_demo"]),
     "inference": (ServeConfig, ["--model.name", "m"]),
+    "judge": (JudgeRunConfig, ["--model.name", "m"]),
 }
 """Every command with --dry-run: its config, and arguments that make one."""
 

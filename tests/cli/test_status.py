@@ -269,3 +269,8 @@ async def test_the_running_node_is_found_and_of_several_the_trainer(
     assert "worker" not in ran.err  # one short line, however many there are
     monkeypatch.setenv("PRIMERL_DATA_DIR", str(worker))
     assert (await ask("status")).err == ""
+
+
+def test_a_judge_shows_the_prompts_that_wait() -> None:
+    shown = lines_of(role="judge", leases=2, waiting_groups=5)
+    assert shown["leases"] == "2 out, 5 prompts waiting"

@@ -20,6 +20,7 @@ from support.auditor_cases import (
     with_token,
 )
 from support.engine_cases import SHAPE, make_qwen3
+from support.protocol_cases import played_otherwise
 
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import EngineError
@@ -89,6 +90,20 @@ async def test_honest_branches_measure_next_to_nothing(auditor: Auditor, case: C
         assert moved(case, one) == set()
         assert one.tokens == len(item.logprobs)
         assert one.other_policy < 0
+
+
+async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_are_not(
+    kind: tuple[str, str], case: Case
+) -> None:
+    auditor = AUDITORS[kind[0]]()
+    await auditor.start(case.model_dir, played_otherwise(case.run, temperature=0.0))
+    try:
+        honest = await generate(case.model_dir, case.states[OWN], kind[1], temperature=0.0)
+        *found, drawn = await audit(auditor, case, *honest[:4], case.item, near=False)
+    finally:
+        await auditor.close()
+    assert [moved(case, one) for one in found] == [set()] * 4
+    assert {"sampling", "sampling_max"} <= moved(case, drawn)
 
 
 async def test_an_item_measures_the_same_alone_and_in_company(auditor: Auditor, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Families that vLLM serves on GPUs only, in bf16: generation, and a version written in place."""
+"""Families that vLLM serves on GPUs only, and mixtures, in bf16: generation, and a version written in place."""
 
 from pathlib import Path
 
@@ -40,7 +40,12 @@ def apart(directory: Path, state: State, completion: Completion) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", [one for one in FAMILIES if FAMILIES[one].vllm in (ON_GPUS, NOT_SEEN)]
+    "family",
+    [
+        name
+        for name, one in FAMILIES.items()
+        if one.vllm in (ON_GPUS, NOT_SEEN) or "experts" in one.what
+    ],
 )
 async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Path) -> None:
     first, other = (make_family(family, tmp_path / name, seed) for seed, name in enumerate("ab"))

@@ -24,6 +24,7 @@ from primerl.protocol.leases import (
 )
 from primerl.protocol.manifests import encode
 from primerl.protocol.session import decode
+from primerl.protocol.version import MAX_PROMPT_TOKENS
 
 
 def test_a_lease_says_all_that_a_worker_needs() -> None:
@@ -299,6 +300,9 @@ def test_index_and_turn_do_not_stand_in_for_each_other(i: int, t: int, j: int, u
         {"lease_id": 2**53 + 1},
         {"tasks": (TaskRef(-1, bytes(32)),)},
         {"tasks": (TaskRef(0, bytes(33)),)},
+        {"prompts": (b"",)},
+        {"prompts": (bytes(4 * MAX_PROMPT_TOKENS + 4),)},
+        {"prompts": (bytes(4),) * 4097},
     ],
 )
 def test_a_lease_has_limits(changes: dict[str, Any]) -> None:

@@ -196,7 +196,7 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
         ("environments.0.name", "x" * 257),
         ("environments", ()),
         ("environments", MANIFEST.environments * 65),
-        ("environments.0.sampling.temperature", 0.0),
+        ("environments.0.sampling.temperature", -0.1),
         ("environments.0.sampling.temperature", 2.1),
         ("environments.0.sampling.max_tokens", 0),
         ("limits.max_off_policy_steps", -1),

@@ -27,7 +27,13 @@ from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
 from primerl.protocol.rollouts import Receipt, Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.trust import EquivocationProof
-from primerl.protocol.version import MAX_CHUNK, MAX_GOSSIP, MAX_MESSAGE, MAX_SUBMISSION
+from primerl.protocol.version import (
+    MAX_CHUNK,
+    MAX_GOSSIP,
+    MAX_LEASE,
+    MAX_MESSAGE,
+    MAX_SUBMISSION,
+)
 
 KIB64 = 64 * 1024
 DIGEST = bytes(32)
@@ -137,7 +143,7 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
     (m.MeasuredBounds, "bounds", (b"",) * MAX_CLASSES, (b"",) * (MAX_CLASSES + 1)),
     (m.MeasuredBounds, "bounds", (bytes(MAX_GOSSIP),), (bytes(MAX_GOSSIP + 1),)),
     (m.LeaseReply, "leases", (b"",) * 64, (b"",) * 65),
-    (m.LeaseReply, "leases", (bytes(KIB64),), (bytes(KIB64 + 1),)),
+    (m.LeaseReply, "leases", (bytes(MAX_LEASE),), (bytes(MAX_LEASE + 1),)),
     (m.LeaseReply, "verdicts", (b"",) * 64, (b"",) * 65),
     (m.LeaseReply, "upstreams", (b"",) * 64, (b"",) * 65),
     (m.LeaseReply, "downstreams", (b"",) * 64, (b"",) * 65),

@@ -22,6 +22,7 @@ from primerl.protocol.rollouts import (
     unpack_u32,
 )
 from primerl.protocol.session import decode
+from primerl.protocol.version import MAX_LEASE
 
 F32_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
@@ -109,7 +110,7 @@ def test_a_branch_has_limits(changes: dict[str, object]) -> None:
         GroupRecord(0, bytes(31), ()),
         GroupRecord(-1, bytes(32), ()),
         GroupRecord(0, bytes(32), (RolloutRecord((), 0.0, ""),) * 4097),
-        msgspec.structs.replace(SUBMISSION, lease=bytes(64 * 1024 + 1)),
+        msgspec.structs.replace(SUBMISSION, lease=bytes(MAX_LEASE + 1)),
         msgspec.structs.replace(SUBMISSION, groups=(SUBMISSION.groups[1],) * 4097),
         msgspec.structs.replace(SUBMISSION, engine="x" * 257),
         msgspec.structs.replace(VERDICT, rejections=(VERDICT.rejections[0],) * 4097),

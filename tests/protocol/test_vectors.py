@@ -22,6 +22,7 @@ from support.protocol_cases import (
     MIXED_LEASE,
     NOW,
     POLICY_MANIFEST,
+    PROMPTED_LEASE,
     RUN,
     SPLIT_REPORT,
     SPLIT_SUBMISSION,
@@ -113,6 +114,7 @@ def test_the_documents_of_then_are_read_now() -> None:
     assert decode(bytes.fromhex(GOLDEN["adapted_run_manifest"]), RunManifest) == ADAPTED
     assert decode(bytes.fromhex(GOLDEN["mixed_run_manifest"]), RunManifest) == MIXED
     assert decode(bytes.fromhex(GOLDEN["mixed_lease"]), Lease) == MIXED_LEASE
+    assert decode(bytes.fromhex(GOLDEN["prompted_lease"]), Lease) == PROMPTED_LEASE
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
     assert decode(bytes.fromhex(GOLDEN["located_policy_manifest"]), PolicyManifest) == LOCATED
     assert decode(bytes.fromhex(GOLDEN["measured_run_manifest"]), RunManifest) == MEASURED

@@ -52,7 +52,11 @@ class Judged(CountingEnvironment):
         played = await super().score(task, branches)
         message = {"role": "user", "content": json.dumps(branches[0].token_ids)}
         answer = json.loads(await self._judge.ask(json.dumps({"messages": [message]}).encode()))
-        return replace(played, reward=float(answer["choices"][0]["message"]["content"]))
+        return replace(played, reward=self.reward(answer["choices"][0]["message"]["content"]))
+
+    def reward(self, answer: str) -> float:
+        """The reward by what the judge says."""
+        return float(answer)
 
 
 def worth(token_ids: Sequence[int]) -> float:

@@ -106,6 +106,7 @@ def item_of(request: GenerateRequest, completion: Completion) -> AuditItem:
         logprobs=completion.logprobs,
         versions=versions,
         proof=completion.proof,
+        routes=completion.routes,
     )
 
 

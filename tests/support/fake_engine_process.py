@@ -30,6 +30,8 @@ from primerl.node.inference.prefill import (
     COLUMNS,
     LOGPROB,
     PROJECTED,
+    ROUTING,
+    ROUTING_MARGIN,
     PrefillRequest,
     read_claims,
 )
@@ -160,15 +162,22 @@ class Fake:
         return self._found([int(one) for one in self._state["w"].data])
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
-        """By the first token of each; the states are the first number that was loaded."""
+        """By the first token of each; the states are the first number that was loaded.
+
+        `route_bytes` of a token: a claimed route is off by 1, and by its highest expert.
+        """
         return [await self._measured(one) for one in requests]
 
     async def _measured(self, request: PrefillRequest) -> bytes:
         kind = request.token_ids[0]
         if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
             await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
-        places = read_claims(request.claims)[0]
+        claims = read_claims(request.claims, self._says.get("route_bytes", 0))
+        places = claims["places"]
         rows = np.zeros((len(places), COLUMNS), np.float32)
+        if "route_bytes" in self._says:
+            rows[:, ROUTING] = claims["routed"]
+            rows[:, ROUTING_MARGIN] = claims["routed"] * claims["routes"].max(1)
         rows[:, PROJECTED:] = float(self._state["w"].data[0])
         self._salted += bool(request.salt)
         if kind == CACHED:

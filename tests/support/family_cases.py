@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
         },
         "experts",
-        ON_GPUS,
+        ON_CPUS,
         ATTENTION,
     ),
     "gpt_oss": Family(
@@ -116,17 +116,17 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(),
     "llama": Family(),
     "mistral": Family({"sliding_window": WINDOW}, "windows"),
-    "mixtral": Family({"sliding_window": None, **LOCAL}, "experts", ON_GPUS, ATTENTION),
+    "mixtral": Family({"sliding_window": None, **LOCAL}, "experts", ON_CPUS, ATTENTION),
     "olmo2": Family(),
     "olmo3": Family(MIXED, "windows in most layers"),
     "phi3": Family(adapters=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "qwen2": Family(),
     "qwen2_moe": Family(
-        {**EXPERTS, "shared_expert_intermediate_size": 32}, "experts", ON_GPUS, ATTENTION
+        {**EXPERTS, "shared_expert_intermediate_size": 32}, "experts", ON_CPUS, ATTENTION
     ),
     "qwen3": Family({"head_dim": 32}),
     "qwen3_5_text": Family(LINEAR, "linear attention in most layers", REFUSED),
-    "qwen3_moe": Family({**EXPERTS, "head_dim": 32}, "experts", ON_GPUS, ATTENTION),
+    "qwen3_moe": Family({**EXPERTS, "head_dim": 32}, "experts", ON_CPUS, ATTENTION),
     "qwen3_next": Family(
         {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32},
         "linear attention in most layers, experts",

@@ -20,7 +20,7 @@ from primerl.protocol.audits import (
 )
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, TaskRef
+from primerl.protocol.leases import Lease, TaskRef, prompt_digest
 from primerl.protocol.manifests import (
     AdapterContract,
     Artifact,
@@ -201,6 +201,12 @@ LEASE = Lease(
     max_bytes=1 << 20,
 )
 MIXED_LEASE = structs.replace(LEASE, environment=1)
+PROMPTS = (pack_u32([11, 12, 13]), pack_u32([300]))
+PROMPTED_LEASE = structs.replace(
+    LEASE,
+    tasks=tuple(TaskRef(7 + at, prompt_digest(prompt)) for at, prompt in enumerate(PROMPTS)),
+    prompts=PROMPTS,
+)
 
 
 def head(

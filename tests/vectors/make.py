@@ -62,6 +62,7 @@ def build() -> dict[str, Any]:
         "run_id": run_id(encode(cases.MANIFEST)).hex(),
         "mixed_run_manifest": encode(cases.MIXED).hex(),
         "mixed_lease": encode(cases.MIXED_LEASE).hex(),
+        "prompted_lease": encode(cases.PROMPTED_LEASE).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),

@@ -12,6 +12,7 @@ from primerl.node.config.run import RunConfig
 from primerl.node.inference import numerics
 from primerl.node.inference.numerics import (
     check_exact,
+    check_routes,
     engine_class,
     exact_engine,
     family_of,
@@ -20,7 +21,7 @@ from primerl.node.inference.numerics import (
 )
 from primerl.node.ops.errors import UsageError
 from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
-from primerl.protocol.manifests import ProofContract, encode
+from primerl.protocol.manifests import ProofContract, RouteShape, encode
 from primerl.protocol.numerics import NumericsClass
 
 
@@ -156,6 +157,22 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
         check_exact(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"exact for .* tp 1, and this machine is .* tp 2"):
         check_exact(config(tp=2), run)
+
+
+def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> None:
+    run = structs.replace(MANIFEST, routes=RouteShape(layers=2, experts=8, top_k=2))
+    check_routes(config(tp=2), run)
+    check_routes(config(pp=2), MANIFEST)
+    check_routes(EngineConfig(), run)
+    with pytest.raises(UsageError, match=r"which experts read a token: set engine\.pp to 1"):
+        check_routes(config(pp=2), run)
+    told: dict[str, Any] = {"training": {"enable_router_replay": True}}
+    with pytest.raises(
+        ValueError, match=r"set engine\.pp to 1, or leave training\.enable_router_replay"
+    ):
+        RunConfig.model_validate(told | {"engine": {"type": "vllm", "pp": 2}})
+    exact = {"engine": {"type": "vllm"}, "verification": {"numerics": "exact"}}
+    RunConfig.model_validate(told | exact)
 
 
 @pytest.mark.parametrize(

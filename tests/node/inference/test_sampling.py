@@ -7,7 +7,7 @@ import torch
 
 from primerl.node.inference import noise
 from primerl.node.inference.noise import gumbel, gumbel_at, hash_bits
-from primerl.node.inference.sampler import SampledTokens, draw
+from primerl.node.inference.sampler import SampledTokens, draw, weigh
 
 M64, M32 = 2**64 - 1, 2**32 - 1
 
@@ -257,3 +257,24 @@ def test_low_precision_logits_are_sampled_in_fp32() -> None:
     wanted = torch.log_softmax(logits.float(), -1).gather(1, drawn.tokens[:, None])[:, 0]
     assert drawn.logprobs.dtype == torch.float32
     assert drawn.logprobs.equal(wanted)
+
+
+def test_at_temperature_0_the_likeliest_token_alone_has_no_margin_whatever_the_seed() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 50, generator=generator) * 3
+    likeliest, other = logits.argmax(-1), logits.topk(2).indices[:, 1]
+    seeds, places = column(*range(6)), column(*range(6))
+
+    def weighed(tokens: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros(6)
+        return weigh(lambda rows: logits[rows], 4, zero, seeds, places, tokens, greedy=True)
+
+    margins, logprobs = weighed(likeliest)
+    assert margins.tolist() == [0.0] * 6
+    expected = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(logprobs, expected.gather(1, likeliest[:, None])[:, 0])
+    margins, _ = weighed(other)
+    gaps = logits.gather(1, likeliest[:, None]) - logits.gather(1, other[:, None])
+    torch.testing.assert_close(margins, gaps[:, 0])
+    sampled = weigh(lambda rows: logits[rows], 4, torch.ones(6), seeds, places, likeliest)
+    assert (sampled[0] > 0).any()  # with noise it may be another that is drawn

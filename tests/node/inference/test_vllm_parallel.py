@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engine_cases import (
@@ -105,6 +106,40 @@ async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in
         await engine.load(1, new)
         assert [await engine.generate(one) for one in varied_requests()] == updated
         assert [one.logprobs for one in updated] != [one.logprobs for one in found[: len(updated)]]
+    finally:
+        await engine.close()
+        await plain.close()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
+async def test_ranks_with_parts_of_the_experts_record_what_one_engine_does(
+    tmp_path: Path, whole: bool
+) -> None:
+    """Every rank routes all tokens, so the one that is asked has all routes; `whole`: expert parallel."""
+    torch.set_num_threads(1)
+    fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shape = SHAPE.model_copy(update={"head_dim": 32, **fields})
+    states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
+    new, changed = blended(states[0], states[1], 0.05)
+    told = {"enable_return_routed_experts": True}
+    vllm = {"enable_expert_parallel": True} if whole else {}
+    plain = HfEngine(FP32.model_copy(update=told))
+    engine = build_engine(spread(tp=2, vllm=vllm, **told))
+    try:
+        await started(plain, tmp_path / "0", states[0])
+        await started(engine, tmp_path / "0", states[0])
+        for version in range(2):
+            found, wanted = await drawn(engine), await drawn(plain)
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+            for one, other in zip(found, wanted, strict=True):
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+                pairs = (np.frombuffer(each.routes, np.uint8) for each in (one, other))
+                first, second = (np.sort(each.reshape(-1, 2)) for each in pairs)
+                assert np.array_equal(first, second)
+                assert len(first) == len(one.token_ids) * shape.num_hidden_layers
+            if not version:
+                await engine.update(1, new, changed)
+                await plain.update(1, new, changed)
     finally:
         await engine.close()
         await plain.close()

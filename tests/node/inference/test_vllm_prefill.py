@@ -16,24 +16,32 @@ from primerl.node.inference.prefill import (
     MARGIN,
     PREFILL,
     PROJECTED,
+    ROUTING,
     make_claims,
     not_computed,
     read_rows,
 )
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm_prefill import PromptReader
-from primerl.node.inference.vllm_sampling import HiddenProjection
+from primerl.node.inference.vllm_sampling import HiddenProjection, RouteBuffer
+from primerl.protocol.manifests import RouteShape
 
 torch.set_num_threads(1)
 WIDTH, VOCABULARY = 16, 50
 HEAD = torch.randn(WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
+ROUTES = RouteShape(layers=3, experts=5, top_k=2)
 
 
 def hidden_state(name: str, position: int) -> Tensor:
     """The state of a request's token, which leads to the next one."""
     seed = 1000 * ord(name[0]) + position
     return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def router_logits(hidden: Tensor, layer: int) -> Tensor:
+    """Of the state of a token, in place of what the layer reads."""
+    return hidden[2 * layer : 2 * layer + ROUTES.experts]
 
 
 def logits_of(hidden: Tensor) -> Tensor:
@@ -57,6 +65,8 @@ class Runner:
     computed: dict[str, int] = field(default_factory=dict[str, int])
     device: torch.device = CPU
     sampled: int = 0
+    routers: list[Any] = field(default_factory=list[Any])
+    """What each router tells its logits and its choice."""
 
     def __post_init__(self) -> None:
         if self.second:
@@ -82,6 +92,9 @@ class Runner:
             num_scheduled_tokens=np.array(list(counts.values())),
         )
         self.query_start_loc.np = starts
+        for layer, tell in enumerate(self.routers):
+            logits = torch.stack([router_logits(row, layer) for row in rows])
+            tell(logits, logits.topk(2).indices)
         self.execute_model_state = SimpleNamespace(
             hidden_states=torch.stack([*rows, torch.full((WIDTH,), torch.nan)]),
             scheduler_output=scheduled,
@@ -129,17 +142,29 @@ class Engine:
 def engine(request: pytest.FixtureRequest) -> Engine:
     runner = Runner(request.param)
     projection = HiddenProjection(CPU, WIDTH, torch.float32)
-    reader = PromptReader(runner, projection, VOCABULARY)
+    buffer = RouteBuffer(keeps_logits=True)
+    runner.routers = [buffer.hook(None) for _ in range(ROUTES.layers)]
+    reader = PromptReader(runner, projection, VOCABULARY, (buffer, ROUTES))
     reader.install()
     return Engine(runner, reader)
 
 
-def claims(places: list[int], seed: int, tokens: list[int], drawn: bool = True) -> bytes:
-    """The same seed for all of them."""
+def claims(
+    places: list[int],
+    seed: int,
+    tokens: list[int],
+    drawn: bool = True,
+    routes: "NDArray[np.int64] | None" = None,
+) -> bytes:
+    """The same seed for all of them; `routes` [N, layers, k]."""
     count = len(places)
-    return make_claims(
-        np.array(places), np.full(count, seed), np.array(tokens), np.full(count, drawn)
-    )
+    raw = np.zeros((count, ROUTES.token_bytes), np.uint8)
+    if routes is not None:
+        raw[:] = routes.reshape(count, -1)
+    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw)
+    found["drawn"] = drawn
+    found["routed"] = routes is not None
+    return found.tobytes()
 
 
 def drawn(name: str, places: list[int], seed: int, temperature: float = 1.0) -> list[int]:
@@ -212,6 +237,53 @@ def test_a_rank_without_logits_goes_on(engine: Engine) -> None:
     engine.step(a=3)
     assert engine.reader.collect([ord("a")]) == []
     assert engine.runner.sampled == 1
+
+
+def scores(name: str, places: list[int]) -> Tensor:
+    """What its routers rank by for the tokens before places [N, layers, E]."""
+    states = [hidden_state(name, place - 1) for place in places]
+    return torch.stack(
+        [
+            torch.stack([router_logits(one, layer) for layer in range(ROUTES.layers)])
+            for one in states
+        ]
+    )
+
+
+def test_routes_are_compared_with_the_choice_for_the_token_before(engine: Engine) -> None:
+    """Over prompts in parts, beside a text whose routes are not asked for."""
+    places = [2, 5, 6]
+    ranks = scores("a", places).sort(descending=True)
+    own, order = ranks.indices[..., :2].numpy(), ranks.indices.numpy()
+    forged = own.copy()
+    forged[1, 2, 0] = order[1, 2, 4]  # the worst in place of the best
+    forged[2, :, 1] = order[2, :, 2]
+    engine.add("a", claims(places * 2, 7, [0] * 6, routes=np.concatenate([own, forged])))
+    engine.add("b", claims([1, 4], 7, [0, 0]))
+    engine.step(b=2, a=4)
+    engine.step(a=2, b=2)
+    rows = engine.rows("a")[:, ROUTING:PROJECTED]
+    values = ranks.values
+    margins = values[1, 2, 1] - values[1, 2, 4], (values[2, :, 1] - values[2, :, 2]).max()
+    wanted = [[0, 0]] * 4 + [[1 / 6, margins[0]], [3 / 6, margins[1]]]
+    assert rows == pytest.approx(np.array(wanted), abs=1e-6)
+    assert (engine.rows("b")[:, ROUTING:PROJECTED] == 0).all()
+
+
+def test_a_router_that_has_a_bias_ranks_by_it() -> None:
+    buffer, shape = RouteBuffer(keeps_logits=True), RouteShape(layers=1, experts=3, top_k=1)
+    tell = buffer.hook(SimpleNamespace(e_score_correction_bias=torch.tensor([0.0, 2.0, 0.0])))
+    tell(torch.tensor([[1.0, -1.0, 0.0]]), torch.tensor([[1]]))
+    found = buffer.compare(torch.tensor([0, 0]), torch.tensor([[[1]], [[0]]]), shape)
+    margin = 2 + torch.tensor(-1.0).sigmoid() - torch.tensor(1.0).sigmoid()
+    assert found.numpy() == pytest.approx(np.array([[0, 0], [1, margin]]), abs=1e-6)
+
+
+def test_routers_that_keep_no_logits_are_an_error() -> None:
+    buffer, shape = RouteBuffer(), RouteShape(layers=1, experts=3, top_k=1)
+    buffer.hook(None)(torch.zeros(1, 3), torch.tensor([[1]]))
+    with pytest.raises(RuntimeError, match="do not tell their logits"):
+        buffer.compare(torch.tensor([0]), torch.tensor([[[1]]]), shape)
 
 
 def test_a_text_that_was_given_up_is_forgotten(engine: Engine) -> None:

@@ -122,7 +122,7 @@ class Runner:
     execute_model_state: Any = None
     num_spec_tokens: int = 0
     routers: list[Any] = field(default_factory=list[Any])
-    """What each router tells its choice."""
+    """What each router tells its logits and its choice."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(second=self.second)
@@ -153,7 +153,7 @@ class Runner:
                 count = counts[one]
                 places = range(int(start), int(start) + count)
                 chosen[last - count : last] = torch.tensor([route(one, p, layer) for p in places])
-            tell(chosen)
+            tell(torch.zeros(len(hidden), 1), chosen)
         known = np.array([one.known for one in requests], np.int32)
         batch = SimpleNamespace(
             num_reqs=len(ids),
@@ -629,7 +629,7 @@ def test_the_route_of_the_token_before_is_kept_with_each_token(
     """In batches that mix prompts in parts, single tokens and drafts, and after the rows have grown."""
     shape = RouteShape(layers=3, experts=experts, top_k=2)
     engine, buffer = make_engine(second=second, requests=2, drafts=drafts), RouteBuffer()
-    engine.runner.routers = [buffer.hook() for _ in range(shape.layers)]
+    engine.runner.routers = [buffer.hook(None) for _ in range(shape.layers)]
     engine.recorder.record_routes(buffer, shape)
     prompts = {"a": 5, "b": 9, "c": 3}
     for name, prompt in prompts.items():
@@ -655,7 +655,7 @@ def test_the_route_of_the_token_before_is_kept_with_each_token(
 
 def test_routers_of_another_shape_are_refused() -> None:
     engine, buffer = make_engine(), RouteBuffer()
-    engine.runner.routers = [buffer.hook() for _ in range(2)]
+    engine.runner.routers = [buffer.hook(None) for _ in range(2)]
     engine.recorder.record_routes(buffer, RouteShape(layers=3, experts=8, top_k=2))
     engine.add("a", 5)
     with pytest.raises(RuntimeError, match="routers do not tell"):

@@ -73,14 +73,25 @@ def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole()
     check_parallel(vllm(tp=4, vllm={"enable_expert_parallel": True}), EXPERTS)
 
 
-def test_mixtures_of_experts_and_linear_attention_are_not_for_vllm_on_a_cpu() -> None:
-    check_family(SHAPE | {"num_experts": 0}, cpu=True)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        with pytest.raises(EngineError, match=r"set engine\.type to hf"):
-            check_family(SHAPE | {name: 4}, cpu=True)
-        check_family(SHAPE | {name: 4}, cpu=False)
-    with pytest.raises(EngineError, match="linear attention, whose kernels vLLM has for GPUs only"):
-        check_family(SHAPE | {"layer_types": ["linear_attention", "full_attention"]}, cpu=True)
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "linear attention, whose kernels",
+        ),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, "on GPUs only"),
+        ({"kv_lora_rank": 16, "n_routed_experts": 4}, "latent attention"),
+    ],
+)
+def test_some_families_are_not_for_vllm_on_a_cpu(fields: dict[str, Any], reason: str) -> None:
+    check_family(SHAPE | fields, cpu=False)
+    with pytest.raises(EngineError, match=reason):
+        check_family(SHAPE | fields, cpu=True)
+
+
+def test_mixtures_of_experts_are() -> None:
+    check_family(EXPERTS, cpu=True)
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -135,15 +146,16 @@ def test_a_model_that_is_known_is_looked_at_before_anything_starts(tmp_path: Pat
 
 @pytest.mark.parametrize("cuda", ["", "13.0"])
 def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts(
-    cuda: str, monkeypatch: pytest.MonkeyPatch
+    cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build() -> TorchBuild:
         return TorchBuild("2.13.0", cuda)
 
     monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
-    experts = ModelConfig(create=ModelCreateConfig(num_experts=4))
-    with nullcontext() if cuda else pytest.raises(EngineError, match="vLLM without a GPU"):
-        check_config(vllm(), experts)
+    shape = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with nullcontext() if cuda else pytest.raises(EngineError, match="for GPUs only"):
+        check_config(vllm(), ModelConfig(name=str(tmp_path)))
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"pp": 2}, {"dp": 2}])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,15 @@ def test_an_auditor_that_is_vllm_has_one_version_and_a_short_cache() -> None:
         assert items["the auditor's keys and values"] == (
             tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
         )
+
+
+def test_an_auditor_that_is_vllm_holds_the_logits_of_routers_whose_choice_is_replayed() -> None:
+    shape = replace(SMALL, experts=128, sparse_layers=48)
+    for replayed in (True, False):
+        training = {"enable_router_replay": replayed}
+        audited = run(verification={"auditor": "vllm"}, training=training)
+        items = named(plan_trainer(audited, shape, gpu=True)[1])
+        assert items.get("the routers' logits") == (2**15 * 48 * 128 * 4 if replayed else None)
 
 
 def test_what_a_trainer_leaves_goes_to_the_worker() -> None:

@@ -13,6 +13,7 @@ from support.protocol_cases import (
     LEASE,
     MANIFEST,
     MIXED,
+    PROMPTED_LEASE,
     RUN,
     WORKER,
     head,
@@ -28,6 +29,7 @@ from primerl.node.environments.environment import (
     ScoreMismatch,
     Task,
 )
+from primerl.node.environments.leased_prompts import LeasedPrompts
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout
@@ -44,7 +46,13 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.reputation import Reputation
-from primerl.protocol.rollouts import GroupRecord, Rejection, RolloutRecord, Submission
+from primerl.protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Rejection,
+    RolloutRecord,
+    Submission,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -335,3 +343,38 @@ async def test_a_lease_of_an_environment_that_the_run_does_not_have_is_not_verif
     lease = msgspec.structs.replace(lease, environment=2)
     with refuses(Reason.WRONG_TASK, Reason.ENVIRONMENT_ERROR):
         await mixed_verifier().verify(submission, lease, arrival(), version=4, rate=0.0)
+
+
+@pytest.mark.parametrize(("temperature", "asked"), [(0.0, []), (1.0, [1])])
+async def test_equal_replies_of_the_likeliest_tokens_are_no_copies(
+    temperature: float, asked: list[int]
+) -> None:
+    copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, temperature=temperature)
+    checked = Verifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
+    assert await reasons(checked, *played(rewards=[1.0]), 0.0) == {}
+    assert copies.asked == asked
+
+
+async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
+    rollout = say([11, 12, 13], [5, 1], head(3))
+    forged = say([11, 12, 14], [5, 1], head(3))
+    lease = msgspec.structs.replace(
+        PROMPTED_LEASE,
+        tasks=PROMPTED_LEASE.tasks[:1],
+        prompts=PROMPTED_LEASE.prompts[:1],
+        min_version=0,
+        group_size=1,
+    )
+    (task,) = lease.tasks
+    checked = Verifier(RUN, MANIFEST, [LeasedPrompts()], FailingAudits(), {3: {}}, CopyDetector())
+
+    def sent(branch: BranchRecord, reward: float = 0.0) -> Submission:
+        group = GroupRecord(task.index, task.digest, (RolloutRecord((branch,), reward, ""),))
+        return Submission(lease=b"", groups=(group,), engine="hf")
+
+    assert await reasons(checked, sent(rollout), lease, 0.0) == {}
+    assert await reasons(checked, sent(forged), lease, 0.0) == {Reason.BAD_PROMPT: 1}
+    assert await reasons(checked, sent(rollout, 1.0), lease, 0.0) == {Reason.BAD_REWARD: 1}
+    swapped = msgspec.structs.replace(lease, prompts=PROMPTED_LEASE.prompts[1:])
+    with refuses(Reason.ENVIRONMENT_ERROR):
+        await checked.verify(sent(rollout), swapped, arrival(), version=4, rate=0.0)

@@ -39,7 +39,7 @@ from primerl.node.verification.vllm_auditor import (
     audit_engine,
 )
 from primerl.node.weights.state import State, Tensor
-from primerl.protocol.manifests import RunManifest
+from primerl.protocol.manifests import RouteShape, RunManifest
 
 PROGRAM = (sys.executable, "-P", fake.__file__)
 DEADLINE_S = 60.0
@@ -265,6 +265,26 @@ async def test_close_ends_an_audit_and_the_process(auditor: VllmAuditor) -> None
     assert not alive(pid)
     with pytest.raises(EngineError):
         await auditor.audit([item(FINE)], STATES, {})
+
+
+async def test_routes_are_measured_under_the_version_that_each_token_claims(
+    model_dir: Path,
+) -> None:
+    shape = RouteShape(layers=2, experts=8, top_k=2)
+    config = FP32.model_copy(update={"vllm": {"route_bytes": shape.token_bytes}})
+    auditor = VllmAuditor(config, timeout_s=DEADLINE_S, program=PROGRAM)
+    await auditor.start(model_dir, structs.replace(make_run("float32"), routes=shape))
+    routes = bytes([0, 1, 2, 3]) * 2 + bytes([0, 1, 7, 3])
+    routed = replace(item(FINE), routes=routes)
+    crossed = replace(routed, versions=[1, 2, 2], token_ids=[FINE, 1, 5, 5, 5])
+    items = [routed, item(FINE), crossed, routed, replace(routed, routes=bytes([0, 1, 8, 3]) * 3)]
+    try:
+        *found, bad = await auditor.audit(items, STATES, {1: [2], 2: [1]})
+    finally:
+        await auditor.close()
+    own, bare = (TOKENS / FEWEST, 7.0), (0.0, 0.0)
+    assert [(one.routing, one.routing_max) for one in measured(found)] == [own, bare, own, own]
+    assert bad == Unreadable("expert 8, where there are 8", proof=False)
 
 
 async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: Path) -> None:

@@ -1,0 +1,68 @@
+"""The config of `primerl-node judge`: a frozen model whose replies come from workers, each proved."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from .engine import EngineConfig
+from .run import ModelConfig, NodeConfig, Positive, Seconds, VerificationConfig
+from .serving import ApiConfig
+
+MAX_PROMPT_TOKENS = 60_000
+"""As in protocol/version.py, which is not imported for a --help."""
+
+
+class JudgeAuditConfig(VerificationConfig):
+    """Checks of replies before they are given."""
+
+    audit_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of a proven worker's replies that is audited; of a new or suspect one all are. Below 1 some replies
+    are given that nobody checked, to whoever sent the rollout that is judged, too."""
+
+
+class JudgeRunConfig(NodeConfig):
+    """`primerl-node judge`."""
+
+    name: str = "judge"
+    """Directory under output_dir, for key, ledger, ticket and logs. A judge that was stopped goes on there."""
+    output_dir: Path = Path("outputs")
+    """Where the directories of runs are."""
+    seed: int = 0
+    """Seed of a model that is made here."""
+    model: ModelConfig = ModelConfig()
+    """The judge."""
+    max_tokens: Positive = 1024
+    """Most tokens of a reply."""
+    lease_timeout_s: Seconds = 120.0
+    """After this a prompt goes to another worker."""
+    leases_per_worker: Annotated[int, Field(ge=1, le=64)] = 32
+    """Most prompts that one worker may hold at a time; a newcomer gets one."""
+    ticket_ttl_s: Seconds = 7 * 86400.0
+    """How long a join ticket is valid, unless `ticket --expires` says otherwise; the judge's own is renewed."""
+    ticket_uses: Annotated[int, Field(ge=0)] = 0
+    """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
+    engine: EngineConfig = EngineConfig(max_model_len=8192)
+    """Of the audits: dtype, device, max_model_len (prompt and reply) and type."""
+    verification: JudgeAuditConfig = JudgeAuditConfig()
+    api: ApiConfig = ApiConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the judge writes."""
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _fits_a_lease(self) -> Self:
+        longest = self.engine.max_model_len
+        if longest > MAX_PROMPT_TOKENS:
+            raise ValueError(
+                f"engine.max_model_len is {longest}, and a lease holds a prompt of {MAX_PROMPT_TOKENS} tokens: "
+                "lower it"
+            )
+        if self.max_tokens >= longest:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}, and prompt and reply together have engine.max_model_len, "
+                f"{longest}: lower it"
+            )
+        return self

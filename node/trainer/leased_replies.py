@@ -1,0 +1,287 @@
+"""Have prompts answered by workers under leases, and each reply verified before anybody reads it.
+
+Invariants:
+- a reply is given only if its submission was accepted: with an audit rate of 1 every one of them was audited;
+- a prompt whose reply is rejected, or whose lease is lost, is leased again until it is answered;
+- equal prompts share one reply.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import compress
+from pathlib import Path
+
+from msgspec import structs
+
+from ...protocol.leases import Lease, LeaseBook, TaskQueue, prompt_digest
+from ...protocol.manifests import ProofContract, RunManifest
+from ...protocol.reputation import BanTest
+from ...protocol.rollouts import (
+    BranchRecord,
+    Submission,
+    pack_u32,
+    unpack_f32,
+    unpack_u32,
+)
+from ..config.run import RunConfig
+from ..environments.leased_prompts import LeasedPrompts
+from ..inference.engine import Completion, EngineStats, GenerateRequest
+from ..ops.errors import EngineError, EngineLost
+from ..training.buffer import RolloutBuffer
+from ..verification.verifier import Verified, Verifier
+from ..weights.state import Changed, State
+from .scheduler import PREPARED_TASKS, LeaseDemand, LeaseScheduler, TaskSupply
+from .state import Progress
+from .submissions import VerificationQueue
+from .workers import WorkerRegistry
+
+MOST_WAITING = 4096
+"""Prompts that may wait for a reply; further ones are refused for now."""
+REPLIES_KEPT = 4096
+"""Newest replies that are given again at once, to whoever asks the same."""
+
+
+@dataclass
+class WaitingPrompt:
+    """A prompt that has no reply yet."""
+
+    index: int
+    """Of its task."""
+    packed: bytes
+    digest: bytes
+    drawn: bool = False
+    """Whether a lease has it or is about to; False again once what came back was rejected."""
+    reply: "asyncio.Future[Completion]" = field(default_factory=asyncio.Future)
+
+
+class PromptQueue:
+    """The prompts that wait for a reply, and the newest replies."""
+
+    def __init__(self, first: int = 0, most: int = MOST_WAITING) -> None:
+        """Tasks are numbered from `first` on: a start of the node uses no number of an earlier one."""
+        self._next = first
+        self._most = most
+        self._waiting: dict[int, WaitingPrompt] = {}
+        """By index, the oldest first."""
+        self._by_digest: dict[bytes, WaitingPrompt] = {}
+        self._replies: OrderedDict[bytes, Completion] = OrderedDict()
+        self.tasks = TaskQueue(draw=self._draw)
+        """What the lease book takes its tasks from."""
+        self.arrived = asyncio.Event()
+        """Set when there is a prompt to lease."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def ask(self, prompt: tuple[int, ...]) -> Completion:
+        """Wait for the reply to `prompt`, token ids. Raises EngineLost where too many prompts wait."""
+        packed = pack_u32(list(prompt))
+        name = prompt_digest(packed)
+        if (known := self._replies.get(name)) is not None:
+            self._replies.move_to_end(name)
+            return known
+        waiting = self._by_digest.get(name)
+        if waiting is None:
+            if len(self._waiting) >= self._most:
+                raise EngineLost(f"{self._most} prompts wait for workers: come back later")
+            waiting = WaitingPrompt(self._next, packed, name)
+            self._next += 1
+            self._waiting[waiting.index] = self._by_digest[name] = waiting
+            self.arrived.set()
+        # whoever gives up may ask again, so the prompt stays
+        return await asyncio.shield(waiting.reply)
+
+    def _draw(self, number: int, out: Collection[int]) -> int | None:
+        """Choose the next prompt for a lease: the oldest that no lease has."""
+        for index, one in self._waiting.items():
+            if not one.drawn and index not in out:
+                one.drawn = True
+                return index
+        return None
+
+    def unleased(self) -> int:
+        """Count the prompts that no lease has, nor a submission that is being verified."""
+        undrawn = sum(not one.drawn for one in self._waiting.values())
+        return undrawn + len(self.tasks.drawn) + len(self.tasks.requeued)
+
+    def prompt(self, index: int) -> WaitingPrompt:
+        """Return a prompt that waits."""
+        return self._waiting[index]
+
+    def judged(self, lease: Lease, replies: Mapping[int, Completion]) -> None:
+        """Give the accepted replies of a lease, by index, to those who wait; the rest is to be leased again."""
+        for task in lease.tasks:
+            reply = replies.get(task.index)
+            if reply is not None:
+                self._answer(task.digest, reply)
+            elif (waiting := self._waiting.get(task.index)) is not None:
+                waiting.drawn = False
+                self.arrived.set()
+
+    def _answer(self, name: bytes, reply: Completion) -> None:
+        self._replies[name] = reply
+        self._replies.move_to_end(name)
+        if len(self._replies) > REPLIES_KEPT:
+            self._replies.popitem(last=False)
+        waiting = self._by_digest.pop(name, None)
+        if waiting is None:
+            return  # a lease from before a restart had the same prompt, and came first
+        del self._waiting[waiting.index]
+        for queue in (self.tasks.drawn, self.tasks.requeued):
+            if waiting.index in queue:
+                queue.remove(waiting.index)
+        waiting.reply.set_result(reply)
+
+
+class LeasedReplies:
+    """An Engine whose replies come from workers. It draws as its run's contract says: temperature, length."""
+
+    def __init__(self, run: RunManifest, prompts: PromptQueue) -> None:
+        self._run = run
+        self._sampling = run.environments[0].sampling
+        self._prompts = prompts
+        self._generated = 0
+        self.policy_version = -1
+        """0 once workers can have the weights."""
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """Nothing to start: workers have the engines."""
+
+    async def load(self, version: int, state: State) -> None:
+        """Note that the weights are published."""
+        self.policy_version = version
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See load()."""
+        self.policy_version = version
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        unleased = self._prompts.unleased()
+        return EngineStats(
+            running=len(self._prompts) - unleased,
+            waiting=unleased,
+            generated_tokens=self._generated,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine; a reply is no longer than the contract has it. Raises EngineError for what the contract
+        excludes: another temperature, other ends."""
+        contract = self._sampling
+        if request.temperature != contract.temperature:
+            raise EngineError(f"replies are drawn at temperature {contract.temperature:g} alone")
+        if not set(self._run.model.stop_token_ids) <= set(request.stop_token_ids):
+            raise EngineError("replies end at the model's own stop tokens: do not ignore these")
+        reply = await self._prompts.ask(request.prompt)
+        self._generated += len(reply.token_ids)
+        return cut(reply, request)
+
+
+def cut(reply: Completion, request: GenerateRequest) -> Completion:
+    """End a greedy reply where `request` does: at its length, or at the first of its stop tokens."""
+    ids = reply.token_ids[: request.max_tokens]
+    ends = [place for place, token in enumerate(ids) if token in request.stop_token_ids]
+    length = ends[0] + 1 if ends else len(ids)
+    return Completion(
+        token_ids=ids[:length],
+        logprobs=reply.logprobs[:length],
+        finish="stop" if ends else "length",
+        policy_first=reply.policy_first,
+        policy_last=reply.policy_last,
+    )
+
+
+class PromptSupply(TaskSupply):
+    """Hands the prompts of a queue to the leases."""
+
+    def __init__(self, prompts: PromptQueue, book: LeaseBook) -> None:
+        super().__init__(LeasedPrompts(), book)
+        self._prompts = prompts
+
+    async def run(self, scheduler: LeaseScheduler) -> None:
+        """Lease prompts as they arrive, until cancelled."""
+        while True:
+            self._prompts.arrived.clear()
+            if await self._prepare(PREPARED_TASKS):
+                await scheduler.work_changed()
+            await self._prompts.arrived.wait()
+
+    def complete(self, lease: Lease) -> Lease:
+        """See TaskSupply: add the prompts."""
+        prompts = tuple(self._prompts.prompt(task.index).packed for task in lease.tasks)
+        return structs.replace(lease, prompts=prompts)
+
+    async def _prepare(self, leases: int) -> bool:
+        known, wanted = self.digests, self._book.upcoming(0, leases)
+        self.digests = {index: self._prompts.prompt(index).digest for index in wanted}
+        return not self.digests.keys() <= known.keys()
+
+
+class PromptDemand(LeaseDemand):
+    """Counts the prompts that may be leased: all that wait."""
+
+    def __init__(
+        self, config: RunConfig, registry: WorkerRegistry, prompts: PromptQueue, progress: Progress
+    ) -> None:
+        super().__init__(
+            config, registry, RolloutBuffer(max_off_policy_steps=0, capacity=1), progress
+        )
+        self._prompts = prompts
+
+    def capacity(self, node: bytes | None) -> int:
+        """See LeaseDemand."""
+        free = self._prompts.unleased()
+        if node is not None:
+            return free
+        room = self._book.newcomer_capacity(waiting_groups=0, training=False, now=time.time())
+        return max(0, min(free, room))
+
+
+class ReplyQueue(VerificationQueue):
+    """Verifies submissions, and gives the replies in them to those who wait."""
+
+    def __init__(
+        self,
+        scheduler: LeaseScheduler,
+        verifier: Verifier,
+        contract: ProofContract,
+        test: BanTest,
+        progress: Progress,
+        prompts: PromptQueue,
+    ) -> None:
+        super().__init__(scheduler, verifier, contract, test, progress)
+        self._prompts = prompts
+
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+        """See VerificationQueue."""
+        self._prompts.judged(lease, accepted_replies(submission, lease, verified))
+
+
+def accepted_replies(
+    submission: Submission, lease: Lease, verified: Verified
+) -> dict[int, Completion]:
+    """Unpack the replies of a verified submission that were not rejected, by the index of their task."""
+    rejected = {one.group for one in verified.rejections}
+    return {
+        task.index: reply_of(submission.groups[number].rollouts[0].branches[0])
+        for number, task in enumerate(lease.tasks)
+        if number not in rejected
+    }
+
+
+def reply_of(branch: BranchRecord) -> Completion:
+    """Unpack the one reply of an accepted branch."""
+    tokens = unpack_u32(branch.tokens)
+    return Completion(
+        token_ids=list(compress(tokens, branch.sampled)),
+        logprobs=unpack_f32(branch.logprobs),
+        finish=branch.finish,
+        policy_first=branch.policy_first,
+        policy_last=branch.policy_last,
+    )

@@ -1,0 +1,17 @@
+"""The command `judge`: what it refuses before anything starts, and what a dry run tells."""
+
+from .conftest import Cli
+
+
+def test_a_dry_run_says_what_audits_need_of_memory(cli: Cli) -> None:
+    ran = cli("judge", "--model.create.hidden-size", "64", "--dry-run")
+    assert (ran.code, ran.err) == (0, "")
+    assert "# memory of this node: the auditor's networks" in ran.out
+    assert "audit_rate = 1.0" in ran.out
+    ran = cli("judge", "--model.name", "not-here", "--dry-run")
+    assert (ran.code, "# memory" in ran.out) == (0, False)
+
+
+def test_replies_that_leave_no_room_for_a_prompt_are_refused_in_one_line(cli: Cli) -> None:
+    ran = cli("judge", "--max-tokens", "8192", "--dry-run")
+    ran.refused(2, "prompt and reply together have engine.max_model_len, 8192: lower it")
