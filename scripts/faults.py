@@ -165,7 +165,7 @@ FAULTS = (
         "unknown key of a config of prime-rl's is dropped in silence",
         "config",
         "node/config/prime_rl.py",
-        'self._note("missing", shown, value, "not known to be a key of prime-rl\'s")',
+        'self._note("missing", shown, value, "not a known key of prime-rl")',
         "pass",
         ("test_every_key_without_a_counterpart_is_named_with_its_reason",),
     ),

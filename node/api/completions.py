@@ -1,13 +1,13 @@
-"""Completions, chats and token-in generation over any engine: text in and out, no tools, no formats.
+"""Serve completions, chat completions and token-in generation on any engine.
 
-With vLLM only /inference/v1/generate is answered here, with the sampler's own logprobs and the version that
-drew each token; the other routes are vLLM's (vllm_proxy.py).
+Without tools and output formats. With vLLM only /inference/v1/generate is served here, with the sampler's own
+logprobs and the policy version of each token; the other routes are vLLM's (vllm_proxy.py).
 
-1. A completion is asked of the engine in one piece, or in several that go on from each other: for a stream,
-   and where stop strings are looked for, which engines do not know. The noise of a token depends on its seed
-   and its place alone, so that all ways give the same tokens.
-2. An option that is not supported is refused by name, never ignored. Unknown fields that ask for
-   nothing (null, 0, false, empty) are fine: clients fill in defaults.
+- A completion is generated in one request to the engine, or in several consecutive ones: for streams, and for
+  stop strings, which engines do not support. A token's noise depends on seed and position only, so the tokens
+  are the same either way.
+- Unsupported options are refused by name, never ignored. Unknown fields with a neutral value (null, 0, false,
+  empty) are accepted, as clients send defaults.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ KINDS = {
     TOKENS: ("", "gen"),
 }
 DEFAULT_TOKENS = 16
-"""Length of a completion that names none; a chat goes on to its end."""
-FIRST_PIECE, FIRST_LOOK, LAST_LOOK = 4, 32, 256
-"""Tokens of the first piece of a stream, and of the first and the longest where only stop strings are looked
-for; each is twice as long as the one before."""
+"""Default max_tokens of a completion; chats are bounded by the context length only."""
+FIRST_CHUNK, FIRST_STOP_CHUNK, LAST_STOP_CHUNK = 4, 32, 256
+"""Tokens of the first request of a stream; of the first and the longest one for stop strings without a stream.
+Each request is twice as long as the one before."""
 CONTEXT = 6
-"""Tokens of a prompt that a completion's text is decoded with: some tokenizers drop a first space."""
+"""Prompt tokens decoded together with a completion: some tokenizers drop a leading space."""
 SEEDS = 1 << 63
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **{name: () for name in ("user", "metadata", "safety_identifier", "prompt_cache_key")},
     **{name: () for name in ("parallel_tool_calls", "cache_salt", "routed_experts_prompt_start")},
 }
-"""Fields that are accepted and ignored: with these values, or with any for an empty tuple."""
+"""Fields that are accepted and ignored if they have one of these values; an empty tuple allows any."""
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0)]
 B = TypeVar("B")
@@ -101,10 +101,10 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Convert it for chat templates."""
+        """Convert the message for chat templates."""
         content = self.content
-        said = content if isinstance(content, str) else "\n".join(one.text for one in content)
-        return {"role": self.role, "content": said, **({"name": self.name} if self.name else {})}
+        text = content if isinstance(content, str) else "\n".join(one.text for one in content)
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
 
 
 class ChatBody(SharedBody, kw_only=True):
@@ -122,7 +122,7 @@ class TextBody(SharedBody, kw_only=True):
 
 
 class TokensBody(SharedBody, kw_only=True):
-    """POST /inference/v1/generate, with the fields of its `sampling_params` among the others."""
+    """POST /inference/v1/generate, with the fields of its `sampling_params` merged in."""
 
     token_ids: list[TokenId]
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None
@@ -140,13 +140,14 @@ class Choice:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(index of a token, policy version from it on)."""
+    """(index of the first token, policy version)."""
     text: str = ""
     finish: str = ""
-    """`stop` or `length`; empty while it grows."""
+    """`stop` or `length`; empty while unfinished."""
     stop_reason: int | str | None = None
-    told_tokens: int = 0
-    told_text: int = 0
+    sent_tokens: int = 0
+    sent_text: int = 0
+    """Characters already streamed."""
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,17 @@ class EngineRoutes:
 
         request = await asyncio.to_thread(self._read, path, body)
         if not request.body.stream:
-            await self._grow_all(request, None)
+            await self._generate_all(request, None)
             parts = [self._choice(request, one, 0, one.text) for one in request.choices]
-            whole = self._head(request, "") | {"choices": parts, "usage": self._usage(request)}
+            reply = self._head(request, "") | {"choices": parts, "usage": self._usage(request)}
             versions = _versions(request.choices)
-            whole["policy_version"] = versions
+            reply["policy_version"] = versions
             if request.body.return_token_ids:
-                whole["prompt_token_ids"] = list(request.choices[0].prompt)
+                reply["prompt_token_ids"] = list(request.choices[0].prompt)
             first, last = versions.values()
-            said = str(first) if first == last else f"{first}-{last}"
-            headers = {VERSION_HEADER: said, ID_HEADER: request.id}
-            return web.json_response(body=msgspec.json.encode(whole), headers=headers)
+            version = str(first) if first == last else f"{first}-{last}"
+            headers = {VERSION_HEADER: version, ID_HEADER: request.id}
+            return web.json_response(body=msgspec.json.encode(reply), headers=headers)
         await stream.start(
             {VERSION_HEADER: str(self._engine.policy_version), ID_HEADER: request.id}
         )
@@ -198,7 +199,7 @@ class EngineRoutes:
                 delta = {"role": "assistant", "content": ""}
                 part = {"index": one.index, "delta": delta, "finish_reason": None}
                 await stream.send(self._head(request, ".chunk") | {"choices": [part]})
-        await self._grow_all(request, stream)
+        await self._generate_all(request, stream)
         options = request.body.stream_options
         if options is not None and options.include_usage:
             usage = {"choices": [], "usage": self._usage(request)}
@@ -206,7 +207,7 @@ class EngineRoutes:
         return await stream.end()
 
     async def metrics(self) -> str:
-        """See Routes: under vLLM's names where the meaning is the same."""
+        """See Routes; metrics have vLLM's names where the meaning is the same."""
         stats, name = self._engine.stats(), self._served.name
         ended = {f'finished_reason="{why}"': count for why, count in self._finished.items()}
         families: list[tuple[str, str, float | Mapping[str, float]]] = [
@@ -225,13 +226,13 @@ class EngineRoutes:
     # -- reading -----------------------------------------------------------------------------------
 
     def _read(self, path: str, body: Body) -> CompletionRequest:
-        """Raises ApiError."""
+        """Check and convert a request body. Raises ApiError."""
         if path == TOKENS:
             rest = dict(body)
-            drawing = rest.pop("sampling_params", None)
-            if not isinstance(drawing, dict):
+            sampling = rest.pop("sampling_params", None)
+            if not isinstance(sampling, dict):
                 raise _bad("sampling_params", "give an object")
-            given = convert(rest | drawing, TokensBody)
+            given = convert(rest | sampling, TokensBody)
             prompts, most = [tuple(given.token_ids)], given.max_tokens or DEFAULT_TOKENS
             request_id = given.request_id or ""
         elif path == CHAT:
@@ -247,7 +248,7 @@ class EngineRoutes:
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
         if len(stops) > self._served.api.max_stop_strings or "" in stops:
             most_stops = self._served.api.max_stop_strings
-            raise _bad("stop", f"give up to {most_stops} strings that are not empty")
+            raise _bad("stop", f"give up to {most_stops} non-empty strings")
         own = () if given.ignore_eos else self._chat.stop_token_ids
         ends = tuple(dict.fromkeys((*own, *(given.stop_token_ids or ()))))
         if any(one >= self._served.vocab_size for one in ends):
@@ -269,9 +270,7 @@ class EngineRoutes:
         options = {k: v for k, v in (body.chat_template_kwargs or {}).items() if v is not None}
         for name in options.keys() - self._chat.options:
             has = ", ".join(sorted(self._chat.options)) or "nothing"
-            raise _bad(
-                "chat_template_kwargs", f"the chat template asks for {has}, not {name[:100]}"
-            )
+            raise _bad("chat_template_kwargs", f"the chat template uses {has}, not {name[:100]}")
         try:
             text = self._chat.render([one.plain() for one in body.messages], options=options)
         except EnvironmentFailed as error:
@@ -279,26 +278,26 @@ class EngineRoutes:
         return tuple(self._chat.encode(text))
 
     def _prompts(self, prompt: str | Sequence[Any]) -> list[tuple[int, ...]]:
-        """A string, token ids, or several of one of both."""
+        """Convert a string, token ids, or a list of either to token ids. Raises ApiError."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         kinds = {type(one) for one in prompt}
         if kinds not in ({str}, {list}):
-            raise _bad("prompt", "give a string, token ids, or a list of one of both")
-        found = [tuple(self._chat.encode(one) if isinstance(one, str) else one) for one in prompt]
-        if any(type(token) is not int for one in found for token in one):
-            raise _bad("prompt", "token ids and text do not mix: give a list of one of both")
-        return found
+            raise _bad("prompt", "give a string, token ids, or a list of either")
+        prompts = [tuple(self._chat.encode(one) if isinstance(one, str) else one) for one in prompt]
+        if any(type(token) is not int for one in prompts for token in one):
+            raise _bad("prompt", "do not mix token ids and text: give a list of either")
+        return prompts
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest, size = self._served.max_model_len, self._served.vocab_size
         if not prompt:
-            raise _bad("prompt", "it is empty: give at least one token")
-        if len(prompt) >= longest:  # in words that clients look for
+            raise _bad("prompt", "the prompt is empty: give at least one token")
+        if len(prompt) >= longest:  # clients look for OpenAI's wording
             raise ApiError(
                 400,
                 f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: "
-                "shorten it, or raise engine.max_model_len of the server",
+                "shorten it, or raise the server's engine.max_model_len",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -307,44 +306,44 @@ class EngineRoutes:
 
     # -- generating --------------------------------------------------------------------------------
 
-    async def _grow_all(self, request: CompletionRequest, stream: EventStream | None) -> None:
-        """Draw all choices at once; if one fails the others are cancelled. Raises EngineError."""
+    async def _generate_all(self, request: CompletionRequest, stream: EventStream | None) -> None:
+        """Generate all choices concurrently; if one fails, cancel the others. Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for one in request.choices:
-                    tasks.create_task(self._grow(request, one, stream))
+                    tasks.create_task(self._generate(request, one, stream))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         self._finished.update(one.finish for one in request.choices)
         self._prompt += self._usage(request)["prompt_tokens"]
         self._generated += sum(len(one.token_ids) for one in request.choices)
 
-    async def _grow(
+    async def _generate(
         self, request: CompletionRequest, choice: Choice, stream: EventStream | None
     ) -> None:
-        for tokens in self._pieces(request, choice, streams=stream is not None):
-            await self._draw(request, choice, tokens)
-            first = choice.told_tokens
-            text = self._news(request, choice)
+        for tokens in self._chunk_sizes(request, choice, streams=stream is not None):
+            await self._extend(request, choice, tokens)
+            first = choice.sent_tokens
+            text = self._unsent_text(request, choice)
             if stream is not None and (text or choice.finish or len(choice.token_ids) > first):
                 part = self._choice(request, choice, first, text, chunk=True)
                 await stream.send(self._head(request, ".chunk") | {"choices": [part]})
 
-    def _pieces(
+    def _chunk_sizes(
         self, request: CompletionRequest, choice: Choice, *, streams: bool
     ) -> Iterator[int]:
-        """Yield the number of tokens to draw next, until the completion ends."""
+        """Yield the number of tokens to generate next, until the choice is finished."""
         size = longest = choice.most
         if streams:
-            size, longest = FIRST_PIECE, max(FIRST_PIECE, self._served.api.stream_tokens)
+            size, longest = FIRST_CHUNK, max(FIRST_CHUNK, self._served.api.stream_tokens)
         elif request.stops:
-            size, longest = FIRST_LOOK, LAST_LOOK
+            size, longest = FIRST_STOP_CHUNK, LAST_STOP_CHUNK
         while not choice.finish:
             yield min(size, choice.most - len(choice.token_ids))
             size = min(2 * size, longest)
 
-    async def _draw(self, request: CompletionRequest, choice: Choice, tokens: int) -> None:
-        """Draw up to `tokens` more tokens. Raises EngineError."""
+    async def _extend(self, request: CompletionRequest, choice: Choice, tokens: int) -> None:
+        """Generate up to `tokens` more tokens of a choice. Raises EngineError."""
         given = request.body
         drawn = await self._engine.generate(
             GenerateRequest(
@@ -370,25 +369,25 @@ class EngineRoutes:
             choice.stop_reason = None if last in self._chat.stop_token_ids else last
         elif len(drawn.token_ids) < tokens or len(choice.token_ids) >= choice.most:
             choice.finish = "length"
-        choice.text = self._said(request, choice, len(choice.token_ids))
+        choice.text = self._decode(request, choice, len(choice.token_ids))
         if find_stop(choice.text, request.stops) is not None:
-            self._cut(request, choice, before)
+            self._truncate(request, choice, before)
 
-    def _cut(self, request: CompletionRequest, choice: Choice, before: int) -> None:
-        """End at the first stop string, with the token from `before` on that completes it."""
+    def _truncate(self, request: CompletionRequest, choice: Choice, before: int) -> None:
+        """End a choice at the first stop string, which a token at index `before` or later completes."""
         for tokens in range(before + 1, len(choice.token_ids) + 1):
-            said = self._said(request, choice, tokens)
-            if (found := find_stop(said, request.stops)) is not None:
+            text = self._decode(request, choice, tokens)
+            if (found := find_stop(text, request.stops)) is not None:
                 place, stop = found
                 del choice.token_ids[tokens:], choice.logprobs[tokens:]
                 choice.spans = [span for span in choice.spans if span[0] < tokens]
                 choice.finish, choice.stop_reason = "stop", stop
                 kept = request.body.include_stop_str_in_output
-                choice.text = said[: place + len(stop)] if kept else said[:place]
+                choice.text = text[: place + len(stop)] if kept else text[:place]
                 return
 
-    def _said(self, request: CompletionRequest, choice: Choice, tokens: int) -> str:
-        """Decode the first `tokens` tokens, without the stop token that ends them."""
+    def _decode(self, request: CompletionRequest, choice: Choice, tokens: int) -> str:
+        """Decode the first `tokens` tokens, without a final stop token."""
         given = request.body
         ended = choice.finish == "stop" and tokens == len(choice.token_ids)
         if ended and not given.include_stop_str_in_output:
@@ -403,17 +402,17 @@ class EngineRoutes:
         both = self._chat.shown([*after, *drawn], special=special)
         return both[len(before) :] if before and both.startswith(before) else text
 
-    def _news(self, request: CompletionRequest, choice: Choice) -> str:
-        """Return the new text that is final: no half of a character, no beginning of a stop string."""
+    def _unsent_text(self, request: CompletionRequest, choice: Choice) -> str:
+        """Return new text that is final: without an incomplete character or a possible stop string."""
         end = len(choice.text)
         if not choice.finish:
-            sure = choice.text.rstrip(UNREADABLE)
-            end = len(sure) - may_begin(sure, request.stops)
-        first = choice.told_text
-        choice.told_text, choice.told_tokens = max(first, end), len(choice.token_ids)
-        return choice.text[first : choice.told_text]
+            complete = choice.text.rstrip(UNREADABLE)
+            end = len(complete) - may_begin(complete, request.stops)
+        first = choice.sent_text
+        choice.sent_text, choice.sent_tokens = max(first, end), len(choice.token_ids)
+        return choice.text[first : choice.sent_text]
 
-    # -- answering ---------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------
 
     def _head(self, request: CompletionRequest, suffix: str) -> dict[str, Any]:
         head: dict[str, Any] = {"created": int(time.time()), "model": self._served.name}
@@ -431,7 +430,7 @@ class EngineRoutes:
         *,
         chunk: bool = False,
     ) -> dict[str, Any]:
-        """Make a choice of an answer, or of a chunk with the tokens from `first` on."""
+        """Format a choice of a reply, or of a chunk with the tokens from `first` on."""
         made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
         if choice.finish:
             made |= {"stop_reason": choice.stop_reason, "policy_version": _versions([choice])}
@@ -455,7 +454,7 @@ class EngineRoutes:
         return made
 
     def _logprobs(self, path: str, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-        as_ids = [f"token_id:{one}" for one in tokens]  # `renderers` wants every token called so
+        as_ids = [f"token_id:{one}" for one in tokens]  # the form that `renderers` expects
         names = as_ids if path == TOKENS else [self._chat.shown([t], special=True) for t in tokens]
         if path == TEXT:
             return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
@@ -471,7 +470,7 @@ class EngineRoutes:
         return {"content": content}
 
     def _usage(self, request: CompletionRequest) -> dict[str, int]:
-        """Count tokens in and out; a prompt counts once however many choices it has."""
+        """Count prompt and completion tokens; a prompt counts once, however many choices it has."""
         choices, n = request.choices, request.body.n or 1
         prompt = sum(len(one.prompt) for one in choices[::n])
         made = sum(len(one.token_ids) for one in choices)
@@ -479,11 +478,11 @@ class EngineRoutes:
 
 
 def convert(body: Body, kind: type[B]) -> B:
-    """Read a body. Raises ApiError for fields that are unknown or out of range."""
+    """Convert a body. Raises ApiError for fields that are unknown or out of range."""
     known: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
-    kept = {name: value for name, value in body.items() if name in known or _asks(name, value)}
+    kept = {n: value for n, value in body.items() if n in known or not _is_neutral(n, value)}
     if isinstance(messages := kept.get("messages"), list):
-        # clients send replies back as they came, with absent fields as null
+        # clients send replies back unchanged, with absent fields as null
         kept["messages"] = [
             {k: v for k, v in one.items() if v not in (None, [])} if isinstance(one, dict) else one
             for one in messages
@@ -494,19 +493,17 @@ def convert(body: Body, kind: type[B]) -> B:
         message = str(error)
         if "unknown field" in message:
             name = message.split("`")[1]
-            message = (
-                f"{name}: not supported here (an engine of type vllm serves vLLM's own routes)"
-            )
+            message = f"{name}: not supported by this engine (engine.type = vllm serves vLLM's own routes)"
             raise ApiError(400, message, param=name, code="unsupported_parameter") from error
         param = message.rpartition("$.")[2].rstrip("`").split(".")[-1] if "$." in message else None
         raise ApiError(400, message, param=param) from error
 
 
-def _asks(name: str, value: Any) -> bool:
-    """Say whether an unknown field asks for something."""
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an unknown field can be ignored: it is empty, or allowed by NEUTRAL."""
     if value is None or name not in NEUTRAL:
-        return bool(value)
-    return bool(NEUTRAL[name]) and value not in NEUTRAL[name]
+        return not value
+    return not NEUTRAL[name] or value in NEUTRAL[name]
 
 
 def _bad(param: str, message: str) -> ApiError:
@@ -514,13 +511,13 @@ def _bad(param: str, message: str) -> ApiError:
 
 
 def _versions(choices: Sequence[Choice]) -> dict[str, int]:
-    """Return the first and last policy version that drew any token of these."""
+    """Return the first and last policy version of any token of these choices."""
     found = [version for one in choices for _, version in one.spans]
     return {"first": min(found, default=-1), "last": max(found, default=-1)}
 
 
 def _spans(choice: Choice) -> list[dict[str, Any]]:
-    """List which policy version drew which tokens: start <= index < end."""
+    """List the token ranges of each policy version: start <= index < end."""
     starts = [start for start, _ in choice.spans] + [len(choice.token_ids)]
     return [
         {"version": str(version), "start": start, "end": end}
@@ -529,12 +526,12 @@ def _spans(choice: Choice) -> list[dict[str, Any]]:
 
 
 def may_begin(text: str, stops: Sequence[str]) -> int:
-    """Count the characters at the end of `text` that may begin one of `stops`."""
+    """Return the length of the longest suffix of `text` that begins one of `stops`."""
     lengths = {n for stop in stops for n in range(1, min(len(stop), len(text) + 1))}
     return max((n for n in lengths if any(one.startswith(text[-n:]) for one in stops)), default=0)
 
 
 def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Find the first of `stops` in `text`, the longest of several at one place: (index, stop)."""
+    """Find the first stop string in `text`, the longest if several begin there: (index, stop)."""
     places = [(text.find(stop), stop) for stop in stops if stop in text]
     return min(places, key=lambda one: (one[0], -len(one[1]))) if places else None

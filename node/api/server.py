@@ -1,8 +1,8 @@
-"""The HTTP server in front of an engine: sockets, keys, limits, and the errors that clients know.
+"""HTTP server of an engine: authentication, limits, common routes, OpenAI's error format.
 
-1. A request is checked before it is used: the caller (key, Host), its size, its form.
-2. A foreign web page cannot talk to it through a browser: there is no CORS, and only JSON is read.
-3. Routes are passed in: completions.py over any engine, vllm_proxy.py over vLLM's own.
+- A request is checked before it is used: caller (key, Host), size, format.
+- A foreign web page cannot use it through a browser: there is no CORS, and only JSON is accepted.
+- Generation routes are passed in: completions.py for any engine, vllm_proxy.py for vLLM's own.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 30.0
-"""Deadline of a request's body."""
+"""Deadline for receiving a request's body."""
 SHUTDOWN_S = 1.0
 RETRY_AFTER_S, LOST_RETRY_S = 1, 10
-"""Retry-After: while a policy is loaded or all is busy; while an engine is restarted."""
+"""Retry-After: while the policy loads or the server is busy; while an engine restarts."""
 LONGEST_LINE = 8190
 OPEN = ("/health",)
-"""Routes that need no key."""
+"""Routes without authentication."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 VERSION_HEADER, ID_HEADER = "X-Policy-Version", "X-Request-Id"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,7 +45,7 @@ Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 class ApiError(Exception):
-    """A refusal, as a status and OpenAI's error object."""
+    """An error reply: HTTP status and OpenAI's error object."""
 
     def __init__(
         self,
@@ -57,16 +57,15 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         retry_after_s: int = 0,
     ) -> None:
-        """`param` is the field that it is about; `retry_after_s` tells the client when to come back."""
+        """`param`: the request's faulty field; `retry_after_s`: value of Retry-After, 0 for none."""
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
-        told = {"message": message, "type": kind, "param": param, "code": code}
-        self.body = {"error": told}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def engine_failed(error: EngineError) -> ApiError:
-    """Turn an engine's error into an answer."""
+    """Convert an engine's error to an error reply."""
     if isinstance(error, EngineLost):
         return ApiError(503, str(error), kind="server_error", retry_after_s=LOST_RETRY_S)
     logger.error("the engine could not generate: %s", error)
@@ -75,7 +74,7 @@ def engine_failed(error: EngineError) -> ApiError:
 
 @dataclass(frozen=True)
 class Served:
-    """The served model, as requests name it."""
+    """The served model and its limits."""
 
     name: str
     vocab_size: int
@@ -83,14 +82,16 @@ class Served:
     api: ApiConfig
 
     def check_name(self, name: Any) -> None:
-        """Raise ApiError (404) for the name of another model."""
+        """Check a request's model name. Raises ApiError (404) for another model."""
         if name is not None and name != self.name:
-            message = f"The model `{str(name)[:200]}` does not exist: this server has `{self.name}`"
+            message = (
+                f"The model `{str(name)[:200]}` does not exist: this server serves `{self.name}`"
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class EventStream:
-    """An answer as Server-Sent Events; nothing is sent before start()."""
+    """A reply as Server-Sent Events; nothing is sent before start()."""
 
     def __init__(self, request: "web.Request") -> None:
         self._request = request
@@ -99,7 +100,7 @@ class EventStream:
         """None before start()."""
 
     async def start(self, headers: Mapping[str, str]) -> None:
-        """Send the head."""
+        """Send the response headers."""
         from aiohttp import web
 
         self.response = web.StreamResponse(headers={**headers, "Cache-Control": "no-store"})
@@ -107,7 +108,7 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def write(self, data: bytes) -> None:
-        """Send bytes of events; waits while the client reads slower than they come."""
+        """Send raw bytes of events, waiting while the client reads slowly."""
         assert self.response is not None  # start() came first
         async with self._writing:
             await self.response.write(data)
@@ -117,7 +118,7 @@ class EventStream:
         await self.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def end(self, error: ApiError | None = None) -> "web.StreamResponse":
-        """Send the last event, after what went wrong."""
+        """Send `error`, if any, and the final event."""
         if error is not None:
             await self.send(error.body)
         await self.write(b"data: [DONE]\n\n")
@@ -127,26 +128,26 @@ class EventStream:
 
 
 class Routes(Protocol):
-    """Answers to POST requests on some paths: EngineRoutes, VllmProxy."""
+    """Handler of POST requests on some paths. Implementations: EngineRoutes, VllmProxy."""
 
     paths: tuple[str, ...]
 
     async def answer(
         self, path: str, body: Body, raw: bytes, stream: EventStream
     ) -> "web.StreamResponse":
-        """Answer a request, in `stream` if it asks for that. Raises ApiError, EngineError."""
+        """Answer a request, through `stream` if it asks for streaming. Raises ApiError, EngineError."""
         ...
 
     async def metrics(self) -> str:
-        """Return counters in Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         ...
 
 
 class HttpServer:
-    """The checks and the routes around one engine. Served by serving()."""
+    """The aiohttp application of one engine: checks and routes. Run by serving()."""
 
     def __init__(self, engine: Engine, served: Served, routes: tuple[Routes, ...]) -> None:
-        """If two of `routes` have a path, the first one answers."""
+        """If several of `routes` have the same path, the first one handles it."""
         self.served = served
         self._engine = engine
         self._routes = {path: one for one in reversed(routes) for path in one.paths}
@@ -155,22 +156,22 @@ class HttpServer:
         self._begun = int(time.time())
         self._answered: Counter[tuple[str, int]] = Counter()
         self.inflight = 0
-        """Completions being made."""
+        """Completions in progress."""
 
     @property
     def policy_version(self) -> int:
-        """The version that the engine holds; -1 before the first."""
+        """The engine's policy version; -1 before the first."""
         return self._engine.policy_version
 
     def stats(self) -> EngineStats:
-        """Return the engine's stats; of one that was given up, why in `fault`."""
+        """Return the engine's stats; if it was given up, the reason in `fault`."""
         try:
             return self._engine.stats()
         except EngineError as error:
             return EngineStats(fault=str(error))
 
     def application(self) -> "web.Application":
-        """All routes, behind the checks."""
+        """Make the aiohttp application."""
         from aiohttp import web
 
         @web.middleware
@@ -192,7 +193,7 @@ class HttpServer:
     # -- before and after every request ------------------------------------------------------------
 
     async def _guarded(self, request: "web.Request", handler: Handler) -> "web.StreamResponse":
-        """Check the caller; turn errors into OpenAI's error body."""
+        """Check the caller and run the handler; convert errors to OpenAI's format."""
         from aiohttp import web
 
         try:
@@ -201,17 +202,17 @@ class HttpServer:
         except ApiError as error:
             response = _refusal(error)
         except web.HTTPRequestEntityTooLarge:
-            most = f"a request has at most {self.served.api.max_body_mib:g} MiB"
+            most = f"the request is too large: send at most {self.served.api.max_body_mib:g} MiB"
             response = _refusal(ApiError(413, most, code="request_too_large"))
         except web.HTTPException as error:
             response = _refusal(ApiError(error.status, f"{request.path}: {error.reason}"))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
-            raise  # the client has gone
-        except Exception:  # a bug of ours: the client gets a proper answer, the log the trace
+            raise  # the client disconnected
+        except Exception:  # a bug of ours: the client gets an error reply, the log the traceback
             logger.exception("a request to %s failed", request.path)
-            response = _refusal(_failed(500, "the server failed: its log says why"))
+            response = _refusal(_failed(500, "internal error: see the server's log"))
         known = request.match_info.route.resource
         self._answered[known.canonical if known else "other", response.status] += 1
         return response
@@ -227,10 +228,10 @@ class HttpServer:
                 kind = "authentication_error"
                 raise ApiError(401, message, code="invalid_api_key", kind=kind)
             return
-        # without a key only the machine itself may ask, and no name that a web page made point to it
+        # without a key only local clients are allowed, under a local name (against DNS rebinding)
         name = urlsplit(f"//{request.host}").hostname or ""
         if name not in LOCAL_NAMES and not is_loopback(name) and name != self.served.api.host:
-            message = f"{name[:200]} is not this server's name: use 127.0.0.1, or set a key"
+            message = f"{name[:200]} is not this server's host name: use 127.0.0.1, or set a key"
             raise ApiError(403, message)
 
     # -- routes ------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class HttpServer:
         body, raw = await _read_json(request)
         self.served.check_name(body.get("model"))
         if self.policy_version < 0:
-            message = "the policy is still being loaded: come back"
+            message = "the policy is still loading: try again later"
             raise ApiError(503, message, kind="server_error", retry_after_s=RETRY_AFTER_S)
         limit_s, stream = self.served.api.timeout_s, EventStream(request)
         failed: ApiError
@@ -249,7 +250,7 @@ class HttpServer:
                     routes = self._routes[request.path]
                     return await routes.answer(request.path, body, raw, stream)
             except TimeoutError:
-                failed = _failed(504, f"not done in {limit_s:g} s: ask for less")
+                failed = _failed(504, f"not finished in {limit_s:g} s: request fewer tokens")
             except EngineError as error:
                 failed = engine_failed(error)
             except ApiError as error:
@@ -260,15 +261,15 @@ class HttpServer:
 
     @contextmanager
     def _admitted(self, count: int) -> Generator[None]:
-        """Count completions while they are made. Raises ApiError (400, 429)."""
+        """Count completions while they are in progress. Raises ApiError (400, 429)."""
         most = self.served.api.max_inflight
         if count > most:
-            message = f"this server makes at most {most} completions at once: ask for less"
+            message = f"at most {most} completions run at once: request fewer"
             raise ApiError(400, message)
         if self.inflight + count > most:
             raise ApiError(
                 429,
-                f"{self.inflight} completions are being made, at most {most} at once: come back",
+                f"{self.inflight} completions are in progress, at most {most} run at once: try again later",
                 kind="rate_limit_error",
                 code="rate_limit_exceeded",
                 retry_after_s=RETRY_AFTER_S,
@@ -308,8 +309,8 @@ class HttpServer:
 
         version, fault = self.policy_version, self.stats().fault
         state = "loading" if version < 0 else "failed" if fault else "ok"
-        said = {"status": state, "policy_version": version}
-        return web.json_response(said, status=200 if state == "ok" else 503)
+        health = {"status": state, "policy_version": version}
+        return web.json_response(health, status=200 if state == "ok" else 503)
 
     async def _metrics(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
@@ -331,7 +332,7 @@ class HttpServer:
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     def family(self, name: str, kind: str, values: float | Mapping[str, float]) -> str:
-        """Format a metric of the served model."""
+        """Format a metric labelled with the served model's name."""
         return metric_family(self.served.name, name, kind, values)
 
     async def _version(self, request: "web.Request") -> "web.Response":
@@ -341,7 +342,7 @@ class HttpServer:
 
 
 def metric_family(model: str, name: str, kind: str, values: float | Mapping[str, float]) -> str:
-    """Format a metric for Prometheus; `values` by further labels, if it has some."""
+    """Format a metric for Prometheus; `values` is a number, or a mapping from further labels."""
     escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     rows = values if isinstance(values, Mapping) else {"": values}
     made = (
@@ -352,22 +353,22 @@ def metric_family(model: str, name: str, kind: str, values: float | Mapping[str,
 
 
 def count_choices(body: Body, most: int) -> int:
-    """Count the completions of a request: n times its prompts. Raises ApiError beyond `most`."""
-    drawing = body.get("sampling_params")
-    n = (drawing if isinstance(drawing, dict) else body).get("n")
-    n = n if isinstance(n, int) and n > 1 else 1  # other types are refused by the routes
+    """Count the completions of a request, n times its prompts. Raises ApiError above `most`."""
+    sampling = body.get("sampling_params")
+    n = (sampling if isinstance(sampling, dict) else body).get("n")
+    n = n if isinstance(n, int) and n > 1 else 1  # the routes refuse other types
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         count = n * len(prompt)
     else:
         count = n
     if count > most:
-        raise ApiError(400, f"n: n times the prompts is more than {most}", param="n")
+        raise ApiError(400, f"n: n times the prompts exceeds {most}", param="n")
     return count
 
 
 def read_key(config: ApiConfig) -> str:
-    """Read the key that requests must have; "" if none is configured. Raises UsageError."""
+    """Read the API key from the environment; "" if none is configured. Raises UsageError."""
     if not config.key_variable:
         return ""
     key = os.environ.get(config.key_variable, "")
@@ -380,7 +381,7 @@ def read_key(config: ApiConfig) -> str:
 
 
 async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
-    """Read a request's body: decoded, and raw. Raises ApiError."""
+    """Read a request's body; return it decoded and raw. Raises ApiError."""
     if request.content_type != "application/json":
         raise ApiError(415, "send the request as JSON, with Content-Type: application/json")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -390,16 +391,16 @@ async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
             raw = await request.read()
         body = msgspec.json.decode(raw)
     except TimeoutError as error:
-        raise ApiError(408, "the request did not come to its end in time") from error
+        raise ApiError(408, "the request was not received completely in time") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the request is no JSON ({error})") from error
+        raise ApiError(400, f"the request is not valid JSON ({error})") from error
     if not isinstance(body, dict):
-        raise ApiError(400, "the request is to be a JSON object")
+        raise ApiError(400, "the request must be a JSON object")
     return body, raw
 
 
 async def _hide_libraries(request: "web.Request", response: "web.StreamResponse") -> None:
-    """Hide the releases of our libraries from clients."""
+    """Replace the Server header, which names libraries and their versions."""
     response.headers["Server"] = "primerl-node"
 
 
@@ -420,7 +421,7 @@ def _failed(status: int, message: str) -> ApiError:
 
 @asynccontextmanager
 async def serving(server: HttpServer) -> AsyncGenerator[str]:
-    """Serve until the block ends; gives the base URL. Raises BusyError (port taken)."""
+    """Serve during the block; yields the base URL. Raises BusyError if the port is taken."""
     from aiohttp import web
 
     config = server.served.api

@@ -1,9 +1,8 @@
-"""Pass checked requests (server.py) on to vLLM's own OpenAI routes, on the engines' sockets.
+"""Forward checked requests (server.py) to vLLM's OpenAI routes, on engines' Unix sockets.
 
-Only the routes of PATHS are passed on: vLLM has others that load adapters, sleep, or reset caches.
+Only the routes of PATHS are forwarded: vLLM has others that load adapters, sleep, or reset caches.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -29,23 +28,23 @@ AUTO, NONE = "auto", "none"
 
 @runtime_checkable
 class ProxyTargets(Protocol):
-    """An engine whose processes can serve vLLM's routes: HostedEngine, and a scripted one in tests."""
+    """An engine whose processes serve vLLM's routes: HostedEngine, and a scripted one in tests."""
 
     def serve_api(self, options: ApiOptions) -> bool:
-        """Serve them from start() on; False where that is not possible."""
+        """Have the processes serve vLLM's routes from start() on; False if the engine cannot."""
         ...
 
     def upstream(self) -> AbstractContextManager[str]:
-        """Choose the socket for one request. Raises EngineError, EngineLost."""
+        """Choose the socket path for one request. Raises EngineError, EngineLost."""
         ...
 
     def upstreams(self) -> list[str]:
-        """List the sockets of all working engines."""
+        """List the socket paths of all running engines."""
         ...
 
 
 class VllmProxy:
-    """Routes over the sockets of an engine."""
+    """Routes that are forwarded to an engine's processes."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -80,36 +79,36 @@ class VllmProxy:
                     async for part in reply.content.iter_any():
                         await stream.write(part)
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineLost("vLLM has ended while it answered: ask again") from error
+            raise EngineLost("vLLM ended while it was answering: send the request again") from error
         assert stream.response is not None
         await stream.response.write_eof()
         return stream.response
 
     async def metrics(self) -> str:
-        """Return vLLM's metrics, labelled by the number of the engine where there are several."""
+        """Return vLLM's metrics; with several engines, labelled with the engine's number."""
         import aiohttp
 
-        told: list[str] = []
+        texts: list[str] = []
         for socket in self._upstreams.upstreams():
             try:
                 async with _session(socket) as session, session.get("/metrics") as reply:
-                    told.append(await reply.text())
+                    texts.append(await reply.text())
             except (aiohttp.ClientError, OSError):
-                continue  # it is being started again
-        return told[0] if len(told) == 1 else merge_metrics(told)
+                continue  # the engine is restarting
+        return texts[0] if len(texts) == 1 else merge_metrics(texts)
 
 
 def _session(socket: str) -> "aiohttp.ClientSession":
     import aiohttp
 
-    # no connection is kept: its other end may be a process that has gone
+    # no keep-alive: the process at the other end may be replaced
     connector = aiohttp.UnixConnector(socket, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     return aiohttp.ClientSession("http://vllm", connector=connector, timeout=timeout)
 
 
 def merge_metrics(texts: list[str]) -> str:
-    """Merge several texts of metrics: families together, each row with the label `replica`."""
+    """Merge metrics texts family by family; each row gets the label `replica`."""
     families: dict[str, list[str]] = {}
     for number, text in enumerate(texts):
         rows: list[str] = []
@@ -132,12 +131,14 @@ def _labelled(row: str, label: str) -> str:
 
 
 def api_options(config: ApiConfig, chat: ChatFormat, name: str) -> ApiOptions:
-    """Make the options of vLLM's server: the model's name, and its parsers of calls and reasoning."""
+    """Make the options of vLLM's server: model name, parsers of tool calls and reasoning."""
     tools, reasoning = chat.parsers
-    asked: Mapping[str, str] = {AUTO: tools, NONE: ""}
-    thought: Mapping[str, str] = {AUTO: reasoning, NONE: ""}
+
+    def chosen(configured: str, detected: str) -> str:
+        return {AUTO: detected, NONE: ""}.get(configured, configured)
+
     return ApiOptions(
         served_name=name,
-        tool_call_parser=asked.get(config.tool_call_parser, config.tool_call_parser),
-        reasoning_parser=thought.get(config.reasoning_parser, config.reasoning_parser),
+        tool_call_parser=chosen(config.tool_call_parser, tools),
+        reasoning_parser=chosen(config.reasoning_parser, reasoning),
     )

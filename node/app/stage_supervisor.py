@@ -114,7 +114,7 @@ class StageSupervisor:
         row = self.row()
         if row is None:
             return self._offers.words if self._offers else ""
-        return "" if row.state == "whole" else f"stage {row.rank} of {row.stages}: {row.state}"
+        return "" if row.state == "healthy" else f"stage {row.rank} of {row.stages}: {row.state}"
 
     # -- offers and plans ----------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ def stage_row(
     if ring is None:
         return row
     stats, fault = ring.stats(), ring.fault
-    row.state = "whole" if stats.whole else fault.words if fault else "starting"
+    row.state = "healthy" if stats.healthy else fault.reason if fault else "starting"
     row.epoch, row.breaks = stats.epoch, stats.breaks
     row.bytes_out, row.bytes_in = stats.bytes_out, stats.bytes_in
     row.rtt_ms, row.round_ms = stats.rtt_ms, stats.round_ms

@@ -1,4 +1,4 @@
-"""The `[engine]` section of every command that has an engine: which engine, its shape, its concurrency."""
+"""The `[engine]` section of all commands with an engine: type, parallelism, limits, concurrency."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -14,19 +14,20 @@ EXACT_NEEDS_VLLM = (
 )
 STAGES_WITHOUT_ROUTES = "vLLM's stages do not tell each other which experts read a token"
 PIPELINES_NEED_VLLM = (
-    "pipelines between nodes need vLLM for their stages: set engine.type to vllm, or leave pp out"
+    "pipelines between nodes need vLLM for their stages: set engine.type to vllm, or remove pp"
 )
 
 
 class ConcurrencyConfig(BaseConfig):
-    """The number of sequences that a worker keeps in flight; prime-rl's names and defaults."""
+    """Number of sequences that a worker keeps in flight; prime-rl's names and defaults."""
 
     min_inflight: Positive = 1
-    """Fewest sequences in flight, however full the engine's cache is."""
+    """Fewest sequences in flight, even if the engine's cache is full."""
     max_inflight: Positive = 1024
-    """Equal to min_inflight it fixes the number."""
+    """Most sequences in flight; equal to min_inflight, it fixes the number."""
     initial_inflight: Annotated[int, Field(ge=0)] = 0
-    """0: as many as the engine's cache holds at full length, or engine.max_batch where it has none."""
+    """Sequences in flight at the start; 0: as many as the engine's cache holds at full length, or
+    engine.max_batch."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -36,26 +37,26 @@ class ConcurrencyConfig(BaseConfig):
 
 
 class PipelineConfig(BaseConfig):
-    """Holding a model together with other nodes, each some of its layers."""
+    """Pipelines over several nodes, each of which holds some layers of the model."""
 
     mode: Literal["auto", "on", "off"] = "auto"
-    """`auto`: offer this machine's memory where the model does not fit into it; `on`: always; `off`: never."""
+    """`auto`: offer this machine's memory if the model does not fit into it; `on`: always; `off`: never."""
     rank: Annotated[int, Field(ge=-1, lt=16)] = -1
-    """The stage to be, with world_size; -1 leaves it to the trainer."""
+    """This node's stage, with world_size; -1 lets the trainer choose."""
     world_size: Annotated[int, Field(ge=0, le=16)] = 0
-    """Number of stages; 0 leaves it to the trainer."""
+    """Number of stages; 0 lets the trainer choose."""
     name: Annotated[str, Field(max_length=64)] = ""
-    """Only nodes with the same name are put together."""
+    """Only nodes with the same name form a pipeline."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
-    """Memory to offer; 0: the free memory of this machine's GPU, or without one of the machine."""
+    """Memory to offer; 0: the free memory of this machine's GPUs, or of the machine if it has none."""
     encoding: Literal["raw", "fp8", "int8"] = "raw"
-    """Format of hidden states on the wire: as they are, or 8 bits a number with one scale a token."""
+    """How hidden states are sent: unchanged, or 8 bits per element with one scale per token."""
     stall_s: Annotated[float, Field(gt=0)] = 20.0
     """Seconds without an answer after which a stage counts as lost."""
 
     @property
     def wanted(self) -> bool:
-        """The operator asked for a pipeline explicitly."""
+        """Whether the operator asked for a pipeline explicitly."""
         return self.mode == "on" or (
             self.mode == "auto" and (self.rank >= 0 or self.world_size > 0)
         )
@@ -63,7 +64,7 @@ class PipelineConfig(BaseConfig):
     @model_validator(mode="after")
     def _is_a_place(self) -> Self:
         if self.rank >= 0 and not 2 <= self.world_size:
-            raise ValueError("pp.rank wants pp.world_size, 2 or more")
+            raise ValueError("pp.rank needs pp.world_size, 2 or more")
         if self.world_size == 1 or (self.rank >= self.world_size > 0):
             raise ValueError("pp.world_size must be 2 or more, and above pp.rank")
         return self
@@ -73,47 +74,47 @@ class EngineConfig(BaseConfig):
     """The engine that generates."""
 
     type: Literal["hf", "vllm"] = "hf"
-    """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
-    its own."""
+    """`hf`: a generation loop on transformers weights, in its own process if on a GPU; `vllm`: vLLM, in its own
+    processes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of weights and activations; in a run it has to be the one in its manifest."""
+    """Dtype of weights and activations; must be the one in a run's manifest."""
     device: str = "auto"
-    """`auto` takes cuda where there is one, else cpu."""
+    """`auto`: cuda if available, else cpu."""
     max_batch: Positive = 256
-    """Most sequences generated at once, by each engine."""
+    """Most sequences in a batch of each engine."""
     max_model_len: Positive = 1024
-    """Longest sequence, prompt and reply, in tokens. Where it is set, it bounds the run of a trainer; a worker
-    serves those of its run, or shorter ones where it is set to less."""
+    """Longest sequence, prompt and reply, in tokens. If set on a trainer, it bounds the run; a worker serves
+    its run's length, or less if set to less."""
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
-    """Time that `hf` waits for more requests before it starts a batch."""
+    """How long `hf` waits for more requests before it starts a batch, in milliseconds."""
     tp: Positive | Literal["auto"] = 1
-    """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all that are visible,
-    divided by pp and dp."""
+    """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all visible ones, divided by pp and
+    dp."""
     pp: Positive = 1
-    """GPUs in a row that each hold some layers (vLLM's pipeline parallelism, on this host)."""
+    """GPUs of this host in a pipeline, each with some of the layers (vLLM's pipeline parallelism)."""
     dp: Positive = 1
-    """Whole engines side by side, fed from one copy of the weights; not together with pp."""
+    """Number of engine replicas, fed from one copy of the weights; not together with pp."""
     max_restarts: Annotated[int, Field(ge=0)] = 5
-    """Times in a row that vLLM is started again after it died, before this node gives up."""
+    """Consecutive restarts of vLLM after crashes before this node gives up."""
     sleep_after_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds without work after which vLLM gives its GPU memory away until there is work again (its sleep
-    mode), for a GPU that a trainer uses too; 0 never does."""
+    """Seconds without work after which vLLM releases its GPU memory until there is work again (its sleep mode),
+    for GPUs shared with a trainer; 0: never."""
     batch_invariant: bool = False
-    """vLLM computes each token by the same operations in any batch (its batch-invariant kernels, slower on a
-    GPU); a run with exact numerics switches it on."""
+    """Use vLLM's batch-invariant kernels, which compute a token in the same way whatever else is in the batch
+    (slower on a GPU); enabled by runs with exact numerics."""
     enable_return_routed_experts: bool = False
-    """Record which experts of a mixture read each token; a run whose trainer replays them
-    (training.enable_router_replay) switches it on."""
+    """Record the experts that process each token; enabled by runs whose trainer replays them
+    (training.enable_router_replay)."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments; those that would break proofs or versions are refused. Speculative
+    """Further engine arguments for vLLM; those that would break proofs or versions are refused. Speculative
     decoding is `speculative_config = {method = "ngram", num_speculative_tokens = 4, prompt_lookup_min = 2,
-    prompt_lookup_max = 5}`: the same tokens and proofs, faster where replies repeat their own text or the
-    prompt's and few sequences run at once."""
+    prompt_lookup_max = 5}`: the same tokens and proofs, faster if replies repeat parts of themselves or of the
+    prompt and few sequences run at once."""
 
     @property
     def draft_tokens(self) -> int:
-        """Most tokens that are drafted for a sequence in one step; 0 without speculative decoding."""
+        """Most draft tokens of a sequence per step; 0 without speculative decoding."""
         config = self.vllm.get(SPECULATIVE)
         count = config.get("num_speculative_tokens") if isinstance(config, dict) else None
         return count if isinstance(count, int) else 0
@@ -122,8 +123,8 @@ class EngineConfig(BaseConfig):
     def _is_one_shape(self) -> Self:
         if self.pp > 1 and self.draft_tokens:
             raise ValueError(
-                f"pp and vllm.{SPECULATIVE} cannot be combined: the first stage does not learn in time which "
-                "drafts were right; leave one out"
+                f"pp and vllm.{SPECULATIVE} cannot be combined, as the first stage does not learn in time "
+                "which drafts were accepted: remove one"
             )
         if self.dp > 1 and self.pp > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The config of `primerl-node eval`: environments, and the models to measure on them."""
+"""Configuration of `primerl-node eval`: environments, and the models to evaluate on them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from .sandbox import SandboxConfig
 
 
 def _steps(value: object) -> object:
-    """`5,10` as two numbers."""
+    """Split `5,10` into two numbers."""
     if isinstance(value, str | int):
         value = [value]
     if not isinstance(value, Sequence):
@@ -27,25 +27,25 @@ Steps = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_steps)]
 
 
 class EvalSamplingConfig(BaseConfig):
-    """Sampling of replies."""
+    """Sampling parameters."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that hold this probability together."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from this many likeliest tokens; 0 is all."""
+    """Sample from this many most likely tokens; 0: all."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
-    """Most tokens of one reply; 0 takes those of the run of weights_dir, or 512."""
+    """Token limit of a reply; 0: that of the run of weights_dir, or 512."""
 
 
 class EndpointConfig(ChatApiConfig):
-    """A model behind an API, to be evaluated."""
+    """A model behind an API to evaluate."""
 
     name: str = ""
-    """Name in the results; else the model."""
+    """Name in the results; default: the model's."""
     send_seed: bool = True
-    """Send a seed, the same for the same prompt and sample."""
+    """Send a seed, which depends on the prompt and the sample's number."""
 
 
 class EvalConfig(BaseConfig):
@@ -54,25 +54,25 @@ class EvalConfig(BaseConfig):
     name: str = "eval"
     """Directory of the results, under output_dir."""
     output_dir: Path = Path("outputs")
-    """Parent of the directories of results."""
+    """Parent of results directories."""
     seed: int = 0
-    """Seed of the tasks and of the sampling."""
+    """Seed of tasks and sampling."""
     again: bool = False
-    """Measure again where this directory has results."""
+    """Evaluate again what this directory has results of."""
     environments: list[EvaluatedEnvironment] = []
-    """Environments to evaluate; that of the run of weights_dir if none is named."""
+    """Environments to evaluate on; default: that of the run of weights_dir."""
     endpoints: list[EndpointConfig] = []
     """Models behind APIs."""
     models: list[str] = []
-    """Directories or hub ids of models that are generated with here."""
+    """Directories or hub ids of models to run on this machine."""
     weights_dir: Path | None = None
     """The step weights of a run: outputs/RUN/weights."""
     steps: Steps = []
-    """Steps of weights_dir, as 5,10; all if none are named."""
+    """Steps in weights_dir, such as 5,10; default: all."""
     eval_base: bool = True
-    """With weights_dir: also the model that the run began with (--no-eval-base leaves it out)."""
+    """With weights_dir: evaluate the model that the run began with, too (--no-eval-base: do not)."""
     base: str = ""
-    """Directory or hub id of that model, where the run's own config.json does not say."""
+    """Directory or hub id of that model, if the run's config.json does not name it."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -80,19 +80,21 @@ class EvalConfig(BaseConfig):
 
     @property
     def directory(self) -> Path:
-        """Directory of the results."""
+        """The results directory."""
         return self.output_dir / self.name
 
     @model_validator(mode="after")
     def _has_work(self) -> Self:
         if not (self.endpoints or self.models or self.weights_dir):
             raise ValueError(
-                "nothing to evaluate: name models, weights_dir or [[endpoints]] (see --help)"
+                "no model to evaluate: set models, weights_dir or [[endpoints]] (see --help)"
             )
         if not self.environments and self.weights_dir is None:
-            raise ValueError("nothing to play: name [[environments]], each with its id")
+            raise ValueError(
+                "no environment to evaluate on: set [[environments]], each with its id"
+            )
         if self.steps and self.weights_dir is None:
-            raise ValueError("steps are of weights_dir: name it, as outputs/RUN/weights")
+            raise ValueError("steps need weights_dir: set it, such as to outputs/RUN/weights")
         check_judges(self.environments)
         check_names("environments", [one.title for one in self.environments])
         check_names("endpoints", [one.name or one.model for one in self.endpoints])

@@ -1,7 +1,7 @@
-"""Read a config from TOML files, environment and flags, and write one as TOML; a mistake names its key.
+"""Read a config from TOML files, environment and flags, and write one as TOML.
 
-Layers, each over the one before: defaults < `@ file`s (left to right) < `PRIMERL_A__B` < `--a.b`. All are
-merged first and validated once, so that a flag may correct a file.
+Errors name the key. Layers in increasing priority: defaults < `@ file`s (left to right) < `PRIMERL_A__B` <
+`--a.b`. They are merged first and validated once, so that a flag can correct a file's invalid value.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from .sft import SftConfig
 
 PREFIX = "PRIMERL_"
 NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
-"""Variables of ours that are no config keys."""
+"""PRIMERL_ variables that are not config keys."""
 COMMANDS: tuple[type[BaseConfig], ...] = (
     RunConfig,
     JoinConfig,
@@ -33,9 +33,9 @@ COMMANDS: tuple[type[BaseConfig], ...] = (
     EvalConfig,
     ServeConfig,
 )
-"""A variable may be another command's setting, exported for all of them."""
+"""All commands' configs: a variable that one command does not know may be another's setting."""
 SWITCHES = frozenset({"resume"})
-"""Sections that their bare name switches on."""
+"""Sections that a flag without a value enables."""
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -43,7 +43,7 @@ Tree = dict[str, Any]
 
 
 class _Lower(BaseModel):
-    """The lower layers as pydantic_config's `default`, with any keys, unchanged."""
+    """The lower layers as pydantic_config's `default`, with any keys, not validated."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -58,7 +58,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     """Resolve the config that `args` (`@ file`, `--a.b value`) and `environ` describe.
 
     Raises:
-        UsageError: unreadable file, unknown keys (all of them, each with the nearest right one), bad value.
+        UsageError: unreadable file, unknown keys (all of them, each with the nearest valid key), bad value.
     """
     flags, switches = _switches(_split_equals(args))
     flags, layers = _files(cls, _named_types(cls, flags))
@@ -69,12 +69,12 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     for layer in layers:
         lower = merge(lower, layer.tree)
     try:
-        # Only its model_dump() is asked for, so that any model will do as `default`.
+        # pydantic_config only calls its model_dump(), so any model works as `default`.
         default = cast(Config, _Lower.model_validate(lower))
         config = cli(cls, args=flags, default=default)
     except ConfigFileError as error:
         raise UsageError(_explain(cls, error, layers, flags)) from error
-    except json.JSONDecodeError as error:  # out of a flag of an optional table
+    except json.JSONDecodeError as error:  # from a flag for an optional table
         raise UsageError(f"not valid JSON on the command line: {error}") from error
     return _expand_home(config)
 
@@ -82,7 +82,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """Merge `over` into a copy of `base`, table by table.
 
-    Where `over` names another `id`, the `args` of `base` are dropped: they are options of another environment.
+    If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment.
     """
     result = dict(base)
     if "id" in over and "id" in base and over["id"] != base["id"]:
@@ -95,7 +95,7 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List the dotted keys of a config class; NAME stands for any name in a table of sections."""
+    """List the dotted keys of a config class; NAME is a placeholder in tables of named sections."""
     for name, field in cls.model_fields.items():
         inner = model_in(field.annotation)
         if inner is None:
@@ -128,9 +128,9 @@ def _split_equals(args: Sequence[str]) -> list[str]:
 
 
 def _switches(args: Sequence[str]) -> tuple[list[str], Tree]:
-    """Take out `--resume`, `--resume true` and `--no-resume`, which switch a whole section.
+    """Extract `--resume`, `--resume true` and `--no-resume`, which enable or disable a section.
 
-    So an `@ file` after it is a file of the whole config.
+    An `@ file` after one of them is then a file for the whole config.
     """
     flags: list[str] = []
     tree: Tree = {}
@@ -161,7 +161,7 @@ def _named_types(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
 
 
 def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Layer]]:
-    """Take `@ file` and `--a.b @ file` out of the arguments."""
+    """Extract `@ file` and `--a.b @ file` from the arguments."""
     flags: list[str] = []
     layers: list[_Layer] = []
     rest = iter(args)
@@ -176,7 +176,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
         if path and not rest_of_path and model_in(annotation):
-            tree = _nest(path, tree)
+            tree = nest(path, tree)
             flags.pop()
         layers.append(_Layer(f"in {name}", tree))
     return flags, layers
@@ -208,18 +208,19 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
             guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
             hint = f": did you mean {_variable(guess)}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
-        tree = merge(tree, _nest(path, _from_text(cls, path, environ[variable])))
+        tree = merge(tree, nest(path, _from_text(cls, path, environ[variable])))
     return tree
 
 
-def _nest(path: Sequence[str], value: Any) -> Tree:
+def nest(path: Sequence[str], value: Any) -> Tree:
+    """Return `value` inside a table for each part of `path`."""
     for part in reversed(path):
         value = {part: value}
     return cast(Tree, value)
 
 
 def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
-    """Read the value of a variable or flag. Scalars stay text: the field's type decides."""
+    """Parse the value of a variable or flag; scalars stay text, for the field's type to convert."""
     if _inside_dict(cls, path):
         return _scalar(text)
     if not text.startswith(("[", "{")):
@@ -231,10 +232,12 @@ def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
 
 
 def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]:
-    """Take out `--environment.args.min-len 5`, `--environment.id math` and `--training.betas [0.9,0.99]`.
+    """Extract flags for free tables, ids and JSON values.
 
-    What an id names decides what may stay beside it (merge()). pydantic_config guesses the type of a table's
-    value only where no file set a neighbour, and takes JSON for lists but not for tuples.
+    Examples: `--environment.args.min-len 5`, `--environment.id math`, `--training.betas [0.9,0.99]`.
+
+    merge() must see ids, as another id drops `args`. pydantic_config guesses the type of a table's value only
+    if no file set a neighbouring key, and accepts JSON for lists but not for tuples.
     """
     flags: list[str] = []
     tree: Tree = {}
@@ -249,14 +252,14 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
         if value is None:
             raise UsageError(f"{arg} needs a value")
         if inside or value.startswith(("[", "{")):
-            tree = merge(tree, _nest(path, _from_text(cls, path, value)))
+            tree = merge(tree, nest(path, _from_text(cls, path, value)))
         else:
             flags.extend([arg, value])
     return flags, tree
 
 
 def _scalar(text: str) -> Any:
-    """Read a value as TOML would, or a table as JSON; other text is a string."""
+    """Parse a TOML value, or a JSON object; other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
@@ -268,7 +271,7 @@ def _scalar(text: str) -> Any:
 
 
 def _field(cls: type[BaseModel], path: Sequence[str]) -> tuple[Any, Sequence[str]]:
-    """Return the annotation of the deepest field on `path` (None at the root), and the rest of the path."""
+    """Return the annotation of the deepest field on `path` (root: None), and the rest of it."""
     annotation: Any = None
     while path:
         field = cls.model_fields.get(path[0])
@@ -297,7 +300,7 @@ def _is_container(cls: type[BaseModel], path: Sequence[str]) -> bool:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field holds, also an optional one; None for other fields."""
+    """Return the section class of a field, also if it is optional; None for other fields."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -345,7 +348,7 @@ def _lower(message: str) -> str:
 
 
 def _origin(path: Sequence[str], layers: Sequence[_Layer], flags: Sequence[str]) -> str:
-    """Name the source that set `path` last: a flag, else the topmost layer that holds it."""
+    """Name the source that set `path` last: a flag, else the highest layer that has it."""
     name = ".".join(path)
     for layer in reversed(layers):
         if any(flag.removeprefix("--").replace("-", "_") == name for flag in flags):
@@ -388,9 +391,9 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Write `values` as TOML that reads back as the same config; a key that is None becomes a comment.
+    """Format `values` as TOML that loads as the same config; keys that are None become comments.
 
-    Raises TypeError for values that TOML cannot hold.
+    Raises TypeError for values that TOML cannot represent.
     """
     lines: list[str] = []
     _table(lines, (), values)
@@ -414,7 +417,7 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are a subset of TOML's, but for DEL, which TOML wants escaped too.
+    # JSON's escapes are valid in TOML, which requires DEL to be escaped, too.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -432,4 +435,4 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):  # a table inside a list
         items = [f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None]
         return "{ " + ", ".join(items) + " }"
-    raise TypeError(f"TOML cannot hold a {type(value).__name__}")
+    raise TypeError(f"TOML cannot represent a {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""Read configs of prime-rl and write ours: one table of keys, and what needs more than a table.
+"""Convert prime-rl configs to ours: a table of keys, and code for all that needs more.
 
-Every layout that prime-rl has published is brought to the keys of its newest one (OLDER_NAMES), then each key
-is looked up in TABLE. Invariant: no key is dropped without a note that names it.
+Keys of older prime-rl layouts are renamed to the newest one (OLDER_NAMES), then looked up in TABLE. Invariant:
+no key is dropped without a note that names it.
 """
 
 import json
@@ -17,7 +17,7 @@ from pydantic_config import BaseConfig
 
 from ..ops.errors import UsageError, printable
 from .evaluation import EvalConfig
-from .loader import Tree, merge, model_in, read_file, to_toml
+from .loader import Tree, merge, model_in, nest, read_file, to_toml
 from .run import RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -301,12 +301,12 @@ syn2 | - | | rollouts without a trainer are not made
 use_tqdm | . | | there is a live view
 monitor.* | - | | metrics are in outputs/NAME/metrics.jsonl alone
 """
-"""prime-rl's keys | ours | how their values are converted | remark; a line that is indented goes on.
+"""Table of prime-rl's keys | our keys | conversion | remark; indented lines continue the one before.
 
-A heading names the section of the keys below it; a key that begins with a dot is beside the one before; `.*`
-is for all keys below that have no line of their own. Ours is `-` where there is no counterpart, `.` where none
-is needed, begins with `~` where the nearest does not do quite the same; `=` stands for the last part of theirs.
-The third column: _reader.
+A heading gives the section of the keys below it. A key with a leading dot shares the prefix of the one before;
+`.*` matches all keys below without a line of their own. Our key is `-` if there is no counterpart, `.` if none
+is needed, and begins with `~` if the nearest one behaves differently; `=` is the last part of prime-rl's key.
+For the third column see _reader().
 """
 
 OLDER_NAMES = """
@@ -352,7 +352,7 @@ evals.max_concurrent | evals.concurrency.max_inflight
 evals.rollouts_per_example | evals.group_size
 evals.sampling.max_tokens | evals.sampling.max_completion_tokens
 """
-"""Older names of keys | the newest, written as in TABLE."""
+"""Older key | newest key, in the notation of TABLE."""
 
 Component = Literal[
     "rl", "trainer", "orchestrator", "inference", "sft", "evals", "train_2025", "infer_2025"
@@ -365,24 +365,27 @@ COMMANDS: Mapping[str, type[BaseConfig]] = {
     "eval": EvalConfig,
     "inference": ServeConfig,
 }
-"""Config classes to write, by the command that reads them."""
+"""Command -> config class of the written file."""
 MANY_STEPS = 1_000_000
-"""Stands for prime-rl's runs without max_steps, which end by hand."""
+"""max_steps of runs without one, which prime-rl users stop by hand."""
 GPUS_PER_NODE = 8
 """prime-rl's default."""
 MAX_NOTE = 400
-"""Characters of a note."""
+"""Most characters of a note."""
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 class Unconvertible(Exception):
-    """A value without a counterpart of a key that has one; the text says why, if the remark does not."""
+    """A value that has no counterpart; the message says why, if the table's remark does not."""
 
 
 class Several(dict[str, Any]):
-    """Keys of ours that one key of prime-rl's sets, where none of its own does. `_name` is for finish_*()."""
+    """Our keys that one key of prime-rl sets, unless they are set already.
+
+    `_name` is for _finish_*().
+    """
 
 
 ALGORITHMS: Mapping[str, dict[str, Any]] = {
@@ -449,7 +452,7 @@ def _only_one(value: Any) -> Any:
 
 
 def _switch(value: Any) -> bool:
-    """An optional section is on if it is there."""
+    """Return whether an optional section is present and not false."""
     return value is not None and value is not False
 
 
@@ -471,11 +474,11 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _reader(how: str, ours: str) -> Callable[[Any], Any] | None:
-    """The converter that a third column names.
+    """Return the converter for a third column of TABLE.
 
-    `raw NAME` keeps the value under that name, `each` sets all keys of ours, `map A=B ..` translates (with `*`
-    other words stay as they are), `off V ..` loses nothing if the value is one of these, in JSON; other words
-    are CONVERTERS. `table` before it: a table or None is one value of this key.
+    `raw NAME` stores the value for _finish_*(), `each` sets all our keys, `map A=B ..` translates (with `*`
+    other values stay unchanged), `off V ..` drops the value if it is one of these (JSON); other words are
+    CONVERTERS. A leading `table`: a table or None is one value of this key.
     """
     word, _, rest = how.partition(" ")
     if word == "raw":
@@ -508,7 +511,7 @@ def _one_of(
 
 
 class Rule(NamedTuple):
-    """The rule of TABLE for one key."""
+    """One key's line of TABLE."""
 
     key: str
     kind: Kind
@@ -519,7 +522,7 @@ class Rule(NamedTuple):
 
 
 def _lines(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The keys of a table one by one, each with the other columns of its line; headings have none."""
+    """Yield each key of a table with the other columns of its line; headings have no columns."""
     section = ""
     for line in re.sub(r"\n +", " ", text.strip()).splitlines():
         keys, *columns = [cell.strip() for cell in line.split("|")]
@@ -536,7 +539,7 @@ def _lines(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _sections() -> dict[str, list[Rule]]:
-    """The rules of TABLE by its headings."""
+    """Parse TABLE to heading -> rules."""
     found: dict[str, list[Rule]] = {}
     rules: list[Rule] = []
     kinds: Mapping[str, Kind] = {"-": "missing", ".": "needless", "~": "differs"}
@@ -558,7 +561,7 @@ RENAMED = [(old, columns[0]) for old, columns in _lines(OLDER_NAMES)]
 
 
 def key_table() -> str:
-    """All keys as Markdown, for the documentation."""
+    """Format all keys as Markdown, for the documentation."""
     marks = {"needless": "not needed: ", "differs": "not the same: ", "missing": "", "same": ""}
     lines: list[str] = []
     for title, rules in SECTIONS.items():
@@ -574,13 +577,13 @@ def key_table() -> str:
 
 
 def _rule(name: str) -> Rule | None:
-    """The rule of a key: its own, else the longest that covers it."""
+    """Return the rule of a key: its own, else the longest matching `.*`."""
     covering = (rule for key, rule in RULES.items() if key[-1] == "*" and name.startswith(key[:-1]))
     return RULES.get(name) or max(covering, key=lambda rule: len(rule.key), default=None)
 
 
 def _renamed(name: str) -> str:
-    """The newest name of a key."""
+    """Return the newest name of a key."""
     for old, new in RENAMED:
         if name == old:
             return new
@@ -589,20 +592,20 @@ def _renamed(name: str) -> str:
     return name
 
 
-# -- whose config it is ----------------------------------------------------------------------------
+# -- component of a file ---------------------------------------------------------------------------
 
 SHARED = frozenset(
     """clean clean_output_dir ckpt deployment dry_run env_vars heartbeat log max_concurrent_runs max_steps
     metrics_server monitors output_dir resume rollout_transport run seed slurm tokenizer wandb
     weight_broadcast""".split()
 )
-"""Sections and keys that each component may say for itself; a run has them once."""
+"""Sections and keys that every component may have, but a run has once."""
 SHARED_MODEL = ("model.name", "model.vlm", "model.trust_remote_code")
 LEARNER = frozenset(
     """dist_timeout_seconds enable_token_export gc loss matmul_precision memory_profiler_path model optim
     scheduler trace_path""".split()
 )
-"""Sections of sft.toml that are a trainer's."""
+"""Sections of sft.toml that belong to the trainer."""
 SIGNS: Sequence[tuple[Component, str]] = (
     ("rl", "trainer orchestrator"),
     ("train_2025", "train.micro_bs train.ac_ckpt optim.optim optim.step_per_rollout"),
@@ -612,7 +615,7 @@ SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "batch_size group_size rollouts_per_example"),
     ("evals", "source env[] client eval.client"),
 )
-"""Keys of each component; the first component with one of its keys in a file is that of the file."""
+"""(component, keys): a file belongs to the first component of which it has a key."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     ("infer_2025", "sampling"),
@@ -623,12 +626,14 @@ LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ),
     ("rl", "inference"),
 )
-"""The same for files that are not of sft."""
+"""More such pairs, checked after sft."""
 
 
 def component(tree: Tree, stem: str) -> Component | None:
-    """Find the component of a config, by its keys, and by its name where these are ambiguous; None if
-    unknown."""
+    """Return the component that a file configures, by its keys, else by its name.
+
+    None if unknown.
+    """
     keys = set(tree)
     signs = {f"{name}.{key}" for name in tree for key in _table(tree, name)}
     signs |= keys | {f"{name}[]" for name in tree if isinstance(tree[name], list)}
@@ -651,7 +656,7 @@ def component(tree: Tree, stem: str) -> Component | None:
 
 
 def _canonical(kind: Component, path: str) -> str:
-    """A key of one component's file as a key of the newest rl.toml."""
+    """Convert a key of one component's file to a key of the newest rl.toml."""
     head = path.partition(".")[0]
     if kind == "sft" and head in LEARNER:
         path = f"trainer.{path}"
@@ -669,7 +674,7 @@ def _canonical(kind: Component, path: str) -> str:
 
 
 def _command(kinds: set[Component]) -> str:
-    """The command of ours that does it. Raises UsageError for files that do not belong together."""
+    """Return our command for these components. Raises UsageError if they do not belong together."""
     sets: tuple[tuple[set[Component], str], ...] = (
         ({"inference"}, "inference"),
         ({"rl", "trainer", "orchestrator", "inference"}, "rl"),
@@ -685,12 +690,12 @@ def _command(kinds: set[Component]) -> str:
     )
 
 
-# -- what comes out --------------------------------------------------------------------------------
+# -- result ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ImportNote:
-    """A note on one key that was not simply converted."""
+    """A key that was not simply converted, and why."""
 
     key: str
     value: Any
@@ -703,19 +708,19 @@ class ImportNote:
 
 @dataclass
 class ImportedConfig:
-    """A config of ours, and the keys of prime-rl that it lacks."""
+    """The converted config, and notes on keys that were not simply converted."""
 
     command: str
-    """The command that reads it."""
+    """Command that reads the config."""
     values: Tree = field(default_factory=dict[str, Any])
     missing: list[ImportNote] = field(default_factory=list[ImportNote])
     """Keys without a counterpart."""
     differs: list[ImportNote] = field(default_factory=list[ImportNote])
-    """Keys whose counterpart differs a little, and the conversion of prime-rl's defaults."""
+    """Keys whose counterpart behaves differently, and defaults of prime-rl that were replaced."""
     needless: list[ImportNote] = field(default_factory=list[ImportNote])
 
     def toml(self, sources: Sequence[str], path: str) -> str:
-        """Return the file, with missing keys as comments at its end."""
+        """Format the config file, with the report as comments at its end."""
         head = [
             f"# Converted from prime-rl's {printable(', '.join(sources), MAX_NOTE)} by `primerl-node import`.",
             f"# primerl-node {self.command} @ {printable(path, MAX_NOTE)}",
@@ -725,7 +730,7 @@ class ImportedConfig:
         return "\n".join([*head, to_toml(self.values), *tail]).rstrip() + "\n"
 
     def report(self) -> list[str]:
-        """Everything that was not simply converted, line by line."""
+        """List the keys that were not simply converted, line by line."""
         lines: list[str] = []
         for title, notes in (
             ("No counterpart:", self.missing),
@@ -754,17 +759,17 @@ def read_configs(paths: Sequence[Path]) -> ImportedConfig:
             kind = next(iter(trees))  # laid over whichever file came before
         if kind is None:
             raise UsageError(
-                f"{path} is no config of prime-rl's rl, sft, trainer, orchestrator, inference or evals"
+                f"{path} is not a config of prime-rl's rl, sft, trainer, orchestrator, inference or evals"
             )
         trees[kind] = merge(trees.get(kind, {}), tree)
     try:
         return _Conversion(trees, _title(paths[0])).result()
     except RecursionError as error:
-        raise UsageError(f"{paths[-1]} has tables in tables without end: correct it") from error
+        raise UsageError(f"{paths[-1]} has too deeply nested tables: correct it") from error
 
 
 def _title(path: Path) -> str:
-    """A name for the run: the file's, or its directory's where that says more."""
+    """Make a name for the run: the file's, or its directory's if the file's is generic."""
     plain = path.stem.lower() in ("rl", "sft", "start", "resume", "train", "orch", "infer")
     name = path.resolve().parent.name if plain else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "imported"
@@ -784,26 +789,26 @@ ENVIRONMENTS: Mapping[str, frozenset[str]] = {
         len_reward""".split()
     ),
 }
-"""Bundled environments that prime-rl has, too, and the options of ours. Older releases had those of `task`
+"""Bundled environments that prime-rl also has -> their options here. Older releases had the options of `task`
 beside the others."""
 NEAREST = {"wordle": "word-game", "gsm8k": "math-env with dataset_name openai/gsm8k"}
-"""Bundled environments of the same kind."""
+"""Environments of prime-rl -> similar bundled ones."""
 GENESYS = {
     "justus27/math-hendrycks-genesys-format": "simple-math",
     "PrimeIntellect/INTELLECT-2-only-math": "intellect-math",
 }
-"""Bundled environments that read a data set of 2025. That with target lengths is the same only where the config
-asks for some."""
+"""Data sets of 2025 -> bundled environments that read them. The one with target lengths is equivalent only if
+the config sets some."""
 GENESYS_COLUMNS = {
     "question_key": "prompt",
     "answer_key": "verification_info.ground_truth",
     "instruction_prompt": "",
 }
-"""The columns of the data sets of 2025."""
+"""Columns of the data sets of 2025."""
 
 
 class _Source:
-    """One environment of prime-rl's, in whichever of its three layouts."""
+    """One environment of a prime-rl config, in any of its three layouts."""
 
     def __init__(self, path: str, values: Tree) -> None:
         self.path = path
@@ -834,7 +839,7 @@ class _Source:
 
 
 class _Conversion:
-    """One conversion: keys of ours as they are set, and notes."""
+    """One conversion: collects our keys and notes."""
 
     def __init__(self, trees: Mapping[Component, Tree], title: str) -> None:
         self._config = ImportedConfig(_command(set(trees)))
@@ -849,9 +854,9 @@ class _Conversion:
         self._title = title
 
     def result(self) -> ImportedConfig:
-        """Convert all. Raises UsageError."""
+        """Convert all keys. Raises UsageError."""
         flat = [one for kind, tree in self._trees.items() for one in self._flatten(kind, tree)]
-        # a trainer's own keys come before those that are for all, and these before an engine's
+        # the trainer's own keys have priority over shared ones, and those over an engine's
         first = {"trainer": 0, "orchestrator": 1, "inference": 3}
         for _, shown, name, value in sorted(flat, key=lambda one: first.get(one[0], 2)):
             self._key(shown, name, value)
@@ -871,7 +876,7 @@ class _Conversion:
     def _flatten(
         self, kind: Component, tree: Mapping[str, Any], path: str = ""
     ) -> Iterator[tuple[str, str, str, Any]]:
-        """(component, key as it is written, its newest name, value) of all but the sources."""
+        """Yield (component, key as written, newest name, value) of all keys except the sources'."""
         for key, value in tree.items():
             shown = f"{path}{key}"
             owner = shown.partition(".")[0] if kind == "rl" else kind
@@ -890,7 +895,7 @@ class _Conversion:
     def _key(self, shown: str, name: str, value: Any) -> None:
         rule = _rule(name)
         if rule is None:
-            self._note("missing", shown, value, "not known to be a key of prime-rl's")
+            self._note("missing", shown, value, "not a known key of prime-rl")
         elif value is not None or rule.whole:
             self._apply(rule, shown, name, value)
 
@@ -904,7 +909,9 @@ class _Conversion:
             self._note("missing", shown, value, str(error) or rule.remark)
             return
         except (AttributeError, TypeError, ValueError) as error:
-            raise UsageError(f"{shown} = {_short(value)} is no value that prime-rl has") from error
+            raise UsageError(
+                f"{shown} = {_short(value)} is not a valid value in prime-rl: correct it"
+            ) from error
         if isinstance(converted, Several):
             self._set_several(shown, converted)
             if rule.kind == "differs" and value not in (None, False):
@@ -915,7 +922,7 @@ class _Conversion:
             elsewhere = f"`primerl-node {self._config.command}` has no {ours}"
             self._note("missing", shown, value, rule.remark or elsewhere)
         elif self._ours.get(ours, converted) != converted:
-            self._note("missing", shown, value, f"{self._origin[ours]} says otherwise")
+            self._note("missing", shown, value, f"{self._origin[ours]} has another value")
         else:
             self._set_several(shown, {ours: converted})
             if rule.kind == "differs":
@@ -930,7 +937,7 @@ class _Conversion:
                 self._origin[key] = shown
 
     def _default(self, ours: str, value: Any) -> None:
-        """Return prime-rl's default of this key."""
+        """Set a key to prime-rl's default, unless it is set."""
         self._ours.setdefault(ours, value)
 
     def _note(
@@ -946,7 +953,7 @@ class _Conversion:
     # -- environments ------------------------------------------------------------------------------
 
     def _sources(self, *places: str) -> list[_Source]:
-        """The sources in these places of SOURCES."""
+        """Read the environments at these keys of SOURCES."""
         found: list[_Source] = []
         for kind, tree in self._trees.items():
             for place in places:
@@ -962,7 +969,7 @@ class _Conversion:
         return found
 
     def _environments(self) -> None:
-        """The environments of a run: [environment], or [[environments]] where there are several."""
+        """Convert a run's environments: to [environment], or [[environments]] if there are several."""
         sources = self._sources(*TRAINED)
         if len(sources) > 1:
             self._ours["environments"] = [
@@ -983,7 +990,7 @@ class _Conversion:
             ]
 
     def _played(self, source: _Source, *keys: str) -> Tree:
-        """One environment of an evaluation."""
+        """Convert one environment of an evaluation."""
         made = self._environment(source, "name", *keys)
         if made.get("name") == made["id"]:
             del made["name"]
@@ -994,7 +1001,7 @@ class _Conversion:
         return made if prompts in (None, -1) else made | {"prompts": prompts}
 
     def _environment(self, source: _Source, *keys: str) -> Tree:
-        """Return the id of a taskset, its options, and the values of `keys` in the source."""
+        """Convert a taskset's id, its options, and the source's `keys`."""
         made: Tree = {"id": source.id}
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
@@ -1014,7 +1021,7 @@ class _Conversion:
                 self._apply(rule, f"{source.path}.{key}", f"source.{key}", value)
         if len(source.agents) > 1:
             agents = ", ".join(source.agents)
-            self._note("missing", f"{source.path}.env", agents, "one agent plays a rollout")
+            self._note("missing", f"{source.path}.env", agents, "a rollout has one agent")
         for agent, options in source.agents.items():
             for path, value in _leaves(options):
                 rule = _rule(f"source.env.AGENT.{path}")
@@ -1023,7 +1030,7 @@ class _Conversion:
         return made
 
     def _environment_args(self, source: _Source) -> Tree:
-        """The options of a taskset; of a bundled one those that ours has."""
+        """Return the options of a taskset; of a bundled one, those that exist here."""
         known = ENVIRONMENTS.get(source.plain)
         if known is None:
             return source.args
@@ -1033,14 +1040,14 @@ class _Conversion:
         for key, value in (task | args).items():
             key = f"task.{key}" if f"task.{key}" in known else key
             if key in known:
-                made = merge(made, _nest(key, value))
+                made = merge(made, nest(key.split("."), value))
             else:
                 why = f"{source.plain} has no such option here"
                 self._note("missing", f"{source.path}.{key}", value, why)
         return made
 
     def _dataset(self, name: str) -> None:
-        """The data set of a worker of 2025 as an environment."""
+        """Convert the data set of a worker of 2025 to an environment."""
         lengths = "environment.args.len_reward" in self._ours
         bundled = GENESYS.get(name)
         if bundled and lengths == (bundled == "intellect-math"):
@@ -1053,10 +1060,10 @@ class _Conversion:
             self._ours["environment.id"] = slug
             self._note("missing", "data.name", name, f"no environment scores it: write {slug}")
 
-    # -- what needs several keys -------------------------------------------------------------------
+    # -- conversions of several keys ---------------------------------------------------------------
 
     def _finish_run(self) -> None:
-        """Environments, batches, lengths, schedules and GPUs of a run."""
+        """Convert environments, batches, lengths, schedules and GPUs of a run."""
         self._environments()
         self._default("engine.type", "vllm")
         self._default("engine.dtype", "bfloat16")
@@ -1106,12 +1113,12 @@ class _Conversion:
         self._ours["sampling.max_tokens"] = reply
 
     def _learner(self) -> None:
-        """Schedule, moments and the end of a run, of sft, too."""
+        """Convert the learning rate schedule, betas and max_steps of a run or of sft."""
         if _switch(self._raw.get("full_offload")):
             self._ours["training.optimizer_offload"] = True
         if "max_steps" not in self._ours:
             self._ours["max_steps"] = MANY_STEPS
-            self._note("differs", "max_steps", None, f"{MANY_STEPS}: a run without it ends by hand")
+            self._note("differs", "max_steps", None, f"{MANY_STEPS}: stop the run by hand")
         if self._ours.get("training.scheduler", "constant") != "constant":
             self._default("training.warmup_steps", 10)
             least, rate = self._raw.get("min_lr", 0.0), self._ours.get("training.lr", 1e-6)
@@ -1156,7 +1163,7 @@ class _Conversion:
         return _whole(self._raw.get(name, default), name)
 
     def _experts(self, ranks: int) -> None:
-        """Experts are shared by all ranks, or by none."""
+        """Convert expert parallelism, which here spans all ranks or none."""
         asked = self._raw.get("ep", 1)
         if asked in (1, "auto"):
             return
@@ -1166,7 +1173,7 @@ class _Conversion:
             self._note("differs", "model.ep", asked, why)
 
     def _finish_sft(self) -> None:
-        """Defaults of prime-rl's sft, and its GPUs."""
+        """Set the defaults of prime-rl's sft, and convert its GPUs."""
         self._default("batch_size", 128)
         self._default("training.seq_len", 128)
         self._default("training.lr", 1e-6)
@@ -1182,7 +1189,7 @@ class _Conversion:
         self._experts(ranks * nodes)
 
     def _finish_inference(self) -> None:
-        """A server of one model."""
+        """Set the defaults of prime-rl's inference server."""
         self._default("engine.type", "vllm")
         self._default("engine.dtype", "bfloat16")
         self._default("model.name", "Qwen/Qwen3-0.6B")
@@ -1190,29 +1197,32 @@ class _Conversion:
             self._ours["engine.max_model_len"] = longest
 
     def _finish_eval(self) -> None:
-        """A standalone evaluation: a model behind an API, and environments."""
+        """Convert a standalone evaluation: a model behind an API, and environments."""
         urls = _list(self._raw.get("urls", [])) or ["http://localhost:8000/v1"]
         if len(urls) > 1:
             self._note("missing", "client.base_url", urls, "an endpoint has one address")
         endpoint: Tree = {"url": urls[0], "model": "Qwen/Qwen3-0.6B"}
         for key in [one for one in self._ours if one.startswith("endpoints[].")]:
-            given = _nest(key.partition(".")[2], self._ours.pop(key))
+            given = nest(key.split(".")[1:], self._ours.pop(key))
             endpoint = merge(endpoint, given)
         self._ours["endpoints"] = [endpoint]
         sources = self._sources("evals.source", "evals.env")
         if not sources:
             raise UsageError(
-                "no environment is named: give the file that has [[source]] or [[env]], too"
+                "no environment is named: also give the file that has [[source]] or [[env]]"
             )
         self._ours["environments"] = [self._played(one) for one in sources]
 
     def _validate(self) -> None:
-        """Leave out values that are out of our bounds, with a note each. Raises UsageError for others."""
+        """Drop values that our config does not allow, with a note each.
+
+        Raises UsageError for others.
+        """
         cls = COMMANDS[self._config.command]
         while True:
             values: Tree = {}
             for key, value in self._ours.items():
-                values = merge(values, _nest(key, value))
+                values = merge(values, nest(key.split("."), value))
             try:
                 cls.model_validate(values)
             except ValidationError as error:
@@ -1239,7 +1249,7 @@ class _Conversion:
 TRAINED = ("orchestrator.env", "orchestrator.train.env", "orchestrator.train.source")
 EVALUATED = ("orchestrator.eval.env", "orchestrator.eval.source")
 SOURCES = frozenset({*TRAINED, *EVALUATED, "evals.env", "evals.source"})
-"""Lists of environments, which _sources() reads."""
+"""Keys of lists of environments, which _sources() reads."""
 USED = frozenset(
     {"name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval"}
 )
@@ -1247,8 +1257,10 @@ USED = frozenset(
 
 
 def has_key(cls: type[BaseConfig], key: str) -> bool:
-    """Return whether a config has this key; every key of a table of free keys is one. `[]` is an element of a
-    list."""
+    """Return whether a config has this key, or it is in a free table.
+
+    `[]` is an element of a list.
+    """
     section: Any = cls
     for part in key.replace("[]", "").split("."):
         if section is None:
@@ -1261,7 +1273,7 @@ def has_key(cls: type[BaseConfig], key: str) -> bool:
 
 
 def _ordered(cls: type[BaseModel], values: Tree) -> Tree:
-    """Sections and keys as our reference lists them."""
+    """Sort sections and keys in the order of the config class."""
     found: Tree = {}
     for key in [name for name in cls.model_fields if name in values]:
         annotation, value = cls.model_fields[key].annotation, values[key]
@@ -1276,7 +1288,7 @@ def _table(tree: Mapping[str, Any], name: str) -> Tree:
 
 
 def _tables(path: str, value: Any) -> list[Tree]:
-    """A list of tables. Raises UsageError if it is something else."""
+    """Check that `value` is a list of tables and return it. Raises UsageError."""
     items = _list(value)
     if not all(isinstance(one, dict) for one in items):
         raise UsageError(f"{path} must be a list of tables, [[{path}]]")
@@ -1295,12 +1307,6 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield f"{path}{key}", value
 
 
-def _nest(path: str, value: Any) -> Tree:
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return cast(Tree, value)
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -1308,5 +1314,5 @@ def _short(value: Any) -> str:
 
 def _whole(value: Any, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{key} must be a whole number of at least 1, not {_short(value)}")
+        raise UsageError(f"{key} must be an integer of at least 1, not {_short(value)}")
     return value

@@ -1,4 +1,4 @@
-"""The config of `primerl-node inference`: the policy to serve, the address, the key, the limits."""
+"""Configuration of `primerl-node inference`: policy, address, key, limits."""
 
 import ipaddress
 from pathlib import Path
@@ -11,7 +11,7 @@ from .run import NodeConfig, Port, Positive, Seconds
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -19,41 +19,42 @@ def is_loopback(host: str) -> bool:
 
 
 class ServedModelConfig(BaseConfig):
-    """The policy of a server that follows no run."""
+    """The policy of a server that does not follow a run."""
 
     name: str = ""
     """A directory (also weights/step_N of a run, and LoRA adapters) or a hub id."""
     base: str = ""
-    """Base of LoRA adapters: a directory or a hub id; else the one in their adapter_config.json."""
+    """Base model of LoRA adapters, a directory or a hub id; default: the one in their adapter_config.json."""
 
 
 class ApiConfig(BaseConfig):
     """The OpenAI-compatible HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs a key."""
+    """Address to listen on; one that other machines can reach needs a key."""
     port: Port = 8000
     """TCP port; 0 takes a free one."""
     key_variable: str = ""
-    """Name of the environment variable that holds the key; with one, every request but /health has to bring it
+    """Environment variable that holds the API key; if set, every request except /health must send it
     (Authorization: Bearer KEY)."""
     served_name: str = ""
-    """Id of the model in requests and in /v1/models; else model.name, or the name of the run."""
+    """Id of the model in requests and in /v1/models; default: model.name, or the run's name."""
     max_body_mib: Annotated[float, Field(gt=0, le=256)] = 8.0
-    """Largest request."""
+    """Size limit of a request."""
     max_choices: Positive = 128
     """Most completions of one request: n times its prompts."""
     max_inflight: Positive = 1024
-    """Most completions at once; further requests are told to come back (429)."""
+    """Most completions at once; further requests are refused (429)."""
     max_stop_strings: Positive = 16
-    """Most stop strings of one request; vLLM's own routes take any number."""
+    """Most stop strings of one request; vLLM's own routes accept any number."""
     timeout_s: Seconds = 600.0
-    """Longest time for one request; then it is given up (504)."""
+    """Timeout of one request (504)."""
     stream_tokens: Positive = 32
-    """Most tokens of one piece of a stream, the first pieces are shorter; vLLM's own come token by token."""
+    """Most tokens of one chunk of a stream, after shorter first ones; vLLM's own routes stream token by
+    token."""
     tool_call_parser: str = "auto"
-    """With vLLM: its parser of the model's tool calls (`hermes`, `qwen3_coder`), or `none`; `auto` finds it by
-    the chat template."""
+    """With vLLM: its tool call parser (`hermes`, `qwen3_coder`), or `none`; `auto` detects it from the chat
+    template."""
     reasoning_parser: str = "auto"
     """The same for reasoning (`qwen3`, `deepseek_r1`)."""
 
@@ -62,8 +63,8 @@ class ApiConfig(BaseConfig):
     def _names_what_replaced_it(cls, given: Any) -> Any:
         if isinstance(given, dict) and "reply_form" in given:
             raise ValueError(
-                "api.reply_form is gone: with engine.type = vllm set api.tool_call_parser and "
-                "api.reasoning_parser to vLLM's names, or leave them auto"
+                "api.reply_form was removed: with engine.type = vllm set api.tool_call_parser and "
+                "api.reasoning_parser to vLLM's names, or keep auto"
             )
         return given
 
@@ -71,8 +72,8 @@ class ApiConfig(BaseConfig):
     def _is_closed_to_strangers(self) -> Self:
         if not is_loopback(self.host) and not self.key_variable:
             raise ValueError(
-                f"api.host {self.host} can be reached by others: set api.key_variable to the name of the "
-                "environment variable that holds the key, or keep 127.0.0.1"
+                f"api.host {self.host} can be reached by other machines: set api.key_variable to the name of "
+                "the environment variable that holds the key, or use 127.0.0.1"
             )
         return self
 
@@ -81,7 +82,7 @@ class ServeConfig(NodeConfig):
     """`primerl-node inference`."""
 
     ticket: str = ""
-    """The join ticket of a run: serve its newest policy."""
+    """Join ticket of a run: always serve its newest policy."""
     model: ServedModelConfig = ServedModelConfig()
     api: ApiConfig = ApiConfig()
 

@@ -1,7 +1,6 @@
-"""Configuration of `primerl-node sft`: demonstrations in, a model that imitates them out.
+"""Configuration of `primerl-node sft`: supervised fine-tuning on demonstrations.
 
-The rules are run.py's. Everything about the learner is TrainingConfig's, with defaults that suit
-supervised learning.
+Same rules as run.py. The learner's settings are those of TrainingConfig, with defaults for supervised learning.
 """
 
 from typing import Annotated, Literal, Self
@@ -14,7 +13,7 @@ from .training import Positive, RowsConfig, TrainingConfig
 
 
 class SftTrainingConfig(TrainingConfig):
-    """Settings of training; the objective is always cross entropy."""
+    """Settings of the learner; the loss is always cross entropy."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     scheduler: Literal["constant", "linear", "cosine"] = "linear"
@@ -22,22 +21,22 @@ class SftTrainingConfig(TrainingConfig):
     @model_validator(mode="after")
     def _learns_from_data_alone(self) -> Self:
         if self.sft is not None:
-            raise ValueError("sft is of `train` and `rl`: give the data section here")
+            raise ValueError("training.sft is for `train` and `rl`: use the data section instead")
         return self
 
 
 class SftCheckpointConfig(CheckpointConfig):
-    """Exact checkpoints."""
+    """Checkpoints, from which a run resumes exactly."""
 
     interval: Positive = 50
-    """Steps between checkpoints; --resume goes on from the last."""
+    """Steps between checkpoints; --resume continues from the last one."""
 
 
 class DataConfig(RowsConfig):
-    """The source of demonstrations (one of files, hub, environment), and which parts of them are learned."""
+    """The source of demonstrations (one of files, hub, environment), and the parts that are trained."""
 
     environment: EnvironmentConfig | None = None
-    """Demonstrations of a taskset whose data has answers, of tasks that reinforcement learning never leases."""
+    """Demonstrations from a taskset with answers, of tasks that reinforcement learning does not use."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "DataConfig":
@@ -48,18 +47,18 @@ class DataConfig(RowsConfig):
 
 
 class ValidationConfig(BaseConfig):
-    """Cross entropy on rows that are never learned from."""
+    """Validation loss on rows that are not trained on."""
 
     files: list[str] = Field(default_factory=list[str])
     """Files or directories, as in data.files."""
     split: str = ""
-    """With data.hub: this split of it."""
+    """With data.hub: the split to use."""
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Or: hold out this share of the training rows, by a hash of their content."""
+    """Or: share of the training rows to hold out, by a hash of their content."""
     rows: Positive = 512
     """Most rows; of an environment, held-out tasks."""
     interval: Positive = 50
-    """Steps between measurements; there is one before the first step and one after the last, too."""
+    """Steps between validations; there is also one before the first step and after the last."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "ValidationConfig":
@@ -74,13 +73,14 @@ class SftConfig(OwnRunConfig):
     name: str = "sft"
     """Run directory under output_dir."""
     max_epochs: Annotated[int, Field(ge=0)] = 0
-    """Stop after this many passes if max_steps, which the learning rate follows, is later; 0 is no bound."""
+    """Stop after this many epochs, if max_steps (which sets the learning rate schedule) is later; 0: no
+    limit."""
     batch_size: Positive = 64
     """Sequences per optimizer step."""
     batch_tokens: Annotated[int, Field(ge=0)] = 0
-    """If set: most tokens of an optimizer step, in place of batch_size."""
+    """If set: most tokens per optimizer step, instead of batch_size."""
     fsync: bool = True
-    """Flush checkpoints to the disk; without it they survive kill -9, not a power cut."""
+    """Flush checkpoints to disk; without it they survive kill -9, but not a power failure."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -93,7 +93,7 @@ class SftConfig(OwnRunConfig):
         if 0 < self.batch_tokens < self.training.seq_len:
             raise ValueError("batch_tokens must be 0, or at least training.seq_len")
         if self.validation.split and not self.data.hub:
-            raise ValueError("validation.split needs data.hub: give validation.files")
+            raise ValueError("validation.split needs data.hub: give validation.files instead")
         given = self.validation.fraction or self.validation.files
         if given and self.data.environment is not None:
             raise ValueError(

@@ -1,6 +1,7 @@
-"""Find the models to evaluate here, and read their weights: directories, hub ids, steps of a run.
+"""Find local models to evaluate (directories, hub ids, steps of a run); read their weights.
 
-A model is known by what its files hold, never by its name: the same name with other weights is another one.
+A model is identified by its files' contents, never by its name: the same name with other weights is another
+one.
 """
 
 import json
@@ -30,22 +31,22 @@ class Candidate:
     """A model on this machine."""
 
     name: str
-    """In the results."""
+    """Name in the results."""
     directory: Path
-    """Its weights, tokenizer and config."""
+    """Weights, tokenizer and config."""
     base: Path | None = None
-    """The model that its weights adapt; None if they are whole."""
+    """The base model, if the weights are adapters."""
     step: int | None = None
 
     @property
     def model_dir(self) -> Path:
-        """Where an engine reads config and tokenizer."""
+        """Directory from which an engine reads config and tokenizer."""
         return self.base or self.directory
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """PEFT's adapter_config.json, as far as it is computed here."""
+    """The supported fields of PEFT's adapter_config.json."""
 
     rank: int
     alpha: float
@@ -56,9 +57,9 @@ class Adapters:
 
 
 def candidates(config: EvalConfig) -> list[Candidate]:
-    """List the models that `config` names, the base of a run before its steps. Downloads from the hub.
+    """List the models that `config` names, a run's base before its steps.
 
-    Raises UsageError, EngineError.
+    Downloads from the hub. Raises UsageError, EngineError.
     """
     found = [candidate(name, _resolve(name)) for name in config.models]
     if config.weights_dir is not None:
@@ -68,18 +69,18 @@ def candidates(config: EvalConfig) -> list[Candidate]:
     names = [one.name for one in found]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"two models are called {name}: name each once in models")
+            raise UsageError(f"two models have the name {name}: list each once in models")
     return found
 
 
 def run_config(weights_dir: Path) -> dict[str, Any]:
-    """The config that the run of `weights_dir` was started with; empty where there is none to read.
+    """Read the config of the run that wrote `weights_dir`; empty if it cannot be read.
 
-    Raises UsageError where there is no such directory.
+    Raises UsageError if the directory does not exist.
     """
     if not weights_dir.is_dir():
         raise UsageError(
-            f"there is no directory {weights_dir}: name the weights of a run, as outputs/RUN/weights"
+            f"there is no directory {weights_dir}: give the weights of a run, such as outputs/RUN/weights"
         )
     try:
         found = json.loads((weights_dir.absolute().parent / "config.json").read_bytes())
@@ -89,14 +90,19 @@ def run_config(weights_dir: Path) -> dict[str, Any]:
 
 
 def candidate(name: str, directory: Path, step: int | None = None, base: str = "") -> Candidate:
-    """The model in `directory`; adapters are of `base`, else of what they name. Raises UsageError."""
+    """Describe the model in `directory`. Raises UsageError.
+
+    Adapters belong to `base`, by default the model named in their config.
+    """
     path = directory / ADAPTER_CONFIG
     if not path.is_file():
         return Candidate(name, directory, step=step)
     base = base or str(read_json(path).get("base_model_name_or_path") or "")
     if not base:
-        raise UsageError(f"{path} does not name its model: add base_model_name_or_path")
-    kept = directory.absolute().parent.parent / "trainer" / "model"  # of a run that was moved
+        raise UsageError(f"{path} does not name its base model: add base_model_name_or_path")
+    kept = (
+        directory.absolute().parent.parent / "trainer" / "model"
+    )  # if the run directory was moved
     moved = not Path(base).expanduser().is_dir() and (kept / "config.json").is_file()
     return Candidate(name, directory, kept if moved else _resolve(base), step)
 
@@ -116,7 +122,7 @@ def _base(config: EvalConfig, weights_dir: Path) -> Path:
         return made
     if not model.get("name") or model.get("create"):
         raise UsageError(
-            f"{weights_dir.parent} does not say which model its run began with: name it with --base, or say "
+            f"{weights_dir.parent} does not say which model its run began with: give it as --base, or set "
             "--no-eval-base"
         )
     return _resolve(model["name"])
@@ -133,8 +139,8 @@ def _steps(config: EvalConfig, weights_dir: Path) -> Iterator[Candidate]:
         if step not in there:
             held = ", ".join(map(str, sorted(there))) or "none"
             raise UsageError(
-                f"{weights_dir} has no weights of step {step}, only {held}: a run keeps more of them with "
-                "checkpoint.weights_interval"
+                f"{weights_dir} has no weights of step {step}, only {held}: set "
+                "checkpoint.weights_interval for a run to keep more"
             )
         yield candidate(f"{STEP}{step}", there[step], step)
 
@@ -143,7 +149,7 @@ def _steps(config: EvalConfig, weights_dir: Path) -> Iterator[Candidate]:
 
 
 def identity(candidate: Candidate) -> str:
-    """Hex digest of everything that the model's answers follow from. Reads all of its files."""
+    """Digest all files that determine the model's answers, weights included; hex."""
     parts: list[bytes] = []
     for directory in (candidate.directory, *([candidate.base] if candidate.base else [])):
         weights = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -156,7 +162,10 @@ def identity(candidate: Candidate) -> str:
 
 
 def contract(candidate: Candidate) -> str:
-    """Hex digest of the files that an engine starts with: equal ones need one engine and new weights."""
+    """Digest the files that an engine starts with; hex.
+
+    Models with equal digests can share an engine.
+    """
     directory = candidate.model_dir
     names = contract_files(directory)
     files = [digest_parts([name.encode(), (directory / name).read_bytes()]) for name in names]
@@ -164,32 +173,35 @@ def contract(candidate: Candidate) -> str:
 
 
 def read(candidate: Candidate) -> State:
-    """Its weights as engines take them, adapters merged into their base. Raises EngineError."""
+    """Read the weights in bf16, adapters merged into their base. Raises EngineError."""
     from ..models import huggingface
 
-    whole = huggingface.policy_state(huggingface.load_model(candidate.model_dir, dtype="bfloat16"))
+    base = huggingface.policy_state(huggingface.load_model(candidate.model_dir, dtype="bfloat16"))
     if candidate.base is None:
-        return whole
-    found = read_state(candidate.directory)
-    adapters = bf16_state((name, to_torch(tensor)) for name, tensor in found.items())
+        return base
+    stored = read_state(candidate.directory)
+    adapters = bf16_state((name, to_torch(tensor)) for name, tensor in stored.items())
     threads = min(THREADS, os.cpu_count() or 1)
-    return merge(whole, adapters, _adapters(candidate.directory), threads=threads)
+    return merge(base, adapters, _adapters(candidate.directory), threads=threads)
 
 
 def _adapters(directory: Path) -> Adapters:
-    """Raises UsageError for adapters that compute anything but W + alpha / rank x B A."""
+    """Read adapter_config.json.
+
+    Raises UsageError for adapters other than W + alpha / rank x B A.
+    """
     path = directory / ADAPTER_CONFIG
-    told = read_json(path)
-    odd = [name for name in ("use_rslora", "use_dora", "fan_in_fan_out") if told.get(name)]
-    if told.get("bias", "none") != "none" or told.get("modules_to_save"):
+    config = read_json(path)
+    odd = [name for name in ("use_rslora", "use_dora", "fan_in_fan_out") if config.get(name)]
+    if config.get("bias", "none") != "none" or config.get("modules_to_save"):
         odd.append("bias or modules_to_save")
-    targets = told.get("target_modules")
-    if odd or not isinstance(targets, list) or not isinstance(told.get("r"), int):
+    targets = config.get("target_modules")
+    if odd or not isinstance(targets, list) or not isinstance(config.get("r"), int):
         raise UsageError(
-            f"{path} describes adapters that are not merged here ({', '.join(odd) or 'no list of targets'}): "
-            "merge them with PEFT, and evaluate that directory"
+            f"{path} describes unsupported adapters ({', '.join(odd) or 'no list of target_modules'}): "
+            "merge them with PEFT, and evaluate the merged directory"
         )
-    return Adapters(told["r"], float(told.get("lora_alpha", told["r"])), tuple(targets))
+    return Adapters(config["r"], float(config.get("lora_alpha", config["r"])), tuple(targets))
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
-"""A model behind an OpenAI-compatible API as the policy of an evaluation.
+"""Evaluate a model behind an OpenAI-compatible API.
 
-What no attempt can mend (a wrong key, a wrong URL) ends the evaluation at once; what concerns one conversation
-alone fails that rollout.
+Errors that no retry can fix (a wrong key, a wrong URL) end the evaluation at once; an error that concerns one
+conversation fails that rollout.
 """
 
 import time
@@ -18,11 +18,11 @@ from ..ops.errors import NetworkError
 from .evaluator import SampledTurn, TurnRequest
 
 SEED_BITS = 31
-"""Of seeds that are sent: some servers keep them in 32 bits."""
+"""Size of the seeds sent: some servers store them in 32 bits."""
 
 
 class EndpointPolicy:
-    """A PolicyClient that asks an API. Made by open_endpoint()."""
+    """A PolicyClient that calls an API. Made by open_endpoint()."""
 
     def __init__(
         self, config: EndpointConfig, sampling: EvalSamplingConfig, max_tokens: int, api: ChatApi
@@ -36,20 +36,25 @@ class EndpointPolicy:
         """Time of the last reply."""
 
     async def reply(self, asked: TurnRequest) -> SampledTurn:
-        """Ask for a reply. Raises PlayFailed; UsageError, or NetworkError when the API answers no request."""
+        """Request a reply. Raises PlayFailed, UsageError.
+
+        NetworkError if the API answers no request.
+        """
         began = time.monotonic()
         try:
             answer = await self._api.ask(self._body(asked))
         except ApiUnavailable as error:
-            if self._answered > began:  # it works for others: not the API, but this conversation
+            if (
+                self._answered > began
+            ):  # other requests succeed: it is this conversation, not the API
                 raise PlayFailed(f"the API failed: {error}") from None
-            trouble = str(error)
+            reason = str(error)
         else:
             self._answered = time.monotonic()
             return _turn(answer)
         raise NetworkError(
-            f"the API at {self._config.url} does not work: {trouble}; is it up? Run the same command again to "
-            "go on, or raise endpoints.retries"
+            f"the API at {self._config.url} does not work: {reason}; check that it is up, then run the same "
+            "command again to continue, or raise endpoints.retries"
         )
 
     def text(self, ids: Sequence[int]) -> str:
@@ -58,9 +63,9 @@ class EndpointPolicy:
 
     def _body(self, asked: TurnRequest) -> dict[str, Any]:
         config, sampling = self._config, self._sampling
-        said = self._transcript.messages(asked.prompt)
-        # calls are text here, and APIs refuse the result of a call that they have not parsed
-        messages = [it | {"role": "user"} if it["role"] == "tool" else it for it in said]
+        history = self._transcript.messages(asked.prompt)
+        # tool calls are plain text here, and APIs refuse a tool message without a parsed call
+        messages = [it | {"role": "user"} if it["role"] == "tool" else it for it in history]
         body: dict[str, Any] = {
             "model": config.model,
             "messages": messages,
@@ -89,6 +94,6 @@ def _turn(answer: ChatAnswer) -> SampledTurn:
 async def open_endpoint(
     config: EndpointConfig, sampling: EvalSamplingConfig, max_tokens: int, key: str
 ) -> AsyncGenerator[EndpointPolicy]:
-    """Open a client of the API with `key`, or without one if it is empty; close it after the block."""
+    """Open a client of the API for the block, with `key` if it is not empty."""
     async with open_api(config, key) as api:
         yield EndpointPolicy(config, sampling, max_tokens, api)

@@ -1,7 +1,7 @@
-"""Measure every environment with every model, cell by cell; finished cells are found on disk.
+"""Evaluate every model on every environment, one cell at a time.
 
-A cell's key covers everything that its rollouts follow from: no cell is measured twice, and a cell that is
-found is the one that was wanted.
+Finished cells are reused from disk. A cell's key is a digest of everything that determines its rollouts, so no
+cell is measured twice, and a stored cell is always the right one.
 """
 
 import re
@@ -18,12 +18,13 @@ from ..config.evaluation import EvalConfig
 from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import StorageError, UsageError
+from ..storage.run_files import make_directory, write
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
 from .statistics import EvalFigures, summarize
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 FORM = 1
-"""Of the key: another meaning of the same settings takes the next number."""
+"""Version of the key; increase it when the meaning of a setting changes."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,56 +36,58 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`local` or `api`."""
     identity: str
-    """Of the model: a digest of its files, or of how it is asked."""
+    """Digest of the model's files, or of an API's settings."""
     step: int | None = None
     seed: int
     seconds: float
     rollouts: str
-    """The file with every rollout, in the directory of the results."""
+    """File with all rollouts, relative to the results directory."""
     figures: EvalFigures
 
     @property
     def counts(self) -> bool:
-        """Say whether any rollout came to a score; else the cell is measured again next time."""
+        """Whether any rollout was scored; else the cell is measured again next time."""
         return self.figures.failed < 1
 
 
 def cell_key(**settings: Any) -> str:
-    """Digest the settings that a cell follows from (JSON values); hex."""
+    """Digest the settings that determine a cell (JSON values); hex."""
     encoded = msgspec.json.encode({"form": FORM, **settings}, order="deterministic")
     return derive("evaluation cell", encoded).hex()[:32]
 
 
 class CellStore:
-    """The cells of one directory of results."""
+    """The finished cells of a results directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def find(self, key: str) -> Cell | None:
-        """Find the finished cell of that key. Raises StorageError if it is there but unreadable."""
+        """Read the finished cell with this key, if any. Raises StorageError if it is unreadable."""
         path = self._path(key)
         try:
             return msgspec.json.decode(path.read_bytes(), type=Cell)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            raise StorageError(f"{path} cannot be read ({error}): delete it") from error
+            raise StorageError(
+                f"{path} cannot be read ({error}): delete it to measure the cell again"
+            ) from error
 
     def rollouts_file(self, model: str, environment: str, key: str) -> str:
-        """Name the file of a cell's rollouts, relative to the directory of the results."""
+        """Return the path of a cell's rollouts, relative to the results directory."""
         name = "--".join(
             UNSAFE.sub("-", one)[:80].strip("-.") or "x" for one in (model, environment)
         )
         return f"rollouts/{name}--{key[:8]}.jsonl"
 
     def write_rollouts(self, file: str, rollouts: list[Rollout]) -> None:
-        """Write all rollouts of a cell, in their order. Raises StorageError."""
+        """Write all rollouts of a cell in order. Raises StorageError."""
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in rollouts)
         self._write(self._directory / file, lines)
 
     def keep(self, cell: Cell) -> None:
-        """Remember a finished cell; its rollouts are there. Raises StorageError."""
+        """Store a finished cell, whose rollouts are already written. Raises StorageError."""
         self._write(self._path(cell.key), msgspec.json.encode(cell))
 
     def write_results(self, cells: list[Cell]) -> Path:
@@ -98,13 +101,8 @@ class CellStore:
         return self._directory / "cells" / f"{key}.json"
 
     def _write(self, path: Path, data: bytes) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(path)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        make_directory(path.parent)
+        write(path, data.decode())
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,17 @@ class EvalProgress:
     """The progress of a cell."""
 
     cell: int
-    """From 1."""
+    """Number of the cell, from 1."""
     cells: int
     model: str
     environment: str
     done: int
     of: int
     reward: float
-    """Mean of the rollouts so far."""
+    """Mean reward of the rollouts so far."""
     failed: int
     found: bool = False
-    """The cell was on disk; nothing was measured."""
+    """Whether the cell was read from disk."""
 
 
 Watch = Callable[[EvalProgress], None]
@@ -130,28 +128,28 @@ Watch = Callable[[EvalProgress], None]
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A model to evaluate. Its client and environments are made when a cell needs them."""
+    """A model to evaluate; its client and environments are created when a cell needs them."""
 
     name: str
     kind: str
     """`local` or `api`."""
     identity: str
-    """Of the model: what its files hold, or how it is asked."""
+    """Digest of the model's files, or of an API's settings."""
     how: Mapping[str, object]
-    """Other settings that its replies follow from, environment and sampling apart; JSON values."""
+    """Further settings that determine its replies, apart from environment and sampling; JSON values."""
     at_once: int
     """Rollouts in flight."""
     policy: Callable[[], Awaitable[PolicyClient]]
     environment: Callable[[EvaluatedEnvironment], Awaitable[Environment]]
-    """Started; closed by its maker. Raises EnvironmentFailed."""
+    """Starts an environment, which the callable's owner closes. Raises EnvironmentFailed."""
     step: int | None = None
 
 
 class EvalSuite:
-    """Fills a directory of results, cell by cell."""
+    """Measures models on all environments of a config, and writes results.json."""
 
     def __init__(self, config: EvalConfig, cells: CellStore, watch: Watch, models: int) -> None:
-        """`models` will be measured; the progress counts them."""
+        """`models`: number of models that will be measured, for the progress."""
         self._config = config
         self._cells = cells
         self._watch = watch
@@ -159,7 +157,10 @@ class EvalSuite:
         self.found: list[Cell] = []
 
     async def measure(self, model: EvalModel) -> None:
-        """Measure a model on every environment. Raises NodeError; results.json holds the finished cells."""
+        """Measure a model on every environment. Raises NodeError.
+
+        Finished cells stay in results.json.
+        """
         for environment in self._config.environments:
             await self._cell(model, environment)
 
@@ -174,32 +175,35 @@ class EvalSuite:
         )
         cell = None if config.again else self._cells.find(key)
         if cell is None:
-            cell = await self._played(key, model, environment)
+            cell = await self._measure_cell(key, model, environment)
             if cell.counts:
                 self._cells.keep(cell)
         else:
             count, reward = cell.figures.prompts * cell.figures.samples, cell.figures.avg.value
-            blank = self._blank(model, environment, count)
-            self._watch(replace(blank, done=count, reward=reward, found=True))
+            progress = self._progress(model, environment, count)
+            self._watch(replace(progress, done=count, reward=reward, found=True))
         self.found.append(cell)
         self._cells.write_results(self.found)
 
-    async def _played(self, key: str, model: EvalModel, environment: EvaluatedEnvironment) -> Cell:
+    async def _measure_cell(
+        self, key: str, model: EvalModel, environment: EvaluatedEnvironment
+    ) -> Cell:
         began, samples = time.monotonic(), environment.samples
         try:
-            played = await model.environment(environment)
-            tasks = await held_out(played, environment.prompts)
+            running = await model.environment(environment)
+            tasks = await held_out(running, environment.prompts)
         except EnvironmentFailed as error:
             raise UsageError(f"environment {environment.title!r} failed: {error}") from error
-        view = _CellProgress(self._watch, self._blank(model, environment, len(tasks) * samples))
+        total = len(tasks) * samples
+        progress = _CellProgress(self._watch, self._progress(model, environment, total))
         rollouts = await run_rollouts(
-            played,
+            running,
             tasks,
             await model.policy(),
             samples=samples,
             seed=self._config.seed,
             concurrency=model.at_once,
-            done=view.done,
+            done=progress.done,
         )
         file = self._cells.rollouts_file(model.name, environment.title, key)
         self._cells.write_rollouts(file, rollouts)
@@ -216,8 +220,8 @@ class EvalSuite:
             figures=summarize(rollouts, samples=samples, success=environment.success),
         )
 
-    def _blank(
-        self, model: EvalModel, environment: EvaluatedEnvironment, of: int = 0
+    def _progress(
+        self, model: EvalModel, environment: EvaluatedEnvironment, of: int
     ) -> EvalProgress:
         number = len(self.found) + 1
         return EvalProgress(number, self._total, model.name, environment.title, 0, of, 0.0, 0)
@@ -233,7 +237,7 @@ class _CellProgress:
         watch(progress)
 
     def done(self, rollout: Rollout) -> None:
-        """Count one more rollout."""
+        """Count and report a finished rollout."""
         before = self._progress
         done, failed = before.done + 1, before.failed + bool(rollout.error)
         self._total += rollout.reward

@@ -1,7 +1,7 @@
-"""Roll out held-out tasks k times with a model: an engine with weights, or an API.
+"""Run k rollouts of each held-out task with a model: weights on an engine, or an API.
 
-A rollout that fails is data: it counts as not solved, with the reason. An error that ends every rollout (an
-engine that is given up, an API that is down, a wrong key) is raised.
+A failed rollout is data: it counts as unsolved, with the reason. An error that affects all rollouts (an engine
+that was given up, an API that is down, a wrong key) is raised.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
 
 MAX_TEXT = 20_000
-"""Characters of a reply that are kept."""
+"""Most characters of a reply that are stored."""
 RESTART_WAITS_S = (1.0, 3.0, 9.0, *[20.0] * 27)
-"""Before a turn is asked for again of an engine that is being started again: ten minutes in all."""
+"""Delays before retries while an engine restarts; ten minutes in all."""
 
 
 @dataclass(frozen=True)
 class EvalSampling:
-    """The sampling of every turn of an evaluation with an engine."""
+    """Sampling parameters of an evaluation with an engine."""
 
     max_tokens: int
     temperature: float
@@ -44,12 +44,12 @@ class TurnRequest:
     seed: int
     """0 <= seed < 2**63; the same for the same evaluation seed, task, sample and turn."""
     group: bytes
-    """The task: turns of it share a prompt."""
+    """Digest of the task; its turns share a prompt prefix."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A sampled turn, and its tokens."""
+    """A sampled turn with its token counts."""
 
     completion: Completion
     prompt_tokens: int
@@ -57,10 +57,10 @@ class SampledTurn:
 
 
 class PolicyClient(Protocol):
-    """The model that is evaluated: EnginePolicy, EndpointPolicy."""
+    """The evaluated model. Implementations: EnginePolicy, EndpointPolicy."""
 
     async def reply(self, asked: TurnRequest) -> SampledTurn:
-        """Sample a turn. Raises PlayFailed if this rollout cannot go on, NodeError if none can."""
+        """Sample a turn. Raises PlayFailed if this rollout cannot continue, NodeError if none can."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -69,20 +69,20 @@ class PolicyClient(Protocol):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of an evaluation, as it is written down."""
+    """One rollout of an evaluation, as stored on disk."""
 
     task: int
     """Index in the held-out split."""
     digest: str
-    """Of the task's content (hex)."""
+    """Digest of the task's content (hex)."""
     sample: int
     reward: float
-    """0 where it failed."""
+    """0 if the rollout failed."""
     error: str = ""
-    """Why it failed; empty where it did not."""
+    """Why the rollout failed; empty if it did not."""
     metrics: dict[str, float] = {}
     truncated: bool = False
-    """The last reply was cut off by a limit of tokens."""
+    """Whether the last reply was cut off by a token limit."""
     turns: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -92,15 +92,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def held_out(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
-    """Take the first `count` tasks of a split; fewer where it has no more that differ.
-
-    Raises EnvironmentFailed.
-    """
-    found: dict[bytes, Task] = {}
+    """Return the distinct tasks among the first `count` of a split. Raises EnvironmentFailed."""
+    tasks: dict[bytes, Task] = {}
     for index in range(count):
         task = await environment.task(index, split)
-        found.setdefault(task.digest, task)
-    return list(found.values())
+        tasks.setdefault(task.digest, task)
+    return list(tasks.values())
 
 
 async def run_rollouts(
@@ -113,9 +110,10 @@ async def run_rollouts(
     concurrency: int,
     done: Callable[[Rollout], None] = lambda _: None,
 ) -> list[Rollout]:
-    """Roll out every task `samples` times, at most `concurrency` at once; return them in that order.
+    """Run `samples` rollouts of every task, up to `concurrency` at once.
 
-    `done` is told of each as it ends. Raises the errors of `policy` but PlayFailed.
+    Return them in task order. Calls `done` with each finished rollout. Raises the errors of `policy` except
+    PlayFailed.
     """
     todo = [(task, sample) for task in tasks for sample in range(samples)]
     found: dict[int, Rollout] = {}
@@ -138,16 +136,16 @@ async def run_rollouts(
 async def _rollout(
     environment: Environment, task: Task, sample: int, policy: PolicyClient, seed: int
 ) -> Rollout:
-    said: list[SampledTurn] = []
+    turns: list[SampledTurn] = []
     began = time.monotonic()
 
     async def sample_turn(prompt: Sequence[int], turn: int) -> Completion:
-        asked = TurnRequest(tuple(prompt), turn_seed(seed, task, sample, turn), task.digest)
-        said.append(await policy.reply(asked))
-        return said[-1].completion
+        request = TurnRequest(tuple(prompt), turn_seed(seed, task, sample, turn), task.digest)
+        turns.append(await policy.reply(request))
+        return turns[-1].completion
 
     episode = await environment.run(task, sample_turn)
-    last = said[-1].completion.token_ids if said else []
+    last = turns[-1].completion.token_ids if turns else []
     return Rollout(
         task=task.index,
         digest=task.digest.hex(),
@@ -155,24 +153,24 @@ async def _rollout(
         reward=0.0 if episode.error else episode.score.reward,
         error=episode.error,
         metrics=episode.score.metrics,
-        truncated=not episode.error and bool(said) and said[-1].completion.finish == "length",
-        turns=len(said),
-        prompt_tokens=sum(one.prompt_tokens for one in said),
-        completion_tokens=sum(one.completion_tokens for one in said),
+        truncated=not episode.error and bool(turns) and turns[-1].completion.finish == "length",
+        turns=len(turns),
+        prompt_tokens=sum(one.prompt_tokens for one in turns),
+        completion_tokens=sum(one.completion_tokens for one in turns),
         seconds=round(time.monotonic() - began, 4),
         reply=policy.text(last)[:MAX_TEXT] if last else "",
     )
 
 
 def turn_seed(seed: int, task: Task, sample: int, turn: int) -> int:
-    """Derive the seed of a turn. The first sample is the one that an evaluation with one sample has."""
+    """Derive the seed of a turn; sample 0 has the same seeds however many samples there are."""
     parts = [seed.to_bytes(8, "big", signed=True), task.digest, bytes([turn])]
     name = derive("eval seed", *parts, *([sample.to_bytes(4, "big")] if sample else []))
     return int.from_bytes(name[:8], "big") >> 1
 
 
 class EnginePolicy:
-    """The weights that `engine` holds as `version`, and no others."""
+    """A PolicyClient for the weights that `engine` holds as `version`."""
 
     def __init__(
         self,
@@ -184,7 +182,7 @@ class EnginePolicy:
         decode: Callable[[Sequence[int]], str] = lambda _: "",
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """A conversation of `max_model_len` tokens fails; 0 leaves that to the engine."""
+        """Conversations that reach `max_model_len` tokens fail; 0 leaves the limit to the engine."""
         self._engine = engine
         self._version = version
         self._sampling = sampling
@@ -233,13 +231,16 @@ class EnginePolicy:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Means over the prompts; `exact` is the metric of that name where the environment has it."""
+    """Mean reward and exactness over the prompts.
+
+    `exact` is the environment's metric of that name; without one, the share of rewards of at least 1.
+    """
 
     prompts: int
     reward: float
     exact: float
     environments: "dict[str, EvalResult]" = field(default_factory=dict[str, "EvalResult"])
-    """The same of each environment, where several were evaluated together."""
+    """Results by environment, if several were evaluated together."""
 
     @classmethod
     def of(cls, found: "Mapping[str, EvalResult]") -> "EvalResult":
@@ -253,7 +254,7 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One environment of an evaluation, started, and how often it is sampled."""
+    """A started environment of an evaluation, with its numbers of prompts and samples."""
 
     name: str
     environment: Environment
@@ -261,13 +262,13 @@ class EvalTask:
     samples: int
     success: float = 1.0
     max_tokens: int = 0
-    """Of one reply; 0: as many as the evaluator's sampling says."""
+    """Limit of one reply; 0: the evaluator's."""
     interval: int = 0
-    """Versions from one evaluation beside training to the next; 0: as many as for the others."""
+    """Versions between evaluations during training; 0: the default interval."""
 
 
 class Evaluator:
-    """Evaluates states with an engine of its own, one evaluation after the other."""
+    """Evaluates states with an engine of its own, one evaluation at a time."""
 
     def __init__(
         self,
@@ -275,7 +276,7 @@ class Evaluator:
         sampling: EvalSampling,
         at_once: int = 256,
     ) -> None:
-        """`at_once` rollouts are in flight; the engine makes batches of them."""
+        """`at_once`: rollouts in flight, which the engine batches."""
         self._engine = engine
         self._sampling = sampling
         self._at_once = at_once
@@ -285,21 +286,24 @@ class Evaluator:
     async def evaluate(
         self, state: State, tasks: Sequence[EvalTask], *, split: Split, first: int, seed: int
     ) -> EvalResult:
-        """Roll out `prompts` tasks of each environment from `first` on, one sample each."""
+        """Evaluate tasks `first` to `first + prompts - 1` of each environment, one sample each."""
         found: dict[str, EvalResult] = {}
         async with self._turn:
             version = await self._load(state)
             for one in tasks:
                 numbers = range(first, first + one.prompts)
-                asked = [await one.environment.task(number, split) for number in numbers]
-                rollouts = await self._roll_out(one, asked, version, samples=1, seed=seed)
+                chosen = [await one.environment.task(number, split) for number in numbers]
+                rollouts = await self._roll_out(one, chosen, version, samples=1, seed=seed)
                 found[one.name] = _means(rollouts)
         return EvalResult.of(found)
 
     async def evaluate_tasks(
         self, state: State, tasks: Sequence[EvalTask], *, seed: int
     ) -> dict[str, list[Rollout]]:
-        """Roll out every environment's held-out tasks with one state, by name. Raises EnvironmentFailed."""
+        """Run rollouts of every environment's held-out tasks with `state`.
+
+        Return them by environment name. Raises EnvironmentFailed.
+        """
         found: dict[str, list[Rollout]] = {}
         async with self._turn:
             version = await self._load(state)

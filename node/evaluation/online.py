@@ -1,7 +1,7 @@
-"""Evaluate published versions beside training, while the next ones are learned.
+"""Evaluate published versions while training continues.
 
-Each evaluation is of one version, the newest when it began. It never holds up a step: an evaluation that comes
-due while one is running is skipped and logged.
+Each evaluation measures one version, the newest when it began. It never delays a training step: an evaluation
+that is due while another one is running is skipped and logged.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from typing import Self
 import msgspec
 
 from ..environments.environment import EnvironmentFailed
-from ..ops.errors import NodeError, StorageError
+from ..ops.errors import NodeError
 from ..ops.metrics import MetricsLog
+from ..storage.run_files import write
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
 from .statistics import EvalFigures, summarize
@@ -33,14 +34,14 @@ class Evaluated(msgspec.Struct, frozen=True):
 
 
 class EvaluationLog:
-    """evaluations.jsonl: a line for each version that was evaluated, in the order of the versions."""
+    """evaluations.jsonl: one line for each evaluated version, in version order."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.held: list[Evaluated] = []
 
     def open(self, version: int) -> None:
-        """Read the evaluations up to `version`, where the run goes on; drop later ones.
+        """Read the evaluations up to `version`, where the run resumes; drop later ones.
 
         Raises StorageError.
         """
@@ -56,11 +57,11 @@ class EvaluationLog:
         self._write()
 
     def has(self, version: int) -> bool:
-        """Say whether that version was evaluated."""
+        """Return whether `version` was evaluated."""
         return any(one.version == version for one in self.held)
 
     def latest(self) -> dict[str, dict[str, float]]:
-        """Return the newest figures of each environment, by the names that metrics have."""
+        """Return the newest figures of each environment, by metric name."""
         if not self.held:
             return {}
         return {
@@ -70,27 +71,23 @@ class EvaluationLog:
         }
 
     def _write(self) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        try:
-            partial.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in self.held))
-            partial.replace(self._path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self._path}: {error.strerror or error}: make room there"
-            ) from error
+        write(self._path, "".join(msgspec.json.encode(one).decode() + "\n" for one in self.held))
 
 
 def _read(line: bytes) -> Evaluated | None:
-    """Decode a line; None if it is broken: that version is measured again if it comes due."""
+    """Decode a line; None if it is invalid: that version is evaluated again if it is due."""
     try:
         return msgspec.json.decode(line, type=Evaluated)
     except msgspec.DecodeError:
-        logger.warning("a line of the evaluations cannot be read and is left out")
+        logger.warning("an unreadable line of evaluations.jsonl is ignored")
         return None
 
 
 class OnlineEvaluation:
-    """Evaluates versions as they come due. A context: an evaluation still running at its end is cancelled."""
+    """Evaluates versions that are due.
+
+    As a context manager, cancels a running evaluation at exit.
+    """
 
     def __init__(
         self,
@@ -103,7 +100,10 @@ class OnlineEvaluation:
         last: int,
         seed: int,
     ) -> None:
-        """`interval` is that of tasks without one of their own, 0: never; `last` is the run's last version."""
+        """`interval` applies to tasks without one of their own (0: never).
+
+        `last`: the run's last version.
+        """
         self._evaluator = evaluator
         self._tasks = tasks
         self.log = log
@@ -132,23 +132,23 @@ class OnlineEvaluation:
             await asyncio.wait([self._task])
 
     def begin(self, version: int, state: State) -> None:
-        """Evaluate `version`, which was just published, if it is due; returns at once.
+        """Start to evaluate `version`, which was just published, if it is due; returns at once.
 
-        Raises StorageError if the evaluation before could not be kept.
+        Raises StorageError if the previous evaluation could not be stored.
         """
         due = self._due(version)
         if not due:
             return
         if self._task is not None and not self._task.done():
-            if version != self._last:  # finish() sees to that one
+            if version != self._last:  # finish() evaluates the last one
                 self.left_out += 1
                 logger.warning(
-                    "version %d is not evaluated, version %d still is: raise evaluation.interval",
+                    "version %d is not evaluated, as version %d still is: raise evaluation.interval",
                     version,
                     self.version,
                 )
             return
-        self._settle()
+        self._raise_error()
         self._begun = True
         self._task = asyncio.create_task(self._evaluate(version, state, due), name="evaluation")
 
@@ -156,20 +156,20 @@ class OnlineEvaluation:
         """Wait for a running evaluation, then evaluate the run's last version. Raises StorageError."""
         if self._task is not None:
             await asyncio.wait([self._task])
-            self._settle()
+            self._raise_error()
         if due := self._due(version):
             await self._evaluate(version, state, due)
 
     def _due(self, version: int) -> list[EvalTask]:
-        """List what is due: the first version, every `interval`-th and the last; none twice."""
+        """List the tasks that are due: at the first version, every `interval`-th and the last one."""
         if self.log.has(version) or version == self.version:
             return []
         every = not (self.log.held or self._begun) or version == self._last
         intervals = ((one, one.interval or self._interval) for one in self._tasks)
         return [one for one, steps in intervals if steps and (every or version % steps == 0)]
 
-    def _settle(self) -> None:
-        """Raise the error of the last evaluation, which has ended."""
+    def _raise_error(self) -> None:
+        """Raise the error of the finished evaluation, if any."""
         task, self._task = self._task, None
         if task is not None:
             task.result()
@@ -179,7 +179,7 @@ class OnlineEvaluation:
         try:
             found = await self._evaluator.evaluate_tasks(state, due, seed=self._seed)
         except (NodeError, EnvironmentFailed) as error:
-            # training does not hang on it: the run goes on, and this version has no figures
+            # training does not depend on it: this version has no figures
             logger.error("version %d could not be evaluated: %s", version, error)
             return
         finally:
@@ -190,13 +190,13 @@ class OnlineEvaluation:
         }
         one = Evaluated(version, round(time.monotonic() - began, 3), measured)
         self.log.add(one)
-        self._tell(one)
+        self._report(one)
 
-    def _tell(self, one: Evaluated) -> None:
+    def _report(self, one: Evaluated) -> None:
         values: dict[str, float] = {"time/eval": one.seconds}
-        for name, told in one.environments.items():
-            flat = {"version": one.version, **told.flat()}
+        for name, figures in one.environments.items():
+            flat = {"version": one.version, **figures.flat()}
             values |= {f"eval/{name}/{key}": value for key, value in flat.items()}
-            shown = ", ".join(f"{key} {value:.3f}" for key, value in told.flat().items())
+            shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.flat().items())
             logger.info("version %d on %s | %s | %.1f s", one.version, name, shown, one.seconds)
         self._metrics.write(one.version, values)

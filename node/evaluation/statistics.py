@@ -1,6 +1,7 @@
-"""avg@k, pass@j without bias, and 95 % intervals that say how they were made, from rollouts.
+"""Compute avg@k, unbiased pass@j and their 95 % intervals from rollouts.
 
-The prompts are the sample: rollouts of one prompt are alike, so no interval counts them as independent.
+The prompts are the sample units: rollouts of one prompt are correlated, so no interval treats them as
+independent.
 """
 
 import math
@@ -19,10 +20,10 @@ from .evaluator import Rollout
 CONFIDENCE = 0.95
 RESAMPLES = 4000
 SEED = 20
-"""Of the bootstrap: the same figures give the same interval everywhere."""
+"""Seed of the bootstrap: equal figures give equal intervals everywhere."""
 EXACT, BOOTSTRAP, NONE = "exact", "bootstrap", "none"
 BLOCK = 1 << 22
-"""Indices drawn at a time."""
+"""Bootstrap indices drawn at a time."""
 MAX_REASONS = 5
 
 
@@ -34,17 +35,17 @@ class Estimate:
     low: float | None
     high: float | None
     method: str
-    """`exact`: Clopper and Pearson; `bootstrap`: over the prompts; `none`: no interval."""
+    """`exact`: Clopper-Pearson; `bootstrap`: over the prompts; `none`: no interval."""
 
 
 class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a model on k rollouts of each prompt; failed ones count as unsolved, with a reward of 0."""
+    """Figures over k rollouts of each prompt; failed rollouts count as unsolved with reward 0."""
 
     prompts: int
     samples: int
-    """Of each prompt: the k of avg@k."""
+    """Rollouts of each prompt: the k of avg@k."""
     success: float
-    """A rollout with at least this reward solves its task."""
+    """Reward from which a rollout solves its task."""
     avg: Estimate
     """avg@k: the mean reward."""
     passes: dict[str, Estimate]
@@ -56,17 +57,17 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     failed: float
     """Share of all rollouts that failed."""
     reasons: dict[str, int]
-    """The commonest reasons of failure -> rollouts."""
+    """Most frequent reasons of failure -> number of rollouts."""
     metrics: dict[str, float]
     """Means of the environment's metrics over the rollouts that have them."""
     prompt_tokens: int
     completion_tokens: int
-    """Both over all turns."""
+    """Both are sums over all turns."""
     completion_mean: float
-    """Tokens that a rollout sampled."""
+    """Mean number of sampled tokens per rollout."""
 
     def flat(self) -> dict[str, float]:
-        """Return avg@k, pass@j and the shares, by the names that metrics have."""
+        """Return avg@k, pass@j and the shares, by metric name."""
         passes = {f"pass@{tries}": round(one.value, 6) for tries, one in self.passes.items()}
         return {
             f"avg@{self.samples}": round(self.avg.value, 6),
@@ -78,7 +79,10 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> EvalFigures:
-    """Summarize all `samples` rollouts of every prompt of an environment; at least one prompt."""
+    """Summarize the rollouts of an environment, `samples` for each of at least one prompt.
+
+    Raises ValueError for other numbers of rollouts.
+    """
     prompts: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         prompts.setdefault(rollout.digest, []).append(rollout)
@@ -111,7 +115,7 @@ def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> E
 
 
 def _average(values: Sequence[float]) -> Estimate:
-    """Estimate a mean reward: of rewards that are 0 or 1 as a share, of others without a known range."""
+    """Estimate a mean reward: as a share if all rewards are 0 or 1, else without a known range."""
     return share(values) if all(value in (0.0, 1.0) for value in values) else mean(values)
 
 
@@ -124,9 +128,9 @@ def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def pass_at(samples: int, solved: int, tries: int) -> float:
-    """Estimate the probability that one of `tries` samples solves the task, from `solved` of `samples`.
+    """Estimate pass@`tries` from `solved` of `samples` rollouts.
 
-    1 - C(n - c, j) / C(n, j), without bias for tries <= samples (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    1 - C(n - c, j) / C(n, j), unbiased for tries <= samples (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     if not 1 <= tries <= samples or not 0 <= solved <= samples:
         raise ValueError(f"{tries} of {samples} samples, {solved} solved: give possible numbers")
@@ -134,7 +138,7 @@ def pass_at(samples: int, solved: int, tries: int) -> float:
 
 
 def tries_of(samples: int) -> list[int]:
-    """List the j for which pass@j is told: 1, 2, 4, ... and `samples`."""
+    """List the j for which pass@j is reported: 1, 2, 4, ... and `samples`."""
     powers = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
 
@@ -142,8 +146,8 @@ def tries_of(samples: int) -> list[int]:
 def share(values: Sequence[float]) -> Estimate:
     """Estimate the mean of values from 0 to 1, one for each prompt.
 
-    Exact (Clopper and Pearson 1934) where they are all 0 or 1. Where they are all the same, too: a bootstrap
-    would see no spread, so the bound is on the share of prompts that differ, though none was met.
+    Exact (Clopper and Pearson 1934) if all are 0 or 1. Also if all are equal, where a bootstrap would see no
+    spread: then the interval bounds the share of prompts that differ, of which none was observed.
     """
     mean, count = math.fsum(values) / len(values), len(values)
     if all(value in (0.0, 1.0) for value in values):
@@ -157,7 +161,10 @@ def share(values: Sequence[float]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Estimate the mean of values of any range, one for each prompt; no interval where all are the same."""
+    """Estimate the mean of values of any range, one for each prompt.
+
+    No interval if all are equal.
+    """
     middle = math.fsum(values) / len(values)
     if min(values) == max(values):
         return Estimate(middle, None, None, NONE)
@@ -166,15 +173,15 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def _at_most(events: int, trials: int) -> float:
-    """Return the upper end of the two-sided interval of a share."""
+    """Return the upper end of a share's two-sided interval."""
     return upper_bound(events, trials, (1 + CONFIDENCE) / 2)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Take percentiles of the means of resampled prompts, widened for small samples.
+    """Compute the expanded percentile interval of the means of resampled prompts.
 
-    The percentiles are those that give Student's interval where the means are normal: Hesterberg 2015, "What
-    teachers should know about the bootstrap", "expanded percentile". Plain ones are too narrow below 50 or so.
+    The percentiles are chosen to give Student's interval if the means are normal (Hesterberg 2015, "What
+    teachers should know about the bootstrap"). Plain percentiles are too narrow below about 50 prompts.
     """
     data, count = np.asarray(values, np.float64), len(values)
     generator = np.random.default_rng(SEED)

@@ -1,9 +1,10 @@
-"""Predict the device memory of an engine and of a trainer, and refuse an engine that cannot start.
+"""Predict the device memory of engines and trainers; refuse engines that cannot start.
 
-What vLLM counts goes against its budget, gpu_memory_utilization x the GPU. What it does not count (CUDA's
-context, captured graphs) and what this package keeps beside it (proofs, updates) has to fit into the rest.
-Nothing is loaded: the arithmetic needs a ModelShape and a config. Items marked `estimate` were measured on
-other models (docs/benchmarks.md), the others are counted; tests/node/memory_plan compares both with real runs.
+Memory that vLLM counts goes against its budget, gpu_memory_utilization x the GPU's memory. Memory that it does
+not count (CUDA context, captured graphs), and what this package keeps beside it (proofs, updates), must fit
+into the rest. Nothing is loaded: only a ModelShape and a config are needed. Items marked `estimate` were
+measured on other models (docs/benchmarks.md), the others are computed; tests/node/memory_plan compares both
+with real runs.
 """
 
 import logging
@@ -30,7 +31,7 @@ RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
 UTILIZATION = 0.92
 STEP_TOKENS = {"cuda": 2048, "cpu": 4096}  # max_num_batched_tokens; the CPU's is ours
 STATE_BYTES = 4
-"""Of an element of linear attention's state, which vLLM keeps in fp32."""
+"""Bytes per element of linear attention's state, which vLLM keeps in fp32."""
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 
 # Measured on an H200 with vLLM 0.25.1.
@@ -57,13 +58,13 @@ AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass 
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
 
-STARVED = 0.2  # share of a GPU with which a worker's vLLM generates far less than it could
-REFUSAL_MARGIN = 0.85  # estimates may be wrong by this much before an engine is refused
+STARVED = 0.2  # share of a GPU below which a worker's vLLM generates much more slowly
+REFUSAL_MARGIN = 0.85  # factor on estimates before an engine is refused, as they may be too high
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One user of memory on a device."""
+    """One use of memory on a device."""
 
     name: str
     nbytes: int
@@ -73,13 +74,13 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """The items that are on one device at the same time."""
+    """The items that occupy one device at the same time."""
 
     items: tuple[MemoryItem, ...] = ()
 
     @classmethod
     def of(cls, items: Iterable[MemoryItem]) -> "MemoryBreakdown":
-        """Keep the items that take anything."""
+        """Make a breakdown of the items that are not empty."""
         return cls(tuple(item for item in items if item.nbytes > 0))
 
     @property
@@ -101,7 +102,7 @@ def gib(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or the machine's memory. `taken`: bytes that other programs use."""
+    """A GPU, or the machine's memory; `taken`: bytes used by other programs."""
 
     kind: Literal["cuda", "cpu"]
     nbytes: int
@@ -113,17 +114,17 @@ class Device:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of one engine on each of its devices, and the sequences that its KV cache holds."""
+    """The memory of one engine on each of its devices, and the capacity of its KV cache."""
 
     device: Device
     budget: int
-    """Bytes that the engine may take, its cache included."""
+    """Bytes that the engine may use, including its cache."""
     engine: MemoryBreakdown
-    """Inside the budget, before the cache."""
+    """Inside the budget, without the cache."""
     beside: MemoryBreakdown
     """Outside the budget."""
     cache: int
-    """Bytes left for the cache; negative if the engine does not even fit without."""
+    """Bytes left for the cache; negative if the engine does not fit even without one."""
     sequence: int
     """Bytes of cache for a sequence of full length."""
     wanted: int
@@ -131,11 +132,11 @@ class EngineMemory:
     length: int
     """engine.max_model_len."""
     utilization: float | None = None
-    """gpu_memory_utilization of a vLLM on a GPU."""
+    """gpu_memory_utilization; None unless vLLM runs on a GPU with it."""
 
     @property
     def at_once(self) -> int:
-        """Sequences of full length that the cache holds; more fit while they are shorter."""
+        """Sequences of full length that the cache holds; more fit while they are shorter than that."""
         return max(0, self.cache // self.sequence)
 
     @property
@@ -145,22 +146,22 @@ class EngineMemory:
 
     @property
     def holds_all(self) -> bool:
-        """Whether max_batch sequences may all reach full length."""
+        """Whether max_batch sequences can all reach full length."""
         return self.fits and self.at_once >= self.wanted
 
     @property
     def overdrawn(self) -> int:
-        """Bytes by which the budget exceeds what other programs leave; 0 or less if it does not."""
+        """Bytes by which the budget exceeds the device's free memory; 0 or less if it does not."""
         return self.budget + self.device.taken - self.device.nbytes
 
     @property
     def missing(self) -> int:
-        """Bytes that are lacking for one sequence; 0 if it fits."""
+        """Bytes missing for one sequence; 0 if it fits."""
         return max(0, self.sequence - self.cache, self.overdrawn)
 
     @property
     def verdict(self) -> str:
-        """Say in one line whether it fits, and by how much."""
+        """Summary in one line: whether the engine fits, and with how many sequences."""
         if not self.fits:
             return (
                 f"does not fit: {gib(self.missing)} short of one sequence of {self.length} tokens"
@@ -168,8 +169,8 @@ class EngineMemory:
         if self.holds_all:
             return f"fits: {self.at_once} sequences of {self.length} tokens at once"
         return (
-            f"fits, but only {self.at_once} of {self.wanted} sequences may reach {self.length} tokens at "
-            "once: the others wait, or are computed anew"
+            f"fits, but only {self.at_once} of {self.wanted} sequences can reach {self.length} tokens at "
+            "once: the others wait or are preempted"
         )
 
 
@@ -178,7 +179,7 @@ def plan_engine(
 ) -> EngineMemory:
     """Predict the memory of an engine on each of its devices. engine.tp must be a number.
 
-    `fingerprint` is the run's proof, "" for none.
+    `fingerprint`: the run's proof, "" for none.
     """
     if config.type == "vllm" and device.kind == "cuda":
         return _plan_gpu(config, shape, device, fingerprint)
@@ -188,7 +189,7 @@ def plan_engine(
 
 
 def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
-    """Count the cache of one token on one rank, in the layers that see all tokens.
+    """Compute the cache bytes of one token on one rank, in full-attention layers.
 
     2 (key and value) x layers x key-value heads x head size x element size.
     """
@@ -199,9 +200,9 @@ def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
 def sequence_bytes(
     config: EngineConfig, shape: ModelShape, length: int, kind: Literal["cuda", "cpu"]
 ) -> int:
-    """Count the cache of a sequence of `length` tokens on one rank, in whole blocks.
+    """Compute the cache bytes of a sequence of `length` tokens on one rank, in whole blocks.
 
-    A layer with a window holds the window and what one step adds to it, one of linear attention its state.
+    A sliding-window layer holds its window plus the tokens of one step, a linear-attention layer its state.
     """
     block = int(config.vllm.get("block_size") or BLOCK_TOKENS[kind])
     found = token_bytes(config, shape) * -(-length // block) * block
@@ -214,9 +215,10 @@ def sequence_bytes(
 
 
 def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:
-    """Choose the cache of each rank of a vLLM on a CPU; `layer_token`: bytes per token and layer.
+    """Choose the cache size of each vLLM rank on a CPU.
 
-    Room for max_batch sequences of max_model_len; all ranks take at most an eighth of the memory.
+    `layer_token`: bytes per token and layer. Enough for max_batch sequences of max_model_len, but at most an
+    eighth of the memory over all ranks.
     """
     ranks = tensor_parallel(config) * config.pp * config.dp
     most = config.max_batch * config.max_model_len * -(-layers // config.pp) * layer_token
@@ -224,7 +226,7 @@ def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machin
 
 
 def step_tokens(config: EngineConfig, kind: Literal["cuda", "cpu"]) -> int:
-    """Return the most tokens that one step of vLLM computes."""
+    """Return the largest number of tokens in one step of vLLM."""
     default = STEP_TOKENS[kind] if kind == "cuda" else max(config.max_batch, STEP_TOKENS[kind])
     return int(config.vllm.get("max_num_batched_tokens") or default)
 
@@ -232,7 +234,7 @@ def step_tokens(config: EngineConfig, kind: Literal["cuda", "cpu"]) -> int:
 def tensor_parallel(config: EngineConfig) -> int:
     """Return engine.tp as a number. Raises UsageError for `auto`."""
     if not isinstance(config.tp, int):
-        raise UsageError('engine.tp is "auto": say how many GPUs there are')
+        raise UsageError('engine.tp is "auto": set it to the number of GPUs')
     return config.tp
 
 
@@ -259,7 +261,7 @@ def _plan_gpu(
     beside = uncounted(config, shape) + MemoryBreakdown.of(
         [
             MemoryItem("proofs", _proofs(config, shape, _logit_rows(config)) if fingerprint else 0),
-            MemoryItem("an update on its way in", update, detail),
+            MemoryItem("an incoming update", update, detail),
         ]
     )
     fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
@@ -283,7 +285,7 @@ def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> Engine
     beside = MemoryBreakdown(
         (
             MemoryItem("proofs", proofs, "of sampled tokens, until they are collected"),
-            MemoryItem("a state on its way in", 2 * shape.parameters, "bf16, in shared memory"),
+            MemoryItem("an incoming state", 2 * shape.parameters, "bf16, in shared memory"),
         )
     )
     processes = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True)
@@ -297,8 +299,8 @@ def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> Engine
 def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
     """Plan the hf engine on a GPU or a CPU.
 
-    It holds two models during a load, and a dense cache, twice in the worst case: where prompts are padded,
-    attention repeats key heads. Hidden states are kept, joined, and converted to fp32.
+    It holds two models during a load, and a dense cache, twice in the worst case: with padded prompts attention
+    repeats the key heads. Hidden states are stored, concatenated, and converted to fp32.
     """
     gpu, element = device.kind == "cuda", ELEMENT[config.dtype]
     free = device.nbytes - device.taken - RESERVE * gpu
@@ -315,7 +317,7 @@ def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineM
 def _step_items(
     config: EngineConfig, shape: ModelShape, kind: Literal["cuda", "cpu"]
 ) -> list[MemoryItem]:
-    """Count weights and the largest step, of one GPU or of all ranks without GPUs."""
+    """List weights and the largest step's memory, on one GPU, or of all ranks without GPUs."""
     element, vllm = ELEMENT[config.dtype], config.type == "vllm"
     tp = tensor_parallel(config) if vllm else 1
     count = shape.rank_parameters(tp, config.pp) if vllm else shape.parameters
@@ -340,12 +342,12 @@ def _step_items(
 
 
 def _logit_rows(config: EngineConfig) -> int:
-    """Count the rows of logits of a step of vLLM: of each sequence one, and one for each draft token."""
+    """Return the logit rows of a vLLM step: one per sequence, and one per draft token."""
     return config.max_batch * (1 + config.draft_tokens)
 
 
 def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
-    """Count the memory of vLLM on a GPU beyond its budget."""
+    """List vLLM's memory on a GPU that its budget does not count."""
     layers = -(-shape.layers // config.pp)
     graphs = 0 if config.vllm.get("enforce_eager") else GRAPHS_MODEL + layers * GRAPHS_LAYER
     return MemoryBreakdown.of(
@@ -357,7 +359,7 @@ def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
 
 
 def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
-    """Count the signs of the projection, and `rows` fingerprints that are not collected yet."""
+    """Compute the bytes of the projection's signs and of `rows` uncollected fingerprints."""
     from ..inference.fingerprint import NUMBERS
 
     return (1 + NUMBERS) * (shape.hidden * ELEMENT[config.dtype] + rows * 4)
@@ -366,7 +368,10 @@ def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
 def _utilization(
     config: EngineConfig, shape: ModelShape, device: Device, beside: MemoryBreakdown
 ) -> float:
-    """Choose the configured share, or vLLM's own; less where a small or shared GPU leaves less."""
+    """Choose gpu_memory_utilization: configured, or vLLM's default.
+
+    Less on a small or shared GPU.
+    """
     configured = config.vllm.get("gpu_memory_utilization")
     if configured is not None:
         return float(configured)
@@ -374,7 +379,9 @@ def _utilization(
     free = device.nbytes - device.taken
     if UTILIZATION * device.nbytes + beyond <= free:
         return UTILIZATION
-    needed = beside.total if device.taken else beyond  # an update without room is loaded whole
+    needed = (
+        beside.total if device.taken else beyond
+    )  # without room for updates, states are loaded whole
     return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
 
 
@@ -385,10 +392,10 @@ def refuse_what_cannot_fit(
     *,
     fingerprint: str = "",
 ) -> None:
-    """Raise UsageError if vLLM on `gpus` cannot hold one sequence of engine.max_model_len; log what fits.
+    """Check that vLLM on `gpus` can hold one sequence of engine.max_model_len; log the plan.
 
-    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only a certain excess is refused:
-    without GPUs, for another engine or a model whose config.json is not understood, nothing is.
+    None queries nvidia-smi for the visible GPUs, about 0.1 s. Raises UsageError only if it certainly does not
+    fit. Without GPUs, for another engine or an unknown model, nothing is checked.
     """
     if config.type != "vllm" or config.device == "cpu":
         return
@@ -409,7 +416,7 @@ def refuse_what_cannot_fit(
         return
     counted = sum(item.nbytes for item in plan.engine if not item.estimate) + plan.sequence
     most = plan.budget
-    if "gpu_memory_utilization" not in config.vllm:  # only estimates made the plan's smaller
+    if "gpu_memory_utilization" not in config.vllm:  # the plan's is smaller only by estimates
         most = max(most, int(UTILIZATION * smallest))
     needed = max(counted, REFUSAL_MARGIN * (plan.budget + plan.missing))
     if plan.overdrawn <= 0 and needed <= most:
@@ -417,7 +424,7 @@ def refuse_what_cannot_fit(
         return
     raise UsageError(
         f"{model_dir.name} {plan.verdict} on a GPU of {gib(smallest)}: lower engine.max_model_len, raise "
-        "engine.tp, or take a smaller model (`primerl-node doctor` has the whole plan)"
+        "engine.tp, or choose a smaller model (`primerl-node doctor` shows the whole plan)"
     )
 
 
@@ -426,34 +433,37 @@ def refuse_what_cannot_fit(
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """The memory of a learner on each of its GPUs, or in the machine, at its two worst moments.
+    """The memory of a learner on each of its GPUs, or in the machine, at its two peaks.
 
-    When backward begins, all that forward kept stands beside the head's logits; when it ends, all gradients
-    stand beside one layer that is computed again. Counted within 1.5 % of docs/benchmarks.md.
+    At the start of backward all saved activations coexist with the head's logits; at its end all gradients
+    coexist with one recomputed layer. Within 1.5 % of the measurements in docs/benchmarks.md.
     """
 
     resident: MemoryBreakdown
-    """Also between steps."""
+    """Allocated between steps, too."""
     backward_start: MemoryBreakdown
     backward_end: MemoryBreakdown
 
     @property
     def peak(self) -> MemoryBreakdown:
-        """The larger of the two moments."""
+        """The larger of the two peaks, with the resident memory."""
         return self.resident + max(
             self.backward_start, self.backward_end, key=lambda moment: moment.total
         )
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes at the peak."""
         return self.peak.total
 
 
 def plan_learner(
     config: TrainingConfig, shape: ModelShape, *, gpu: bool, ranks: int = 1, exports: bool = True
 ) -> LearnerMemory:
-    """Predict a learner that `ranks` GPUs share; `exports`: whether versions are published from it."""
+    """Predict the memory of a learner sharded over `ranks` GPUs.
+
+    `exports`: it publishes versions.
+    """
     half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
     element = 2 if half else 4
     tokens = -(-config.seq_len // config.context_parallel)
@@ -498,13 +508,13 @@ def plan_learner(
 
 
 def _trained(config: TrainingConfig, shape: ModelShape) -> int:
-    """Count the parameters that are trained: all, or those of the adapters."""
+    """Return the number of trained parameters: all, or those of the adapters."""
     lora = config.lora
     return shape.adapter_parameters(lora.rank, lora.target_modules) if lora else shape.parameters
 
 
 def _reference(config: TrainingConfig, shape: ModelShape) -> int:
-    """Count the parameters of the reference policy. Raises EngineError for a directory without a model."""
+    """Return the number of parameters of the reference policy. Raises EngineError."""
     teacher = config.loss.reference
     return (
         read_shape(read_json(teacher / "config.json")).parameters if teacher else shape.parameters
@@ -541,11 +551,11 @@ def _resident(
 
 
 def _kept_elements(shape: ModelShape, compiled: bool) -> int:
-    """Count the elements that one layer keeps of a token for backward.
+    """Return the elements per token that one layer saves for backward.
 
-    Compiled: its input, both norms' outputs and the sum between them, queries and keys before and after
-    norm and rotation, values, attention's output, gate, up and their product. Not compiled: also each
-    norm's input in fp32 and its normed value, and the gate's activation.
+    Compiled: its input, both norms' outputs and the sum between them, queries and keys before and after norm
+    and rotation, values, the attention output, gate, up and their product. Not compiled: also each norm's input
+    in fp32 and its normalized value, and the gate's activation.
     """
     hidden, queries, keys = shape.hidden, shape.attention_width, shape.kv_width
     width = shape.intermediate
@@ -559,7 +569,7 @@ def _kept_elements(shape: ModelShape, compiled: bool) -> int:
 def plan_trainer(
     config: RunConfig, shape: ModelShape, *, gpu: bool
 ) -> tuple[LearnerMemory, MemoryBreakdown]:
-    """Predict the learner, and what else a trainer of `config` keeps on its first device."""
+    """Predict the learner's memory, and the other items on the trainer's first device."""
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     evaluates = config.evaluates
@@ -576,8 +586,10 @@ def plan_trainer(
 
 
 def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[MemoryItem]:
-    """Predict the auditor of a trainer that holds so many `versions`: hf keeps small networks, vLLM one set of
-    weights and a short cache."""
+    """List the memory items of an auditor that holds this many `versions`.
+
+    hf keeps small models, vLLM one set of weights and a short cache.
+    """
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
@@ -601,16 +613,16 @@ def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[Me
 
 
 def fsdp_ranks(training: TrainingConfig) -> int:
-    """Count the GPUs that share the model, as far as the config says; 1 where none do."""
+    """Return the number of GPUs that the model is sharded over, by the config; 1 if it is not."""
     if training.backend != "fsdp":
         return 1
     return max(1, (training.fsdp.ranks or 2) * training.fsdp.nodes // training.fsdp.replicas)
 
 
 def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
-    """Choose gpu_memory_utilization for a vLLM on a GPU of `gpu` bytes that this run's trainer uses too.
+    """Choose gpu_memory_utilization for a worker's vLLM that shares its GPU with the trainer.
 
-    0.0 if the trainer leaves nothing.
+    `gpu`: bytes of the GPU. 0.0 if the trainer needs all of it.
     """
     learner, beside = plan_trainer(config, shape, gpu=True)
     beyond = uncounted(config.engine, shape).total
@@ -619,9 +631,9 @@ def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
 
 
 def with_fitting_auditor(config: RunConfig, shape: ModelShape, gpu: int) -> RunConfig:
-    """Have the embedded engine audit where vLLM would leave a worker on the trainer's GPU too little.
+    """Switch the auditor to hf if vLLM's leaves too little for a worker on the trainer's GPU.
 
-    Not where the auditor is named, or numerics are exact.
+    Not if the auditor is configured explicitly, or numerics are exact.
     """
     replaceable = config.may_replace_auditor and config.auditor == "vllm"
     if not replaceable or worker_share(config, shape, gpu) >= STARVED:

@@ -1,7 +1,7 @@
-"""Read the sizes of a model from its config.json: parameters, and elements of its KV cache per token.
+"""Read a model's sizes from its config.json: parameters, KV cache elements per token.
 
 Nothing is loaded and torch is not needed. Counts are exact for the families in FAMILIES; other models are
-counted as a llama, and `ModelShape.exact` is false.
+counted like a llama, and `ModelShape.exact` is false.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by i
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters of a model family that its config.json does not mention."""
+    """Properties of a model family that its config.json does not state."""
 
-    qkv_bias: bool = False  # biases of query, key and value whatever `attention_bias` says
+    qkv_bias: bool = False  # query, key and value have biases, whatever `attention_bias` says
     head_norms: bool = False  # a norm over each head of queries and of keys
-    norms: int = 2  # per layer, over the hidden size
-    tied: bool = False  # embeddings, where config.json does not say
-    sliding: bool = False  # `sliding_window` alone switches windows on, for all layers
-    wide_norms: bool = False  # a norm over all queries and one over all keys
-    sinks: bool = False  # a number per head
-    plain_output: bool = False  # `attention_bias` is of query, key and value only
+    norms: int = 2  # norms of the hidden size per layer
+    tied: bool = False  # tied embeddings by default
+    sliding: bool = False  # `sliding_window` alone enables windows, in all layers
+    wide_norms: bool = False  # one norm over all queries and one over all keys
+    sinks: bool = False  # an attention sink per head
+    plain_output: bool = False  # `attention_bias` does not apply to the output projection
     expert_bias: bool = False  # experts and router have biases
-    shared_gate: bool = True  # what a shared expert gives is weighed
-    gated: bool = False  # queries come with a gate of their size
+    shared_gate: bool = True  # the shared expert has a gate
+    gated: bool = False  # queries have an output gate of the same size
 
 
 FAMILIES: dict[str, Family] = {
@@ -54,27 +54,27 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(head_norms=True, gated=True),
     "smollm3": Family(),
 }
-"""By `model_type`; each is compared with transformers' own model in the tests."""
+"""`model_type` -> family; tests compare each with transformers' own model."""
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Sizes of layers of gated linear attention (a gated delta rule behind a short convolution)."""
+    """Sizes of gated linear-attention layers (a short convolution, then a gated delta rule)."""
 
     layers: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens that the convolution sees
+    kernel: int  # width of the convolution in tokens
 
     @property
     def state(self) -> int:
-        """Elements that a sequence has in one layer, however long it is."""
+        """Elements of a sequence's state in one layer, whatever its length."""
         return self._mixed * (self.kernel - 1) + self.value_heads * self.key_dim * self.value_dim
 
     def parameters(self, hidden: int) -> int:
-        """Of one layer's module."""
+        """Return the parameters of one layer's module."""
         values = self.value_heads * self.value_dim
         inputs = hidden * (self._mixed + values + 2 * self.value_heads)
         decay = 2 * self.value_heads
@@ -102,13 +102,13 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool
-    longest: int  # positions that the model was made for; 0: not said
+    longest: int  # max_position_embeddings; 0: not given
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    shared_width: int = 0  # of an expert that every token visits
+    shared_width: int = 0  # width of the shared experts, together
     sparse_layers: int = 0  # layers with experts
-    window: int = 0  # tokens that a windowed layer sees
+    window: int = 0  # tokens in the window of a sliding-window layer
     windowed_layers: int = 0
     qkv_biases: bool = False
     output_bias: bool = False
@@ -118,7 +118,7 @@ class ModelShape:
 
     @property
     def exact(self) -> bool:
-        """Whether the family is known, so that `parameters` is exact."""
+        """Whether the family is known and `parameters` is exact."""
         return self.family in FAMILIES
 
     @property
@@ -127,7 +127,7 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Elements of a token's queries, and of attention's output: heads x head size."""
+        """Elements of a token's queries, and of the attention output: heads x head size."""
         return self.heads * self.head_dim
 
     @property
@@ -137,21 +137,21 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of an untied head."""
+        """Parameters of the embedding; an untied head has as many."""
         return self.vocabulary * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters; a tied embedding counts once."""
+        """Number of all parameters; a tied embedding counts once."""
         tables = self.embedding * (1 if self.tied else 2)
         layers = self._mixers(1, 1) + self.layers * self._family.norms * self.hidden
         layers += (self.layers - self.sparse_layers) * self._dense(1)
         return tables + self.hidden + layers + self.sparse_layers * self._moe(1)
 
     def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
-        """Parameters of vLLM's largest rank with tensor parallel `tp` and pipeline parallel `pp`.
+        """Return the parameters of vLLM's largest rank, given tensor and pipeline parallel sizes.
 
-        A table of embeddings is on the first stage and one on the last, also where the two are tied.
+        The first and the last stage each hold an embedding table, even if embeddings are tied.
         """
         layers = -(-self.layers // pp)
         sparse = min(layers, -(-self.sparse_layers // pp))
@@ -167,26 +167,26 @@ class ModelShape:
         )
 
     def layer_parameters(self) -> int:
-        """Parameters of the largest layer."""
+        """Return the parameters of the largest layer."""
         feed_forward = self._moe(1) if self.sparse_layers else self._dense(1)
         mixer = max(self._attention(1), self.linear.parameters(self.hidden))
         return mixer + self._family.norms * self.hidden + feed_forward
 
     def adapter_parameters(self, rank: int, modules: tuple[str, ...]) -> int:
-        """Parameters of low-rank adapters on the linear layers with these names (llama's)."""
+        """Return the parameters of low-rank adapters on these linear layers (llama's names)."""
         d, q, kv, mlp = self.hidden, self.attention_width, self.kv_width, self.intermediate
         sizes = {"q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d}
         sizes |= {"gate_proj": d + mlp, "up_proj": d + mlp, "down_proj": mlp + d}
         return self.layers * rank * sum(sizes.get(name, 0) for name in modules)
 
     def _mixers(self, tp: int, pp: int) -> int:
-        """Parameters of one rank's attention, of all its layers."""
+        """Return the attention parameters of all layers of one rank."""
         linear = -(-self.linear.layers // pp)
         full = -(-self.layers // pp) - linear
         return full * self._attention(tp) + linear * self.linear.parameters(self.hidden) // tp
 
     def _attention(self, tp: int) -> int:
-        """Parameters of one rank's attention in a layer; a key head is not cut: ranks hold copies."""
+        """Return one rank's attention parameters in a layer; with few KV heads, ranks hold copies."""
         queries = self.attention_width // tp
         keys = max(1, self.kv_heads // tp) * self.head_dim
         biases = (queries + 2 * keys) * self.qkv_biases + self.hidden * self.output_bias
@@ -210,17 +210,17 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape of a model from its config.json; of a multimodal model, that of its text part.
+    """Read a model's shape from its config.json; for a multimodal model, that of its text part.
 
-    Raises EngineError unless it is a causal language model whose cache is made of keys and values, and of the
+    Raises EngineError unless it is a causal language model whose cache consists of keys and values, and of
     states of gated linear attention.
     """
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
     if text.get("kv_lora_rank") or text.get("ssm_cfg"):
         raise EngineError(
-            f"the cache of {text.get('model_type')!r} holds no plain keys and values: it cannot be planned "
-            "for, start it and see"
+            f"memory cannot be planned for {text.get('model_type')!r}, whose cache is not plain keys and "
+            "values: start it to see whether it fits"
         )
     name = str(text.get("model_type") or config.get("model_type") or "unknown")
     family = FAMILIES.get(name, Family())
@@ -271,7 +271,7 @@ def _linear(text: Mapping[str, Any]) -> LinearAttention:
 
 
 def _shared(text: Mapping[str, Any]) -> int:
-    """Width of what every token visits, of all shared experts together."""
+    """Return the total width of all shared experts."""
     own = _first(text, "n_shared_experts") * _first(text, "moe_intermediate_size")
     return _first(text, "shared_expert_intermediate_size") or own
 
@@ -285,7 +285,7 @@ def _sparse(text: Mapping[str, Any], layers: int) -> int:
 
 
 def _windows(text: Mapping[str, Any], layers: int, family: Family) -> tuple[int, int]:
-    """(layers that see a window only, the window)."""
+    """Return the number of sliding-window layers, and the window in tokens."""
     window = _first(text, "sliding_window")
     kinds = text.get("layer_types")
     if not window or text.get("use_sliding_window") is False:
@@ -304,6 +304,6 @@ def _size(text: Mapping[str, Any], name: str) -> int:
 
 
 def _first(text: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a number; 0 if none."""
-    found = (text.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and value), 0)
+    """Return the first non-zero integer among these keys; 0 if there is none."""
+    values = (text.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)

@@ -1,4 +1,4 @@
-"""Predict what the stages of a pipeline take, and what this machine can offer to one."""
+"""Predict the memory of pipeline stages, and the memory that this machine can offer to one."""
 
 import json
 import logging
@@ -30,20 +30,23 @@ from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights", "the next weights"
-"""Items of an engine's memory that stages share out."""
+"""Items of an engine's memory that are split over stages."""
 CPU_PART = 0.8
-"""Share of the machine's free memory that is offered: other programs need some too."""
+"""Share of the machine's free memory that is offered; the rest is for other programs."""
 
 
 @dataclass(frozen=True)
 class CutModel:
-    """A run's model, as its trainer cuts it into stages."""
+    """A run's model with the settings of its pipeline plans."""
 
     shape: ModelShape
     terms: PlanLimits
 
     def costs(self, engine: str) -> Costs:
-        """Bytes of a stage. Raises EngineError where this engine has no stages of the model."""
+        """Return the memory costs of stages.
+
+        Raises EngineError if `engine` cannot run stages of the model.
+        """
         why = cannot_cut(self.shape, engine)
         if why:
             raise EngineError(why)
@@ -51,17 +54,17 @@ class CutModel:
 
 
 def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | None:
-    """Read the model of a run from its files in `store`; None where it cannot be cut.
+    """Read a run's model from its files in `store`; None if it cannot be split into stages.
 
-    At most `max_sequences` are in flight in a pipeline.
+    A pipeline has at most `max_sequences` in flight.
     """
     if run.adapters is not None:
-        return None  # a stage would need its part of the base as well as of the adapters
+        return None  # a stage would need its part of both base and adapters
     file = next((file for file in run.model.files if file.name == "config.json"), None)
     try:
         shape = read_shape(json.loads((file and store.get(file.chunk.digest)) or b"{}"))
     except (EngineError, ValueError) as error:
-        logger.info("no pipelines of this model: %s", error)
+        logger.info("this model cannot run in pipelines: %s", error)
         return None
     return CutModel(
         shape,
@@ -76,9 +79,9 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
 
 
 def stage_costs(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> Costs:
-    """Bytes of a stage of vLLM, with an unquantized cache.
+    """Compute the memory costs of vLLM stages, with an unquantized cache.
 
-    Embedding tables are on the first and on the last stage, also where they are tied.
+    The first and the last stage each hold an embedding table, even if embeddings are tied.
     """
     element = ELEMENT[dtype]
     rows = -(-shape.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -93,10 +96,10 @@ def stage_costs(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> Cos
 
 
 def cannot_cut(shape: ModelShape, engine: str) -> str:
-    """Say why this engine has no stages of the model; empty if it has."""
+    """Return why `engine` cannot run stages of the model; "" if it can."""
     if engine != "vllm":
         return PIPELINES_NEED_VLLM
-    return "" if shape.layers > 1 else "a model of one layer is not cut"
+    return "" if shape.layers > 1 else "a model with one layer cannot be split into stages"
 
 
 def memory_to_offer(
@@ -108,11 +111,11 @@ def memory_to_offer(
     there: Sequence[GpuMemory] | None = None,
     free: int | None = None,
 ) -> int:
-    """Bytes that this machine offers for weights, keys and values, after all else that the engine takes.
+    """Compute the bytes that this machine offers for weights, keys and values; may be 0.
 
-    The sum over engine.tp GPUs, each of which holds its part. Where there are more GPUs than heads of keys
-    and values, some hold copies, and less is offered. A configured `pp.memory_gib` is taken as it is.
-    `there` and `free`: this machine's GPUs and memory, asked for if they are not given. May be 0.
+    The engine's other memory is subtracted. Summed over engine.tp GPUs; if there are more GPUs than KV heads,
+    some hold copies and less is offered. A configured `pp.memory_gib` is returned as it is. `there` and `free`:
+    this machine's GPUs and free memory, queried if not given.
     """
     if pp.memory_gib:
         return int(pp.memory_gib * GIB)
@@ -127,7 +130,7 @@ def memory_to_offer(
     plan = plan_engine(config, shape, device, fingerprint=fingerprint)
     others = sum(item.nbytes for item in plan.engine if item.name not in WEIGHTS)
     others += sum(item.nbytes for item in plan.beside if item.name == "proofs")
-    devices = ranks if device.kind == "cuda" else 1  # without GPUs all ranks take of one memory
+    devices = ranks if device.kind == "cuda" else 1  # without GPUs all ranks share one memory
     copies = max(1, -(-ranks // shape.kv_heads))
     return max(0, devices * (budget - others) // copies)
 
@@ -140,7 +143,10 @@ def cannot_hold(
     there: Sequence[GpuMemory] | None = None,
     free: int | None = None,
 ) -> str:
-    """Say by how much the whole model does not fit into this machine; empty where it does, by estimate."""
+    """Return by how much the whole model does not fit into this machine, by estimate.
+
+    Returns "" if it does.
+    """
     device, ranks = _device(config, there, free)
     config = config.model_copy(update={"tp": ranks})
     plan = plan_engine(config, shape, device, fingerprint=fingerprint)
@@ -156,7 +162,7 @@ def cannot_hold(
 def _device(
     config: EngineConfig, there: Sequence[GpuMemory] | None, free: int | None
 ) -> tuple[Device, int]:
-    """The smallest device that the engine would use, and its tensor-parallel ranks (of hf always one)."""
+    """Return the smallest device of the engine, and its tensor-parallel ranks (hf: 1)."""
     if there is None:
         there = visible_memory() if gpus.usable(os.environ) and config.device != "cpu" else ()
     ranks = max(1, len(there)) if config.tp == "auto" else tensor_parallel(config)

@@ -1,1 +1,1 @@
-"""Hugging Face models: their files, which of them are trained exactly, making, loading and writing them."""
+"""Hugging Face models: files, supported architectures, creation, loading, export."""

@@ -1,12 +1,11 @@
-"""Which models are trained exactly, decided from config.json alone, before anything starts.
+"""Decide from config.json whether a model can be trained exactly, before anything starts.
 
-The trainer runs a model's own layers as transformers has them, and computes two things by itself: attention
-within each sequence of a packed row (causal, over all tokens before or a window of them, with soft caps and
-sinks where a model has them), and logits as the last hidden states times the head's weights, with a soft cap
-where a model has one. Everything is off by default: an architecture is listed in ARCHITECTURES once a test has
-compared its packed logprobs with transformers' own, and a key of config.json that is not known for it is
-refused, unless it is switched off. `--dry-run`, `doctor`, `train`, `rl`, `sft` and each rank of a trainer ask
-the same function.
+The trainer runs transformers' layers, and replaces two parts by its own: attention within each sequence of a
+packed row (causal, full or sliding window, with soft caps and sinks where the model has them), and logits as
+the last hidden states times the head's weights, with a soft cap where the model has one. Nothing is allowed by
+default: an architecture is in ARCHITECTURES only if a test compares its packed logprobs with transformers' own,
+and an unknown key of config.json is refused unless its value is neutral. `--dry-run`, `doctor`, `train`, `rl`,
+`sft` and each rank of a trainer call the same function.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,26 +26,26 @@ IGNORED = frozenset(
     task_specific_params tokenizer_class torch_dtype transformers_version transformers.js_config
     unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache""".split()
 )
-"""Keys that change nothing of a forward pass of the listed architectures: labels, tokens, losses, formats."""
+"""Keys without effect on the forward pass of the listed architectures: labels, tokens, losses, formats."""
 
 COMMON = frozenset(
     """attention_bias attention_dropout head_dim hidden_act hidden_size intermediate_size
     max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
     partial_rotary_factor rms_norm_eps rope_theta tie_word_embeddings vocab_size""".split()
 )
-"""Keys that transformers' layers read, the same in training. Attention drops nothing here, as in a sampler."""
+"""Keys that transformers' layers read, in training as in inference. There is no attention dropout here."""
 
 CHECKED = frozenset(
     """layer_types original_max_position_embeddings quantization_config rope_parameters rope_scaling
     sliding_window use_sliding_window""".split()
 )
-"""Keys that untrainable() looks at."""
+"""Keys that untrainable() checks."""
 
 NEUTRAL: Mapping[str, object] = {"is_causal": True}
-"""Keys that may only have this value: masks of transformers follow them, whatever the architecture."""
+"""Keys that may only have this value, as transformers' masks depend on them in every architecture."""
 
 WINDOWS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers that are trained."""
+"""Supported attention layer types."""
 
 EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
@@ -63,21 +62,21 @@ LATENT = frozenset(
 )
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of scaled positions whose angles are the same whatever the length."""
+"""RoPE scaling types whose angles do not depend on the sequence length."""
 GROWING_ROPE = ("dynamic", "longrope", "su")
-"""Kinds whose angles change with the longest sequence of a batch, from the original number of positions on."""
+"""RoPE scaling types whose angles depend on the longest sequence of a batch, beyond the original length."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of one `model_type` beyond the keys that all have in common."""
+    """What a `model_type` supports beyond the common keys."""
 
     keys: frozenset[str] = frozenset()
-    """Further keys that transformers' layers read, the same in training."""
+    """Further keys that transformers' layers read, in training as in inference."""
     linear: bool = False
-    """Whether layers of linear attention are trained."""
+    """Whether linear-attention layers are supported."""
     neutral: tuple[tuple[str, object], ...] = ()
-    """Keys that may only have the value that transformers' layers compute."""
+    """Keys that may only have this value, the one that is computed here."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -98,7 +97,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             """_sliding_window_pattern final_logit_softcapping hidden_activation query_pre_attn_scalar
             sliding_window_pattern""".split()
         ),
-        # attention of transformers has no cap here
+        # transformers' attention has no soft cap in this architecture
         neutral=(("attn_logit_softcapping", 0), ("use_bidirectional_attention", False)),
     ),
     "glm": Architecture(),
@@ -133,24 +132,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
 }
-"""By `model_type`: those whose logprobs test_architectures.py compares with transformers' own."""
+"""`model_type` -> architecture; test_architectures.py compares the logprobs of each with transformers' own."""
 
 
 def untrainable(config: Mapping[str, Any], longest: int) -> str:
-    """Why the model of this config.json cannot be trained exactly on sequences of up to `longest` tokens.
+    """Return why a model cannot be trained exactly on sequences of up to `longest` tokens.
 
-    Empty if it can.
+    Returns "" if it can. `config` is its config.json.
     """
     return next(_faults(config, longest), "")
 
 
 def check_trainable(model: ModelConfig, longest: int) -> None:
-    """Raise UsageError for a model that cannot be trained exactly, EngineError for a broken directory.
+    """Check that a model can be trained exactly on sequences of up to `longest` tokens.
 
-    A hub that cannot be asked is no reason to refuse: the trainer asks again once it has the model.
+    Raises UsageError if it cannot, EngineError for an unreadable directory. If the hub does not answer, the
+    check is skipped: the trainer repeats it once it has the model.
     """
     if model.create is None and "name" not in model.model_fields_set:
-        return  # no model was chosen
+        return  # the config names no model
     try:
         config = read_config(model)
     except EngineError:
@@ -162,7 +162,10 @@ def check_trainable(model: ModelConfig, longest: int) -> None:
 
 
 def read_config(model: ModelConfig) -> Mapping[str, Any]:
-    """The config.json of a model, of a directory or from the hub, or what it will be. Raises EngineError."""
+    """Read a model's config.json from its directory or the hub.
+
+    Of a model that is still to be created, return the config that it will have. Raises EngineError.
+    """
     if model.create is not None:
         family = "qwen3_moe" if model.create.num_experts else "qwen3"
         return {"model_type": family, **model.create.shape()}
@@ -184,54 +187,55 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
         )
         return
     if config.get("quantization_config"):
-        yield "its weights are quantized: take the model in bf16"
+        yield "its weights are quantized: use the model in bf16"
     yield from _layers(config, known)
     yield from _positions(config, longest)
     neutral = {**NEUTRAL, **dict(known.neutral)}
     for key, value in config.items():
         if key in neutral and value not in (None, neutral[key]):
-            yield f"{key} is {value} in its config.json, and only {neutral[key]} is computed here"
+            yield f"{key} is {value} in its config.json, but only {neutral[key]} is supported"
         elif value and key not in IGNORED | COMMON | CHECKED | known.keys | neutral.keys():
             yield (
-                f"its config.json sets {key!r}, whose effect on {name!r} has not been compared: "
-                "take the key out of a local copy if it changes nothing"
+                f"its config.json sets {key!r}, whose effect on {name!r} has not been tested: "
+                "remove the key from a local copy if it has no effect"
             )
 
 
 def _layers(config: Mapping[str, Any], known: Architecture) -> Iterator[str]:
-    """Layers of kinds that are not trained, and windows that are none."""
+    """Yield the faults of layer types and of the sliding window."""
     listed: Any = config.get("layer_types") or ()
     kinds: set[str] = set(map(str, listed if isinstance(listed, list | tuple) else [listed]))
     trained = WINDOWS | ({"linear_attention"} if known.linear else set[str]())
     if others := kinds - trained:
-        yield f"it has layers of {', '.join(sorted(others))}: {', '.join(sorted(trained))} are trained"
+        supported = ", ".join(sorted(trained))
+        yield f"it has layers of type {', '.join(sorted(others))}: only {supported} are supported"
     window = config.get("sliding_window")
     if not (window is None or (isinstance(window, int) and window >= 0)):
-        yield f"its sliding_window is {window!r}: that is no number of tokens"
+        yield f"its sliding_window is {window!r}, which is not a number of tokens"
 
 
 def _positions(config: Mapping[str, Any], longest: int) -> Iterator[str]:
-    # transformers takes the second where both are set; each is looked at
+    # transformers prefers the second if both are set; check both
     for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
         yield from _scaling(rope or {}, config, longest)
 
 
 def _scaling(rope: Any, config: Mapping[str, Any], longest: int) -> Iterator[str]:
-    """Positions that are scaled in a way that depends on more than the position."""
+    """Yield the faults of RoPE scaling, which must depend on the position only."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if isinstance(rope, dict) and rope and rope.keys() <= WINDOWS:
-        for one in rope.values():  # of each kind of layer
+        for one in rope.values():  # one entry per layer type
             yield from _scaling(one or {}, config, longest)
     elif isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values()):
-        yield "its layers turn positions in ways that are not known here (rope_parameters)"
+        yield "its rope_parameters have a structure that is not supported"
     elif kind in GROWING_ROPE:
         within = rope.get("original_max_position_embeddings") or config.get(
             "original_max_position_embeddings", config.get("max_position_embeddings")
         )
         if not (isinstance(within, int) and within >= longest):
             yield (
-                f"its positions are scaled by the longest sequence of a batch ({kind}) beyond {within} tokens, "
+                f"its RoPE scaling ({kind}) depends on the longest sequence of a batch beyond {within} tokens, "
                 f"and sequences may have {longest}: lower training.seq_len to {within} or choose another model"
             )
     elif kind not in FIXED_ROPE:
-        yield f"its positions are scaled as {kind!r}, which has not been compared with transformers"
+        yield f"its RoPE scaling {kind!r} has not been compared with transformers"

@@ -1,7 +1,7 @@
-"""Hugging Face models: making, finding, loading and writing them.
+"""Create, find, load and convert Hugging Face models.
 
-The only file that imports transformers, and no line of it may run code that came with a model:
-remote code is off everywhere and weights are read from safetensors only.
+The only file that imports transformers. It must never run code that comes with a model: remote code is disabled
+everywhere, and weights are read from safetensors only.
 """
 
 import logging
@@ -62,7 +62,7 @@ MARKUP_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
-"""Qwen3 keeps these visible when special tokens are left out of decoded text; so do we."""
+"""Not special tokens, so that decoded text shows them, as with Qwen3."""
 
 COMPACT_TEMPLATE = (
     "{%- if tools -%}<|system|>"
@@ -79,42 +79,42 @@ COMPACT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
-"""One token per role: a byte-level tokenizer would spend 16 tokens a turn on ChatML's role names. Of a tool it
-shows the name and those of its arguments; calls have the form that vLLM names hermes."""
+"""Chat template with one token per role: ChatML's role names would take 16 byte-level tokens a turn. A tool is
+rendered as its name and argument names; calls have the format that vLLM calls hermes."""
 
 
 def _transformers() -> Any:
-    """Import transformers with its broken companions hidden and its chatter off.
+    """Import transformers without broken optional packages, progress bars and log output.
 
-    transformers imports torchvision, torchaudio and torchcodec wherever they are installed, even
-    for text models. Beside a CPU build of torch the usual wheels (CUDA builds) fail to import, and
-    every model class would fail with them. A None in sys.modules means "not installed".
+    transformers imports torchvision, torchaudio and torchcodec if they are installed, even for text models.
+    With a CPU build of torch their usual CUDA wheels fail to import, and every model class with them. A None in
+    sys.modules means "not installed".
     """
     if "transformers" not in sys.modules:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             hide_if_broken(name)
     import transformers
 
-    # It puts another object in its place when it is loaded: who waited in another thread would hold the first.
+    # The module replaces itself in sys.modules; a thread that waited for the import would get the old object.
     library: Any = sys.modules[transformers.__name__]
     library.utils.logging.disable_progress_bar()
-    library.utils.logging.set_verbosity_error()  # our errors repeat what it would log
+    library.utils.logging.set_verbosity_error()  # our errors contain what it would log
     return library
 
 
 def hide_if_broken(name: str) -> None:
-    """Make a module that is installed but cannot be imported look absent."""
+    """Make an installed module that cannot be imported appear as not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
-            return  # absent, which is fine
+            return  # not installed
         reason: Exception = error
     except (ImportError, RuntimeError, OSError) as error:
         reason = error
     else:
         return
-    logger.info("%s does not fit this torch and is hidden: %s", name, reason)
+    logger.info("%s does not work with this torch and is ignored: %s", name, reason)
     sys.modules[name] = None  # type: ignore[assignment]
 
 
@@ -122,10 +122,10 @@ def hide_if_broken(name: str) -> None:
 
 
 def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
-    """Write a Qwen3 or Qwen3-MoE model with random fp32 weights and its byte-level tokenizer into `directory`.
+    """Write a Qwen3 or Qwen3-MoE model with random fp32 weights and a byte-level tokenizer.
 
-    The same config and seed give the same bytes. Token ids 0..255 are the bytes themselves.
-    Raises EngineError if the vocabulary cannot hold the tokenizer's tokens.
+    The same config and seed give the same files. Token ids 0..255 are the bytes themselves.
+    Raises EngineError if the vocabulary is smaller than the tokenizer's.
     """
     import torch
 
@@ -172,10 +172,9 @@ def _byte_tokenizer(max_length: int) -> "PreTrainedTokenizerBase":
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Byte-level BPE's printable stand-in of every byte -> that byte.
+    """Map the printable character of every byte in byte-level BPE to the byte.
 
-    GPT-2's rule: printable Latin-1 stands for itself, the others take the characters from U+0100
-    on, in order.
+    GPT-2's rule: printable Latin-1 bytes map to themselves, the others to characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     vocabulary = {chr(byte): byte for byte in printable}
@@ -187,9 +186,9 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def resolve(name: str) -> Path:
-    """The directory of a model: `name` itself if it is one, else a snapshot of that hub id.
+    """Return a model's directory: `name` if it is one, else a snapshot of that hub id.
 
-    Only safetensors, configuration and tokenizer files are downloaded. Raises EngineError.
+    Downloads only safetensors, configuration and tokenizer files. Raises EngineError.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -203,7 +202,7 @@ def resolve(name: str) -> Path:
         raise EngineError(
             f"model {name!r} is neither a directory nor a hub id: correct model.name"
         ) from error
-    except OSError as error:  # every HTTP, cache and connection error of the hub client is one
+    except OSError as error:  # base of all HTTP, cache and connection errors of the hub client
         raise EngineError(
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
@@ -212,7 +211,7 @@ def resolve(name: str) -> Path:
 
 
 def fetch_config(name: str) -> dict[str, Any]:
-    """The config.json of a hub id alone; one that was fetched before is taken. Raises EngineError."""
+    """Fetch only the config.json of a hub id, from the cache if possible. Raises EngineError."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -228,25 +227,32 @@ def fetch_config(name: str) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise EngineError(
-            f"the hub cannot be asked for {name!r} ({type(error).__name__}): check name and network, or give "
-            "--model.name a directory with its config.json"
+            f"the hub cannot be reached for {name!r} ({type(error).__name__}): check name and network, or set "
+            "--model.name to a directory with its config.json"
         ) from error
 
 
 def _reach_hub(name: str) -> None:
-    """Ask the hub for a model once. Raises OSError where a download would try again for half a minute."""
+    """Request a model's metadata from the hub once, without a download's half minute of retries.
+
+    Raises OSError.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except (OSError, ValueError):  # of the hub client: what the hub answered; an id that is none
+    except (OSError, ValueError):  # the hub's answers; an invalid id
         raise
-    except Exception as error:  # of its HTTP client, which is not the same in all releases
+    except Exception as error:  # from the HTTP client, which differs between releases
         raise OSError(f"no connection: {one_line(error)}") from error
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a completion, ascending: generation config's (else config's) and the tokenizer's."""
+    """Return the token ids that end a completion, ascending.
+
+    Taken from the generation config (else the config) and from the tokenizer. Raises EngineError if there are
+    none.
+    """
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file() and not found:
@@ -265,7 +271,7 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model directory. Raises EngineError."""
+    """Load the tokenizer of a model directory. Raises EngineError."""
     auto = _transformers().AutoTokenizer
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -276,7 +282,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def load_config(directory: Path) -> Any:
-    """The model's transformers config object. Raises EngineError."""
+    """Load the transformers config of a model directory. Raises EngineError."""
     auto = _transformers().AutoConfig
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -289,7 +295,7 @@ def load_config(directory: Path) -> Any:
 def load_model(
     directory: Path, *, dtype: str = "float32", device: "torch.device | str" = "cpu"
 ) -> "PreTrainedModel":
-    """The causal language model of a directory, in eval mode. Raises EngineError.
+    """Load the causal language model of a directory, in eval mode. Raises EngineError.
 
     `dtype` is a torch or safetensors name ("float32", "BF16").
     """
@@ -310,7 +316,7 @@ def load_model(
 
 
 def empty_model(directory: Path) -> "PreTrainedModel":
-    """The causal language model of a directory without weights: its layers alone. Raises EngineError."""
+    """Build the causal language model of a directory on the meta device. Raises EngineError."""
     import torch
 
     config = load_config(directory)
@@ -319,14 +325,17 @@ def empty_model(directory: Path) -> "PreTrainedModel":
 
 
 def register_attention(name: str, attend: "Callable[..., Any]") -> None:
-    """Let models use `attend` under `name`, without a mask: it knows by itself who sees whom."""
+    """Register `attend` as an attention implementation that masks by itself."""
     transformers = _transformers()
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, _no_mask)
 
 
 def use_attention(model: "PreTrainedModel", name: str) -> None:
-    """Have `model` use the attention registered under `name`; architectures.py says which models may."""
+    """Set a model's attention to one of register_attention().
+
+    See architectures.py for the models.
+    """
     model.set_attn_implementation(name)
 
 
@@ -337,7 +346,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def model_from_state(
     directory: Path, state: State, *, dtype: str = "float32", device: "torch.device | str" = "cpu"
 ) -> "PreTrainedModel":
-    """A fresh model with the architecture of `directory` and the weights of `state`, in eval mode.
+    """Build a model with `directory`'s architecture and the weights of `state`, in eval mode.
 
     Raises EngineError if the tensors of `state` are not exactly those of the architecture.
     """
@@ -346,9 +355,9 @@ def model_from_state(
     wanted = torch_dtype(dtype)
     if odd := next((name for name, one in state.items() if one.dtype not in FLOATS), ""):
         raise EngineError(
-            f"the state's {odd} is {state[odd].dtype}: load a state of floating-point numbers"
+            f"tensor {odd} of the state is {state[odd].dtype}: load a state of floating-point tensors"
         )
-    # cloned: transformers keeps tensors that have the right dtype already, and ours are shared
+    # cloned, as transformers keeps tensors that already have the right dtype, and ours are shared
     weights = {name: to_torch(tensor).clone() for name, tensor in state.items()}
     try:
         model, report = family.from_pretrained(
@@ -379,49 +388,50 @@ def _model_class(config: Any) -> Any:
 
 
 def layers_of(causal: Any) -> "list[torch.nn.Module]":
-    """The blocks of a model, one after the other. Raises EngineError."""
+    """List the transformer blocks of a model, in order. Raises EngineError."""
     names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())
     found = [one for one in causal.modules() if type(one).__name__ in names]
     if not found:
         raise EngineError(
-            f"{type(causal).__name__} does not say what its layers are: choose a causal model of transformers"
+            f"{type(causal).__name__} does not declare its layers: choose a causal model of transformers"
         )
     return found
 
 
 def policy_state(model: "PreTrainedModel") -> State:
-    """bf16 copy of the model's weights, as policy_tensors() names them."""
+    """Copy the model's weights to bf16, under the names of policy_tensors()."""
     return bf16_state(policy_tensors(model).items())
 
 
 def policy_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
-    """The model's weights under their checkpoint names, where they lie; a tied weight appears once.
+    """Return the model's weights under their checkpoint names, without copying.
 
-    transformers keeps some weights in another layout than checkpoints do (experts fused into one
-    tensor); those are turned back, so that any engine reads them.
+    Tied weights once. transformers keeps some weights in another layout than checkpoints do (experts fused into
+    one tensor); those are converted back, so that any engine can read them.
     """
     held = {name: tensor.detach() for name, tensor in unique_tensors(model).items()}
     return checkpoint_tensors(model, held)
 
 
 def unique_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
-    """Parameters and persistent buffers by the model's own names; a tied one has its first name only.
+    """Return parameters and persistent buffers by the model's names.
 
-    By identity: where a tensor is sharded, a rank's part of it may have no elements and no address.
+    Tied ones by their first name. Ties are found by object identity: a rank's shard of a tensor may have no
+    elements and no address.
     """
-    once: dict[str, torch.Tensor] = {}
+    unique: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            once[name] = tensor
-    return once
+            unique[name] = tensor
+    return unique
 
 
 def checkpoint_tensors(
     model: "PreTrainedModel", tensors: "Mapping[str, torch.Tensor]"
 ) -> "dict[str, torch.Tensor]":
-    """Tensors by the model's names, some or all of its own, as a checkpoint would have them."""
+    """Convert some or all of a model's tensors from its own names and layout to a checkpoint's."""
     _transformers()
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,4 +1,4 @@
-"""JSON files of a model directory, read plainly: nothing heavy is imported, so commands may do it at once."""
+"""Read JSON files of a model directory, without heavy imports."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from ..ops.errors import EngineError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises EngineError."""
+    """Read the JSON object in `path`. Raises EngineError."""
     try:
         loaded = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is missing: give a complete Hugging Face model directory"
         ) from error
     except (OSError, ValueError) as error:
-        raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
+        raise EngineError(f"{path} cannot be read ({error}): download the model again") from error
     if not isinstance(loaded, dict):
-        raise EngineError(f"{path} does not hold a JSON object: fetch the model again")
+        raise EngineError(f"{path} does not hold a JSON object: download the model again")
     return loaded

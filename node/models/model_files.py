@@ -1,6 +1,6 @@
-"""The files of a Hugging Face model directory: what defines it, its weights, and writing both.
+"""Read and write the files of a Hugging Face model directory: contract files and weights.
 
-No code that came with a model is ever read, and weights are safetensors only.
+Code that comes with a model is never read; weights are safetensors only.
 """
 
 import os
@@ -34,7 +34,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def contract_files(directory: Path) -> list[str]:
-    """Sorted names of the files that tokens and shapes depend on; never weights, never code."""
+    """List the files that determine tokens and shapes, sorted; never weights or code."""
     return sorted(
         entry.name
         for entry in directory.iterdir()
@@ -45,7 +45,7 @@ def contract_files(directory: Path) -> list[str]:
 
 
 def vocab_size(directory: Path) -> int:
-    """Rows of the model's embedding (config.json); token ids are below this."""
+    """Return the rows of the model's embedding (config.json). Raises EngineError."""
     config = read_json(directory / "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if not isinstance(size, int):
@@ -60,49 +60,51 @@ def check_same_tokens(teacher: Path, student: Path) -> None:
     fewer = vocab_size(teacher) < vocab_size(student)
     if fewer or _tokens(teacher) != _tokens(student):
         raise EngineError(
-            f"training.loss.reference: {teacher} has other tokens than the model that is trained: "
-            "give a teacher of the same tokenizer"
+            f"training.loss.reference: the tokens of {teacher} differ from those of the trained model: "
+            "give a teacher with the same tokenizer"
         )
 
 
 def _tokens(directory: Path) -> dict[str, int]:
-    """Token ids by token, added ones included (tokenizer.json)."""
+    """Map tokens to ids, including added tokens (tokenizer.json)."""
     tokenizer = read_json(directory / "tokenizer.json")
     try:
         vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of unigrams: [token, score], numbered in order
+        if isinstance(vocabulary, list):  # a unigram model: [token, score] in order of the ids
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
         return {**vocabulary, **added}
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(
-            f"{directory / 'tokenizer.json'} has no vocabulary ({one_line(error)}): fetch the model again"
+            f"{directory / 'tokenizer.json'} has no vocabulary ({one_line(error)}): download the model again"
         ) from error
 
 
 def position_count(directory: Path) -> int:
-    """Tokens of the longest sequence that the model was made for (config.json); 0 where it does not say."""
-    config = read_json(directory / "config.json")
-    positions = (config.get("text_config") or config).get("max_position_embeddings")
-    return positions if isinstance(positions, int) else 0
+    """Return the model's max_position_embeddings (config.json); 0 if not given."""
+    return _count(directory, "max_position_embeddings")
 
 
 def layer_count(directory: Path) -> int:
-    """Layers of the model (config.json); 0 where it does not say."""
+    """Return the model's number of layers (config.json); 0 if not given."""
+    return _count(directory, "num_hidden_layers")
+
+
+def _count(directory: Path, key: str) -> int:
     config = read_json(directory / "config.json")
-    layers = (config.get("text_config") or config).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else 0
+    value = (config.get("text_config") or config).get(key)
+    return value if isinstance(value, int) else 0
 
 
 def read_state(directory: Path) -> State:
-    """Every tensor in the safetensors files of a model directory, bits as stored."""
+    """Read all tensors of a directory's safetensors files, bit for bit. Raises EngineError."""
     from safetensors import SafetensorError, safe_open
 
     state: dict[str, Tensor] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise EngineError(
-            f"{directory} holds no *.safetensors: convert the model to safetensors first"
+            f"{directory} has no *.safetensors: convert the model to safetensors first"
         )
     for path in files:
         try:
@@ -111,7 +113,7 @@ def read_state(directory: Path) -> State:
                 tensors = {name: from_torch(reader.get_tensor(name)) for name in names}
         except (SafetensorError, OSError) as error:
             raise EngineError(
-                f"{path} cannot be read ({one_line(error)}): fetch the model again"
+                f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error
         if twice := state.keys() & tensors.keys():
             raise EngineError(f"{path} repeats {min(twice)!r}: remove the stale weight file")
@@ -120,7 +122,7 @@ def read_state(directory: Path) -> State:
 
 
 def read_base(directory: Path, digest: bytes) -> State:
-    """The weights of a model directory, if they are the state that the run's manifest names.
+    """Read the weights of a model directory and check them against a run's state digest.
 
     Raises EngineError.
     """
@@ -128,8 +130,8 @@ def read_base(directory: Path, digest: bytes) -> State:
     found = prove(0, state, threads=os.cpu_count() or 1).digest
     if found != digest:
         raise EngineError(
-            f"the weights in {directory} are {short(found)}, the run is of {short(digest)}: delete that "
-            "directory and start again"
+            f"the weights in {directory} have digest {short(found)}, but the run needs {short(digest)}: "
+            "delete that directory and start again"
         )
     return state
 
@@ -137,7 +139,7 @@ def read_base(directory: Path, digest: bytes) -> State:
 def export(state: State, model_dir: Path, directory: Path) -> None:
     """Write `state` and the contract files of `model_dir` as a Hugging Face model, atomically.
 
-    Whatever `directory` held is moved aside once the new files are on disk, then deleted. Raises
+    Previous contents of `directory` are moved aside once the new files are on disk, then deleted. Raises
     StorageError.
     """
     partial = directory.with_name(f".{directory.name}.partial")
@@ -151,7 +153,9 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
             sync(path)
         _replace(partial, directory)
     except OSError as error:
-        raise StorageError(f"cannot export to {directory}: {error}") from error
+        raise StorageError(
+            f"cannot export to {directory}: {error}: free disk space or change permissions"
+        ) from error
 
 
 def _write_weights(state: State, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Bits of `State` to torch tensors and back.
+"""Convert between the tensors of a `State` and torch tensors, bit for bit.
 
-A tensor made by to_torch() may share memory with its State: read it, never write to it. What
-from_torch() returns always owns its memory, so a training step cannot change a published state.
+The result of to_torch() may share memory with its State and must not be modified. The result of from_torch()
+always owns its memory, so that a training step cannot change a published state.
 """
 
 from collections.abc import Iterable
@@ -31,11 +31,14 @@ _TORCH_NAMES = {
     "U64": "uint64",
 }
 _SIGNED = {1: np.dtype(np.uint8), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
-"""Bytes per element -> the numpy type that torch shares without loss (it lacks most unsigned ones)."""
+"""Bytes per element -> numpy dtype of the same size that torch supports (it lacks most unsigned ones)."""
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The torch dtype of a safetensors dtype name or of torch's own name ("BF16", "bfloat16")."""
+    """Return the torch dtype for a safetensors or torch name ("BF16", "bfloat16").
+
+    Raises EngineError.
+    """
     import torch
 
     found = getattr(torch, _TORCH_NAMES.get(name, name), None)
@@ -45,9 +48,9 @@ def torch_dtype(name: str) -> "torch.dtype":
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """The safetensors name of a torch dtype.
+    """Return the safetensors name of a torch dtype.
 
-    Raises EngineError for those that a state cannot hold (complex, float8, quantised).
+    Raises EngineError for dtypes that a state cannot hold (complex, float8, quantized).
     """
     short = str(dtype).rpartition(".")[2]
     for name, torch_name in _TORCH_NAMES.items():
@@ -61,10 +64,10 @@ def to_torch(
     device: "torch.device | str | None" = None,
     dtype: "torch.dtype | None" = None,
 ) -> "torch.Tensor":
-    """`tensor` with the same bits, then moved to `device` and converted to `dtype` where given.
+    """Convert `tensor` to torch, then move it to `device` and cast it to `dtype`, if given.
 
-    Shares memory with `tensor.data` if that is writeable (torch has no read-only tensors) and
-    neither device nor dtype changes.
+    Shares memory with `tensor.data` if that is writeable (torch has no read-only tensors) and neither device
+    nor dtype changes.
     """
     import torch
 
@@ -76,9 +79,9 @@ def to_torch(
 
 
 def from_torch(t: "torch.Tensor", dtype: str | None = None) -> Tensor:
-    """`t` as bits, in its own dtype or converted to `dtype`, a name (round to nearest even).
+    """Copy `t` to a state's tensor, cast to the named `dtype` if given (to nearest even).
 
-    Raises EngineError for dtypes that a state cannot hold (complex, float8, quantised).
+    Raises EngineError for dtypes that a state cannot hold (complex, float8, quantized).
     """
     import torch
 
@@ -91,7 +94,7 @@ def from_torch(t: "torch.Tensor", dtype: str | None = None) -> Tensor:
 
 
 def bf16_state(named: Iterable[tuple[str, "torch.Tensor"]]) -> State:
-    """The tensors of `named` with every floating one cast to bf16, the others as they are."""
+    """Make a state of named tensors, floating-point ones cast to bf16, others unchanged."""
     return {
         name: from_torch(tensor, "BF16" if tensor.is_floating_point() else None)
         for name, tensor in named

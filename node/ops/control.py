@@ -142,7 +142,7 @@ class StageRow(msgspec.Struct):
     layers: str
     """The first and the last, both held: 0-13."""
     state: str
-    """A fault, or `whole`."""
+    """`healthy`, `starting`, or the fault."""
     epoch: int = -1
     """Epoch of the ring; higher after every break."""
     breaks: int = 0

@@ -1,7 +1,7 @@
-"""Accept pipeline requests from the peers that a plan of the trainer names, each in its role.
+"""Accept pipeline requests from the peers named in a plan that the trainer signed.
 
-A plan counts because the trainer signed it, not because of the peer that shows it, and only the newest
-generation of a group counts. A stage opens a link to the one after it and to no other.
+A plan is valid because the trainer signed it, whichever peer presents it, and only the newest generation of a
+group is accepted. A stage may open a link to the next stage only.
 """
 
 import asyncio
@@ -31,121 +31,93 @@ from ..p2p.rpc import Refused, ask, receive, send
 from ..p2p.transport import Stream, TransportError
 from .ring import Ring
 
-SMALL = 4
-"""Empty probes; the quickest of them is the round trip."""
-LARGE = 3
-"""Full ones: the first open the congestion window, the quickest is the rate."""
-LEAST_S = 1e-4
-LANE = 1
-AGAIN_S = 0.3
-"""Pause before a node that did not answer is asked again."""
-RATE = 1.0 * MIB
-BURST = 16.0 * MIB
-"""Bytes that one peer may have us send."""
+EMPTY_PROBES = 4
+"""Probes without payload; the fastest gives the round-trip time."""
+FULL_PROBES = 3
+"""Probes of MAX_PROBE bytes each way: the first ones open the congestion window, the fastest gives the rate."""
+MIN_TIME_S = 1e-4
+PROBE_LANE = 1
+PROBE_BYTES_PER_S = 1.0 * MIB
+PROBE_BURST_BYTES = 16.0 * MIB
+"""Bytes that one peer may send and request in a burst."""
+MAX_PROBING_PEERS = 1024
+"""Peers whose rate is tracked at a time."""
 
 
 @dataclass(frozen=True)
 class PathQuality:
-    """From here to a node."""
+    """Measured quality of the path from this node to another."""
 
     rtt_ms: float
     bytes_per_s: float
-    """The lower of both directions."""
+    """Of the slower direction."""
 
 
 async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQuality:
-    """Measure the way to `peer`; each message has `deadline` seconds. Raises Refused, TransportError."""
-    connection = await links.get(peer, ALPN_PIPELINE, lane=LANE)
+    """Measure the path to `peer`, `deadline` seconds for each message.
 
-    async def took(request: Probe) -> float:
+    Raises Refused, TransportError.
+    """
+    connection = await links.get(peer, ALPN_PIPELINE, lane=PROBE_LANE)
+
+    async def time_probe(request: Probe) -> float:
         begin = time.monotonic()
         reply = await ask(connection, request, Probe, deadline=deadline)
         if len(reply.payload) != request.answer:
-            raise RemoteProtocolError(Reason.MALFORMED, "a probe was answered by another length")
-        return max(LEAST_S, time.monotonic() - begin)
+            raise RemoteProtocolError(Reason.MALFORMED, "the probe's reply has the wrong length")
+        return max(MIN_TIME_S, time.monotonic() - begin)
 
-    round_trip = min([await took(Probe()) for _ in range(SMALL)])
-    up = min([await took(Probe(bytes(MAX_PROBE))) for _ in range(LARGE)])
-    down = min([await took(Probe(answer=MAX_PROBE)) for _ in range(LARGE)])
-    slower = max(LEAST_S, max(up, down) - round_trip)
+    round_trip = min([await time_probe(Probe()) for _ in range(EMPTY_PROBES)])
+    up = min([await time_probe(Probe(bytes(MAX_PROBE))) for _ in range(FULL_PROBES)])
+    down = min([await time_probe(Probe(answer=MAX_PROBE)) for _ in range(FULL_PROBES)])
+    slower = max(MIN_TIME_S, max(up, down) - round_trip)
     return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
-
-
-async def is_reachable(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
-    """Return whether `node` replies in time, also with a refusal; it may need some to change networks."""
-    until = time.monotonic() + within_s
-    while (left := until - time.monotonic()) > 0:
-        try:
-            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=LANE)
-            await ask(connection, Probe(), Probe, deadline=max(AGAIN_S, left))
-        except TransportError:
-            await links.drop(node, ALPN_PIPELINE, lane=LANE)
-            await asyncio.sleep(AGAIN_S)
-        except (Refused, RemoteProtocolError):
-            return True
-        else:
-            return True
-    return False
-
-
-class ProbeResponder:
-    """Answers probes, up to a rate of bytes for each peer."""
-
-    def __init__(self, *, limit: int = 1024) -> None:
-        self._buckets = TokenBuckets(RATE, BURST, limit)
-
-    async def answer(self, peer: bytes, stream: Stream, request: Probe) -> None:
-        """Send the requested number of bytes. Raises RemoteProtocolError(RATE_LIMITED)."""
-        size = len(request.payload) + request.answer
-        if self._buckets.debt(peer, time.monotonic(), size) > 0:
-            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: measure less often")
-        await send(stream, Probe(bytes(request.answer)))
-        await stream.finish()
 
 
 logger = logging.getLogger(__name__)
 
 REQUEST_S = 10.0
-"""For a request to come in whole."""
+"""Deadline for receiving a complete request."""
 MAX_GROUPS = 256
 Prepare = Callable[[PrepareVersion], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class _Known:
-    """The newest plan of a group that we have seen."""
+class _SeenPlan:
+    """The newest plan seen of a group."""
 
     plan: PipelinePlan
     payload: bytes
-    """As it was signed."""
+    """The exact bytes that were signed."""
 
 
 class LinkAcceptor:
-    """The handler of ALPN_PIPELINE of one node."""
+    """Handles incoming ALPN_PIPELINE streams of this node."""
 
     def __init__(
         self, node: bytes, run: bytes, trainer: bytes, *, clock: Callable[[], float] = time.time
     ) -> None:
         self.newer: Callable[[bytes], None] | None = None
-        """Called with a sealed plan that names us, newer than what we knew of its group."""
+        """Called with a sealed plan that includes this node and is newer than the known plan of its group."""
         self._node = node
         self._run = run
         self._trainer = trainer
         self._clock = clock
-        self._plans: OrderedDict[bytes, _Known] = OrderedDict()
+        self._plans: OrderedDict[bytes, _SeenPlan] = OrderedDict()
         self._rings: dict[bytes, tuple[Ring, Prepare | None]] = {}
-        self._others: frozenset[bytes] = frozenset()
-        self._answers = ProbeResponder()
+        self._probers: frozenset[bytes] = frozenset()
+        self._buckets = TokenBuckets(PROBE_BYTES_PER_S, PROBE_BURST_BYTES, MAX_PROBING_PEERS)
 
     def admit(self, sealed: bytes) -> PipelinePlan:
-        """The plan in `sealed`, if the trainer signed it and it is not older than what we know of its group.
+        """Open a sealed plan.
 
-        Raises RemoteProtocolError: what unseal() raises, MALFORMED, ROLLBACK, EQUIVOCATION.
+        Accept it if the trainer signed it and it is no older than the group's known plan. Raises
+        RemoteProtocolError: unseal()'s reasons, MALFORMED, ROLLBACK, EQUIVOCATION.
         """
         return self._admit(sealed)[0]
 
     def _admit(self, sealed: bytes) -> tuple[PipelinePlan, bool]:
-        """(plan, whether it was news)."""
+        """Return the plan and whether it is new."""
         opened = unseal(
             sealed,
             Purpose.PIPELINE,
@@ -158,33 +130,35 @@ class LinkAcceptor:
         check_plan(plan)
         known = self._plans.get(plan.group)
         if known is not None and plan.generation < known.plan.generation:
-            raise RemoteProtocolError(Reason.ROLLBACK, "there is a newer plan of this pipeline")
+            raise RemoteProtocolError(Reason.ROLLBACK, "this pipeline has a newer plan")
         news = known is None or plan.generation > known.plan.generation
         if known is not None and not news and known.payload != opened.payload:
-            raise RemoteProtocolError(Reason.EQUIVOCATION, "two plans of one generation")
-        self._plans[plan.group] = _Known(plan, opened.payload)
+            raise RemoteProtocolError(
+                Reason.EQUIVOCATION, "two different plans of the same generation"
+            )
+        self._plans[plan.group] = _SeenPlan(plan, opened.payload)
         self._plans.move_to_end(plan.group)
-        self._forget_one()
+        self._evict_idle_group()
         return plan, news
 
     def attach(self, ring: Ring, prepare: Prepare | None = None) -> None:
-        """Let lines of its plan in; `prepare` serves its stage 0, and refuses by RemoteProtocolError.
+        """Accept links for `ring`, replacing any earlier ring of its group.
 
-        One ring a group: another one takes its place.
+        `prepare` serves requests from its stage 0, and refuses by raising RemoteProtocolError.
         """
         self._rings[ring.plan.group] = (ring, prepare)
 
     def detach(self, ring: Ring) -> None:
-        """It runs no more."""
+        """Stop accepting links for `ring`."""
         if self._rings.get(ring.plan.group, (None,))[0] is ring:
             del self._rings[ring.plan.group]
 
     def allow(self, others: Iterable[bytes]) -> None:
-        """Who may measure the way to us, besides those that are in a plan with us."""
-        self._others = frozenset(others)
+        """Set the peers that may probe this node, besides those that share a plan with it."""
+        self._probers = frozenset(others)
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
-        """Answer one stream, as a router's handler."""
+        """Answer one stream; a handler for the router."""
         limit = (MAX_PROBE if self._may_probe(peer) else MAX_SEALED) + KIB
         async with asyncio.timeout(REQUEST_S):
             request = await receive(stream, PipelineRequest, limit)  # type: ignore[arg-type]
@@ -199,21 +173,23 @@ class LinkAcceptor:
         plan, news = self._admit(request.plan)
         rank = plan.rank_of(self._node)
         if rank is None or plan.before(rank) != peer:
-            raise RemoteProtocolError(Reason.NOT_ADMITTED, "that plan opens no line from you to us")
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, "the plan has no link from you to us")
         ring, _ = self._rings.get(plan.group, (None, None))
         if ring is None or ring.plan.generation != plan.generation:
             if news and self.newer is not None:
                 self.newer(request.plan)
-            raise RemoteProtocolError(Reason.NOT_YET, "we are not ready for that plan yet")
-        logger.info("%s opens a line: stage %d to %d", short(peer), rank - 1, rank)
+            raise RemoteProtocolError(Reason.NOT_YET, "this node is not ready for that plan yet")
+        logger.info("%s opened the link from stage %d to %d", short(peer), rank - 1, rank)
         await ring.accept(stream, request.epoch)
 
     async def _prepare(self, peer: bytes, stream: Stream, request: PrepareVersion) -> None:
         ring, prepare = self._rings.get(request.group, (None, None))
         if ring is None or ring.plan.stages[0].node != peer or ring.rank == 0:
-            raise RemoteProtocolError(Reason.NOT_ADMITTED, "you do not lead a pipeline of ours")
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED, "you are not stage 0 of a pipeline that we run"
+            )
         if ring.plan.generation != request.generation or prepare is None:
-            raise RemoteProtocolError(Reason.NOT_YET, "we are not ready for that plan yet")
+            raise RemoteProtocolError(Reason.NOT_YET, "this node is not ready for that plan yet")
         await prepare(request)
         await send(stream, Prepared(request.version))
         await stream.finish()
@@ -221,22 +197,26 @@ class LinkAcceptor:
     async def _probe(self, peer: bytes, stream: Stream, request: Probe) -> None:
         if not self._may_probe(peer):
             raise RemoteProtocolError(
-                Reason.NOT_ADMITTED, "this node was not asked to measure with you"
+                Reason.NOT_ADMITTED, "this node does not accept your probes: no plan includes both"
             )
-        await self._answers.answer(peer, stream, request)
+        size = len(request.payload) + request.answer
+        if self._buckets.debt(peer, time.monotonic(), size) > 0:
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: probe less often")
+        await send(stream, Probe(bytes(request.answer)))
+        await stream.finish()
 
     def _may_probe(self, peer: bytes) -> bool:
-        if peer in self._others:
+        if peer in self._probers:
             return True
-        plans = (known.plan for known in self._plans.values())
+        plans = (seen.plan for seen in self._plans.values())
         return any(
             plan.rank_of(self._node) is not None
             and (plan.rank_of(peer) is not None or peer in plan.spares)
             for plan in plans
         )
 
-    def _forget_one(self) -> None:
-        """Of too many groups the one that was heard of longest ago, unless it runs."""
+    def _evict_idle_group(self) -> None:
+        """Above MAX_GROUPS, drop the least recently seen group that has no ring."""
         if len(self._plans) > MAX_GROUPS:
             idle = next((group for group in self._plans if group not in self._rings), None)
             if idle is not None:

@@ -1,8 +1,7 @@
-"""Hidden states as they travel between stages: raw, or 8 bits a number with one scale a token.
+"""Encode hidden states for links: raw, or 8 bits per element with a scale per token.
 
-The receiver unpacks exactly the numbers that are packed here, and rounded() gives them: a fingerprint of a
-boundary is of that. Scales follow each token's largest number, so nothing overflows and no token is another's
-business.
+Boundary fingerprints are taken of the states as the receiver decodes them; rounded() computes those on the
+sender. A token's scale follows from its own largest element, so nothing overflows and tokens are independent.
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from ...protocol.pipelines import Encoding
 from ..ops.errors import EngineError
 from .frames import Array
 
-_E4M3_MOST = 448.0
-"""Largest number of float8_e4m3fn."""
-_INT8_MOST = 127.0
-_TINY = 2.0**-100
-"""Least scale: a token of zeros has none of its own."""
+_E4M3_MAX = 448.0
+"""Largest finite float8_e4m3fn."""
+_INT8_MAX = 127.0
+_MIN_SCALE = 2.0**-100
+"""Lower bound of a scale, for tokens that are all zeros."""
 _RAW: dict[torch.dtype, np.dtype[np.uint16] | np.dtype[np.float32]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(np.uint16),
@@ -27,18 +26,21 @@ _RAW: dict[torch.dtype, np.dtype[np.uint16] | np.dtype[np.float32]] = {
 
 
 def pack(hidden: Tensor, encoding: Encoding) -> tuple[Array, ...]:
-    """`hidden` [T, d], float32 or bfloat16, as arrays that a frame takes; waits for the device.
+    """Encode `hidden` [T, d], float32 or bfloat16, as arrays for a frame; waits for the device.
 
-    raw: the numbers, bfloat16 as its bits; fp8: bits of e4m3, int8: integers, both with scales [T, 1] float32.
+    raw: the elements, bfloat16 as uint16 bits. fp8: e4m3 bits [T, d] and scales [T, 1] float32. int8: integers
+    [T, d] and scales [T, 1] float32.
     """
     return arrays(codes(hidden, encoding))
 
 
 def codes(hidden: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
-    """What pack() takes from the device, still there; see arrays(). Raises EngineError."""
+    """Encode `hidden` on its device, for arrays(). Raises EngineError for other dtypes."""
     if encoding == "raw":
         if hidden.dtype not in _RAW:
-            raise EngineError(f"states of {hidden.dtype} do not travel: choose float32 or bfloat16")
+            raise EngineError(
+                f"hidden states of {hidden.dtype} cannot be sent: set engine.dtype to float32 or bfloat16"
+            )
         hidden = hidden.detach()
         return (hidden.view(torch.int16) if hidden.dtype == torch.bfloat16 else hidden,)
     coded, scales = _coded(hidden, encoding)
@@ -46,9 +48,9 @@ def codes(hidden: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
 
 
 def arrays(coded: Sequence[Tensor]) -> tuple[Array, ...]:
-    """What codes() gave, as pack() gives it; waits for the device."""
-    found = [one.cpu().numpy() for one in coded]
-    return tuple(one.view(np.uint16) if one.dtype == np.int16 else one for one in found)
+    """Copy the tensors of codes() to the host, in the form of pack(); waits for the device."""
+    copied = [one.cpu().numpy() for one in coded]
+    return tuple(one.view(np.uint16) if one.dtype == np.int16 else one for one in copied)
 
 
 def unpack(
@@ -59,9 +61,11 @@ def unpack(
     device: torch.device,
     width: int,
 ) -> Tensor:
-    """The states [T, `width`] that pack() was given, as near as `encoding` is; in memory of their own.
+    """Decode pack()'s arrays to states [T, `width`] in new memory.
 
-    Raises EngineError for arrays that pack() never makes.
+    Exact for raw, else up to the precision of `encoding`.
+
+    Raises EngineError for arrays that pack() cannot produce.
     """
     wanted = (
         _RAW[dtype] if encoding == "raw" else np.dtype(np.uint8 if encoding == "fp8" else np.int8)
@@ -72,28 +76,28 @@ def unpack(
         or arrays[0].dtype != wanted
         or arrays[0].shape[1] != width
     ):
-        raise EngineError(f"the stage before sent no {encoding} states of width {width}")
+        raise EngineError(f"the previous stage sent no {encoding} states of width {width}")
     first = _uploaded(arrays[0], device)
     if encoding == "raw":
         if len(arrays) != 1:
-            raise EngineError("the stage before sent more than raw states")
+            raise EngineError("the previous stage sent more than the raw states")
         return first.view(torch.bfloat16) if dtype == torch.bfloat16 else first
     if len(arrays) != 2 or arrays[1].dtype != np.float32 or arrays[1].shape != (len(first), 1):
-        raise EngineError(f"the stage before sent no scale for every token of {encoding} states")
+        raise EngineError(f"the previous stage sent {encoding} states without a scale per token")
     if encoding == "fp8":
         first = first.view(torch.float8_e4m3fn)
     return _decoded(first, _uploaded(arrays[1], device), dtype)
 
 
 def rounded(hidden: Tensor, encoding: Encoding) -> Tensor:
-    """`hidden` [T, d] as the receiver sees it: same dtype, same device."""
+    """Return `hidden` [T, d] as the receiver decodes it; same dtype and device."""
     if encoding == "raw":
         return hidden
     return _decoded(*_coded(hidden, encoding), hidden.dtype)
 
 
 def _uploaded(array: Array, device: torch.device) -> Tensor:
-    """A copy on `device`, not waited for; a copy anyway, as frames are read-only and streams are not."""
+    """Copy `array` to `device` without waiting; always a copy, as a frame's memory is read-only."""
     kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
     host = torch.empty(array.shape, dtype=kind, pin_memory=device.type == "cuda")
     host.numpy()[...] = array
@@ -101,14 +105,14 @@ def _uploaded(array: Array, device: torch.device) -> Tensor:
 
 
 def _coded(hidden: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:
-    """Codes [T, d] and scales [T, 1] fp32; each number is about code x scale."""
-    numbers = hidden.detach().float()
-    most = _E4M3_MOST if encoding == "fp8" else _INT8_MOST
-    scales = (numbers.abs().amax(1, keepdim=True) / most).clamp_min(_TINY)
-    codes = numbers / scales
+    """Quantize to codes [T, d] and scales [T, 1] fp32; element = code x scale, rounded."""
+    values = hidden.detach().float()
+    limit = _E4M3_MAX if encoding == "fp8" else _INT8_MAX
+    scales = (values.abs().amax(1, keepdim=True) / limit).clamp_min(_MIN_SCALE)
+    codes = values / scales
     if encoding == "fp8":
-        return codes.clamp(-most, most).to(torch.float8_e4m3fn), scales
-    return codes.round().clamp(-most, most).nan_to_num(0.0).to(torch.int8), scales
+        return codes.clamp(-limit, limit).to(torch.float8_e4m3fn), scales
+    return codes.round().clamp(-limit, limit).nan_to_num(0.0).to(torch.int8), scales
 
 
 def _decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

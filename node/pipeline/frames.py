@@ -1,7 +1,9 @@
-"""Frames as bytes, sans I/O: u32 length of the head, the head in MessagePack, body, trail, tensors.
+"""Encode and decode pipeline frames, without I/O.
 
-A reader checks the head against the limits of the plan before it allocates the rest. A relay
-passes the bytes on and never looks into body, trail and tensors. A head of length 0 is a beat: still there.
+Layout: u32 length of the head, head (MessagePack), body, trail, tensors.
+
+A reader checks the head against the plan's limits before it allocates memory for the rest. A relay forwards
+body, trail and tensors without decoding them. A head of length 0 is a beat (keepalive).
 """
 
 import asyncio
@@ -25,46 +27,47 @@ Array = NDArray[Any]
 
 
 class Kind(StrEnum):
-    """What a frame is for."""
+    """Frame types."""
 
     RESET = "reset"
-    """A chain begins: forget all sequences. Comes back once the ring is whole."""
+    """Begin a ring epoch: drop all sequences. Travels the whole ring, so its return shows that the ring
+    works."""
     SWITCH = "switch"
-    """Write the weights that were prepared for the version in `number`; what follows is computed by them."""
+    """Apply the weights prepared for version `number`; later steps use them."""
     STEP = "step"
-    """A micro-batch: what to compute, and what the stage before made of it."""
+    """A micro-batch: its schedule, and the hidden states of the previous stage."""
     DRAWN = "drawn"
-    """From the last stage: the tokens drawn in the micro-batch of that number."""
+    """From the last stage: the tokens sampled in micro-batch `number`."""
     FAULT = "fault"
-    """A stage cannot go on; `body` says why, in words. The chain is of no use any more."""
+    """A stage failed; `body` holds the reason as text. Ends the ring epoch."""
     PING = "ping"
-    """Comes back unchanged."""
+    """Travels the ring and returns unchanged."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One message."""
+    """One message between neighbouring stages, or between a node and its engine."""
 
     kind: Kind
     epoch: int
-    """Of the chain; frames of an older one are dropped."""
+    """Ring epoch; frames of an older one are dropped."""
     number: int
-    """Of the micro-batch, counted by stage 0; of a SWITCH the version; of a FAULT the stage whose fault it is,
-    as far as the sender knows."""
+    """Index of the micro-batch, counted by stage 0. In a SWITCH: the version. In a FAULT: the failed stage, as
+    far as the sender knows."""
     body: bytes = b""
-    """What the engine wants to say, encoded by it without pickle."""
+    """Payload of the engine, encoded without pickle."""
     tensors: tuple[Array, ...] = ()
     """Hidden states [tokens, width] first; bfloat16 as uint16 bits (`BITS`)."""
     trail: bytes = b""
-    """Fingerprints of the boundaries so far, as trails.py packs them."""
+    """Fingerprints of the boundaries so far, as packed by trails.py."""
     busy_us: int = 0
-    """Longest time that one stage needed for this micro-batch so far, microseconds."""
+    """Compute time of the slowest stage so far, microseconds."""
     waited_us: int = 0
-    """Time that it lay in the queues of stages that were busy with others."""
+    """Time spent in the queues of busy stages, microseconds."""
 
 
 BITS = np.dtype(np.uint16)
-"""How bfloat16 is held where numpy has none."""
+"""numpy dtype that holds bfloat16 bits, as numpy has no bfloat16."""
 
 
 PREFIX_BYTES = 4
@@ -73,12 +76,12 @@ MAX_HEAD = 16 * KIB
 MAX_BODY = 64 * MIB
 MAX_TENSORS = 8
 BODY_PER_SEQUENCE = 4 * KIB
-"""Room for what a step says of a sequence apart from its tokens and blocks."""
+"""Bytes for a sequence's fields in a step, apart from its tokens and blocks."""
 BODY_PER_TOKEN = 12
-"""A token id and its share of a block's number in MessagePack, with room to spare."""
+"""Bytes for a token id and its share of a block number in MessagePack, with a margin."""
 PROJECTION_BYTES = 8
 MAX_WORDS = 4 * KIB
-"""Of a FAULT."""
+"""Limit of a FAULT's text."""
 
 Buffer = bytes | memoryview
 DType = Literal["float32", "float16", "uint16", "uint8", "int8", "int32", "int64"]
@@ -88,7 +91,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
 class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a tensor looks like."""
+    """Dtype and shape of a tensor."""
 
     dtype: DType
     shape: Annotated[tuple[Dim, ...], msgspec.Meta(max_length=4)]
@@ -100,7 +103,7 @@ class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Everything of a frame but its contents."""
+    """Header of a frame: all fields, and the sizes of the contents."""
 
     kind: Kind
     epoch: Version
@@ -121,7 +124,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class FrameLimits:
-    """The most bytes of each part that a plan has any use for."""
+    """Largest valid size of each part of a frame, in bytes."""
 
     body: int
     trail: int
@@ -129,10 +132,10 @@ class FrameLimits:
 
     @classmethod
     def of(cls, shape: PipelineShape) -> "FrameLimits":
-        """Of the frames between stages of that shape.
+        """Derive the limits for pipelines of this shape.
 
-        A body may describe every sequence with all of its tokens; two states of a token (hidden and residual)
-        with a scale each may travel; every token may have a fingerprint at every boundary.
+        Room for a body that describes every sequence with all its tokens, for two states per token (hidden and
+        residual) with a scale each, and for a fingerprint of every token at every boundary.
         """
         width = 4 if shape.dtype == "float32" else 2
         sequence = BODY_PER_TOKEN * shape.max_model_len + BODY_PER_SEQUENCE
@@ -143,7 +146,7 @@ class FrameLimits:
         )
 
     def fault(self, head: Head) -> str:
-        """What of a frame is too large; "" if nothing."""
+        """Describe the part of a frame that is too large; "" if none is."""
         body = self.body if head.kind in (Kind.STEP, Kind.DRAWN) else MAX_WORDS
         tensors = sum(one.size for one in head.tensors)
         sizes = (("body", head.body, body), ("trail", head.trail, self.trail))
@@ -154,9 +157,9 @@ class FrameLimits:
 
 
 def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
-    """The buffers that say `frame`, in order; those of tensors are views of them where these are contiguous.
+    """Encode `frame` as buffers to send in order; contiguous tensors are not copied.
 
-    Raises LocalProtocolError for a frame that no stage would accept.
+    Raises LocalProtocolError for a frame that exceeds `limits`, which no stage would accept.
     """
     tensors = [np.ascontiguousarray(one) for one in frame.tensors]
     try:
@@ -173,24 +176,30 @@ def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
         raw = msgspec.msgpack.encode(head)
         read_head(raw, limits)
     except RemoteProtocolError as error:
-        raise LocalProtocolError(f"a frame that no stage would take: {error.detail}") from error
+        raise LocalProtocolError(f"no stage would accept this frame: {error.detail}") from error
     contents = [one.data.cast("B") for one in tensors if one.size]
     start = len(raw).to_bytes(PREFIX_BYTES, "big") + raw
     return [start, *(part for part in (frame.body, frame.trail) if part), *contents]
 
 
 def head_size(prefix: bytes) -> int:
-    """Bytes of the head that follows; 0 for a beat. Raises RemoteProtocolError(TOO_LARGE)."""
+    """Read the length of the head from its prefix; 0 is a beat.
+
+    Raises RemoteProtocolError(TOO_LARGE).
+    """
     size = int.from_bytes(prefix, "big")
     if size > MAX_HEAD:
         raise RemoteProtocolError(
-            Reason.TOO_LARGE, f"a frame's head of {size} bytes, at most {MAX_HEAD} here"
+            Reason.TOO_LARGE, f"a frame's head has {size} bytes, at most {MAX_HEAD} are allowed"
         )
     return size
 
 
 def read_head(raw: bytes, limits: FrameLimits) -> Head:
-    """The head in `raw`; only then may `head.size` bytes be read. Raises RemoteProtocolError."""
+    """Decode a head and check it against `limits`, before its `size` bytes are read.
+
+    Raises RemoteProtocolError.
+    """
     head = decode_struct(raw, Head)
     if fault := limits.fault(head):
         raise RemoteProtocolError(Reason.TOO_LARGE, fault)
@@ -198,17 +207,20 @@ def read_head(raw: bytes, limits: FrameLimits) -> Head:
 
 
 def decode(head: Head, contents: bytes | bytearray | memoryview) -> Frame:
-    """The frame whose head is followed by `contents`, of `head.size` bytes; tensors are views if possible."""
+    """Decode the contents that follow a head, `head.size` bytes.
+
+    Aligned tensors are views of them. Raises RemoteProtocolError(MALFORMED) for another size.
+    """
     view = memoryview(contents)
     if len(view) != head.size:
         raise RemoteProtocolError(
-            Reason.MALFORMED, f"{len(view)} bytes in a frame that says {head.size}"
+            Reason.MALFORMED, f"a frame has {len(view)} bytes, its head says {head.size}"
         )
     at = head.body + head.trail
     tensors: list[Array] = []
     for one in head.tensors:
         data = np.frombuffer(view[at : at + one.size], np.dtype(one.dtype))
-        # Behind a body of any length numbers may lie across words, which not every kernel reads.
+        # The body may have any length, which leaves tensors unaligned; not every kernel reads those.
         tensors.append((data if data.flags.aligned else data.copy()).reshape(one.shape))
         at += one.size
     return Frame(
@@ -224,12 +236,12 @@ def decode(head: Head, contents: bytes | bytearray | memoryview) -> Frame:
 
 
 def fault_frame(epoch: int, rank: int, words: str) -> Frame:
-    """A FAULT of stage `rank` in that epoch."""
+    """Make a FAULT frame that blames stage `rank`."""
     return Frame(Kind.FAULT, epoch, max(0, rank), words.encode()[:MAX_WORDS])
 
 
 def words_of(contents: Sequence[int] | bytes) -> str:
-    """The text of a FAULT as one printable line; it may come from a stranger."""
+    """Decode a FAULT's text as one printable line; it is untrusted."""
     text = bytes(contents)[:MAX_WORDS].decode(errors="replace")
     return "".join(char if char.isprintable() else " " for char in text)
 
@@ -237,7 +249,9 @@ def words_of(contents: Sequence[int] | bytes) -> str:
 def _name(array: Array) -> DType:
     name = array.dtype.name
     if name not in DTYPES:
-        raise LocalProtocolError(f"a tensor of {name} does not travel: {', '.join(DTYPES)} do")
+        raise LocalProtocolError(
+            f"a tensor of {name} cannot be sent: convert it to one of {', '.join(DTYPES)}"
+        )
     return name  # type: ignore[return-value]
 
 
@@ -245,9 +259,9 @@ DTYPES: tuple[DType, ...] = ("float32", "float16", "uint16", "uint8", "int8", "i
 
 
 PIECE = 256 * KIB
-"""Of a frame's contents: each has to come in time, so a large frame may take longer than a small one."""
+"""Bytes of a frame's contents that are read under one timeout, so a large frame may take longer."""
 JOINED = 512 * KIB
-"""Contents up to this size leave together with their head."""
+"""Contents up to this size are written together with their head."""
 
 Read = Callable[[int], Awaitable[bytes]]
 Write = Callable[[bytes], Awaitable[None]]
@@ -255,11 +269,11 @@ Write = Callable[[bytes], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Packet:
-    """One frame, as it is on the wire."""
+    """One encoded frame, with its head decoded."""
 
     head: Head
     start: bytes
-    """Length of the head, and the head."""
+    """Length prefix and encoded head."""
     contents: bytes
 
     @property
@@ -269,11 +283,11 @@ class Packet:
 
     @property
     def kind(self) -> Kind:
-        """What it is for."""
+        """The frame's type."""
         return self.head.kind
 
     async def write(self, write: Write) -> None:
-        """All of it."""
+        """Write the whole packet."""
         if len(self.contents) <= JOINED:
             await write(self.start + self.contents)
             return
@@ -282,7 +296,7 @@ class Packet:
 
 
 def packet(frame: Frame, limits: FrameLimits) -> Packet:
-    """`frame`, said by a relay itself."""
+    """Encode `frame` as a packet, for frames that a relay creates. Raises LocalProtocolError."""
     start, *contents = encode(frame, limits)
     start = bytes(start)
     return Packet(read_head(start[PREFIX_BYTES:], limits), start, b"".join(contents))
@@ -291,9 +305,9 @@ def packet(frame: Frame, limits: FrameLimits) -> Packet:
 async def read_packet(
     read: Read, limits: FrameLimits, *, patience_s: float | None
 ) -> Packet | None:
-    """The next frame; None for a beat. Every piece has to come within `patience_s` seconds.
+    """Read the next packet; None for a beat. Each piece must arrive within `patience_s` seconds.
 
-    Raises RemoteProtocolError for bytes that are no frame or too large, TimeoutError, and what `read` raises.
+    Raises RemoteProtocolError for malformed or oversized frames, TimeoutError, and the errors of `read`.
     """
 
     async def timely(size: int) -> bytes:

@@ -1,7 +1,7 @@
-"""The engines of a pipeline as a node sees them: two protocols, implemented by vLLM in processes of its own.
+"""Interfaces of a pipeline's engines, and their implementations: vLLM in child processes.
 
-Beside the engine seam the node that supervises the ring asks for little. No engine knows the network:
-frames come and go at a Port, and the node says when a chain begins anew.
+They extend Engine by rejoin() and the micro-batch figures. Engines do not touch the network: they exchange
+frames with the node's process over a Port, and the node tells stage 0 when to begin a new ring epoch.
 """
 
 import sys
@@ -14,56 +14,59 @@ from ..inference.host_messages import EngineBusy
 from ..inference.hosted import HostedEngine
 from ..inference.replica import EngineTimeouts
 from ..ops.errors import EngineError, EngineLost
-from .place import PROGRAM_MODULE, StagePlace
+from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
 
 
 class HeadEngine(Engine, Protocol):
-    """The engine of stage 0: it schedules, and answers requests.
+    """The engine of stage 0, which schedules and answers requests.
 
-    While the ring is down generate() waits, and load() and update() at most until the next rejoin(); before
-    the first they take effect at once. `stats().fault` stays empty meanwhile: nothing is lost.
+    While the ring is down, generate() waits, and load() and update() wait at most until the next rejoin().
+    Before the first rejoin() they take effect at once. `stats().fault` stays empty meanwhile, as no request is
+    lost.
     """
 
     async def rejoin(self, epoch: int) -> None:
-        """Reset the ring, which is whole again, bring all stages to one version, and replay requests in flight.
+        """Begin a ring epoch: reset all stages, switch their weights, replay requests.
 
-        Raises EngineLost or EngineError if that failed: it may be tried again with a newer epoch.
+        Call it when the ring is healthy again. Raises EngineLost or EngineError; retry with a newer epoch.
         """
         ...
 
 
 class StageEngine(Engine, Protocol):
-    """The engine of a later stage: load() and update() only prepare, the switch comes down the ring.
+    """The engine of a later stage.
 
-    Before its first chain they take effect at once. generate() raises EngineError.
+    load() and update() prepare weights, which a SWITCH frame applies.
+
+    Before its first ring epoch they take effect at once. generate() raises EngineError.
     """
 
 
 class Lanes(Protocol):
-    """How the work of stage 0 is cut."""
+    """Micro-batch figures of stage 0."""
 
     @property
     def lanes(self) -> int:
-        """Micro-batches that the sequences are cut into just now."""
+        """Number of micro-batches that running sequences are split into."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that are under way."""
+        """Micro-batches in flight."""
         ...
 
     @property
     def stall_share(self) -> float | None:
-        """Share of its time that the slowest stage waits, 0 to 1; None where it is not measured."""
+        """Idle share of the slowest stage's time, 0 to 1; None if not measured."""
         ...
 
 
 @runtime_checkable
 class Laned(Protocol):
-    """A head that tells of its micro-batches."""
+    """A head engine that reports its micro-batch figures."""
 
     def lanes(self) -> Lanes | None:
-        """Of now; None before start()."""
+        """Return the current figures; None before start()."""
         ...
 
 
@@ -73,7 +76,7 @@ STAGE_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "stage")
 
 @dataclass(frozen=True)
 class HostedLanes:
-    """Implements Lanes, as of a second ago."""
+    """Implements Lanes; values may be a second old."""
 
     lanes: int
     in_flight: int
@@ -81,7 +84,7 @@ class HostedLanes:
 
 
 class HostedHead(HostedEngine):
-    """Implements HeadEngine, and Laned."""
+    """Implements HeadEngine and Laned."""
 
     def __init__(
         self,
@@ -97,11 +100,11 @@ class HostedHead(HostedEngine):
         async with self._in_turn:
             child = self._replicas[0].child
             if child is None:
-                raise EngineLost(f"the vLLM engine is being started again: {self._down()}")
+                raise EngineLost(f"the vLLM engine is restarting: {self._down()}")
             await child.rejoin(epoch)
 
     def lanes(self) -> HostedLanes:
-        """How the work is cut."""
+        """Return the micro-batch figures of the last report."""
         busy = self._replicas[0].busy if self._replicas else EngineBusy()
         return HostedLanes(busy.lanes, busy.in_flight, busy.stall_share)
 
@@ -118,12 +121,12 @@ class HostedStage(HostedEngine):
         super().__init__(_planned(config, place), STAGE_PROGRAM, timeouts, place=place)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Never. Raises EngineError."""
-        raise EngineError("tokens are asked of stage 0 of a pipeline, and this is another one")
+        """Raise EngineError: only stage 0 generates."""
+        raise EngineError(NOT_STAGE_0)
 
 
 def _planned(config: EngineConfig, place: StagePlace) -> EngineConfig:
-    """With the lengths and numbers that all stages have."""
+    """Set the sequence length and count that the plan fixes for all stages."""
     shape = place.shape
     return config.model_copy(
         update={"max_model_len": shape.max_model_len, "max_batch": shape.max_sequences}

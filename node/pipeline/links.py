@@ -1,8 +1,8 @@
-"""Links: a stream of frames to the next stage, dialled again when it is lost, one from the stage before, and
-a Unix socket to the process that computes.
+"""Links of a stage: to the next stage, from the previous one, and to the local engine.
 
-Frames go one way. Against them go only single bytes that say "still reading", so that both ends notice within a
-known time when the other one is gone, however quiet the pipeline is.
+The outbound link is redialled when it is lost; the local link is a Unix socket to the engine's process. Frames
+travel one way. The receiver sends single keepalive bytes back, so that both ends notice a lost peer within a
+known time, even while the pipeline is idle.
 """
 
 import asyncio
@@ -28,12 +28,15 @@ from ..process.unix_sockets import short as short_path
 from .frames import BEAT, FrameLimits, Packet, read_packet
 
 MAX_FRAMES = 80
-"""More than MAX_MICRO_BATCHES: what comes back to stage 0 always finds room, so no ring locks itself up."""
+"""Above MAX_MICRO_BATCHES, so that frames returning to stage 0 always fit and the ring cannot deadlock."""
 MAX_BYTES = 64 * MIB
 
 
 class PacketQueue:
-    """Packets in order. Full at `frames` of them, or at `size` bytes; one always fits."""
+    """A FIFO of packets. Full at `frames` packets or `size` bytes.
+
+    An empty queue accepts any packet.
+    """
 
     def __init__(self, frames: int = MAX_FRAMES, size: int = MAX_BYTES) -> None:
         self._frames = frames
@@ -46,7 +49,7 @@ class PacketQueue:
         return len(self._packets)
 
     async def put(self, packet: Packet) -> None:
-        """Append it, waiting for room."""
+        """Append a packet, waiting for room."""
         while len(self._packets) >= self._frames or (self._packets and self._bytes >= self._limit):
             await self._changed.wait()
         self._packets.append(packet)
@@ -54,18 +57,18 @@ class PacketQueue:
         self._changed.fire()
 
     def put_first(self, packet: Packet) -> None:
-        """Ahead of all others, whether there is room or not: for the few that say that all is over."""
+        """Insert a packet at the front, even if the queue is full: for pings and faults."""
         self._packets.appendleft(packet)
         self._bytes += packet.size
         self._changed.fire()
 
     def put_only(self, packet: Packet) -> None:
-        """As put_first(), in the place of all of its kind: a neighbour may send these without end."""
+        """Insert a packet at the front and drop others of its kind, to bound their number."""
         self.drop(lambda one: one.kind is packet.kind)
         self.put_first(packet)
 
     async def take(self) -> Packet:
-        """The next one."""
+        """Remove and return the next packet, waiting for one."""
         while not self._packets:
             await self._changed.wait()
         packet = self._packets.popleft()
@@ -74,18 +77,18 @@ class PacketQueue:
         return packet
 
     def drop(self, which: Callable[[Packet], bool]) -> None:
-        """Forget some."""
+        """Remove the packets for which `which` is true."""
         self._packets = deque(packet for packet in self._packets if not which(packet))
         self._bytes = sum(packet.size for packet in self._packets)
         self._changed.fire()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all packets."""
         self.drop(lambda packet: True)
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one ends; end the others, and raise what that one raised."""
+    """Run coroutines until one ends, cancel the others, and raise its error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +104,10 @@ MAX_UNDER_WAY = 4096
 
 
 class Shaper:
-    """One direction of one line: `delay_s` one way, up to `jitter_s` more, `bytes_per_s` (0: no limit)."""
+    """Emulates one direction of a WAN link.
+
+    `delay_s` one way, up to `jitter_s` more; `bytes_per_s` (0: no limit).
+    """
 
     def __init__(
         self,
@@ -120,7 +126,10 @@ class Shaper:
         self._last_due = 0.0
 
     async def carry(self, source: PacketQueue, target: PacketQueue) -> None:
-        """Move packets from one box to the other, in order, each when it is due. Runs until cancelled."""
+        """Move packets from `source` to `target` in order, each when it is due.
+
+        Runs until cancelled.
+        """
         self._under_way.clear()
         await together(self._enter(source), self._leave(target))
 
@@ -155,7 +164,7 @@ class Shaper:
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-"""Silence after which something is said, or a quarter of what counts as being lost."""
+"""Longest interval between beats; see beat_s()."""
 OPEN_S = 10.0
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 2.0
@@ -163,11 +172,11 @@ READING = b"."
 
 Deliver = Callable[[Packet], Awaitable[None]]
 Changed = Callable[[str], None]
-"""Called with "" when a line is up, with the reason when it is lost."""
+"""Called with "" when a link is up, with the reason when it is lost."""
 
 
 class OutboundLink:
-    """The link to `peer`: sends the packets in `box` once it is up."""
+    """The link to the next stage, `peer`: sends the packets in `box` while it is up."""
 
     def __init__(
         self,
@@ -182,7 +191,7 @@ class OutboundLink:
         self.box = PacketQueue()
         self.up = False
         self.why = "not dialled yet"
-        """Why it is not up."""
+        """Why the link is down; "" while it is up."""
         self.bytes = 0
         self.frames = 0
         self._links = links
@@ -196,12 +205,12 @@ class OutboundLink:
 
     @property
     def rtt_ms(self) -> float | None:
-        """To the other end and back, as the transport measures it."""
+        """Round-trip time measured by the transport; None without a connection."""
         live = self._connection is not None and not self._connection.closed
         return self._connection.path().rtt_ms if self._connection and live else None
 
     async def run(self) -> None:
-        """Dial, write until the line is lost, dial again. Ends only when cancelled."""
+        """Dial, send until the link is lost, dial again. Runs until cancelled."""
         pause = PAUSE_FIRST_S
         while True:
             stream: Stream | None = None
@@ -229,7 +238,7 @@ class OutboundLink:
                 stream = await connection.open_stream()
                 await send(stream, OpenLine(self._sealed, self._epoch))
                 await receive_reply(stream, Accepted)
-        except BaseException as error:  # also when cancelled: else the half-open stream would leak
+        except BaseException as error:  # on cancellation too: else the half-open stream would leak
             if stream is not None:
                 await stream.abort()
             if isinstance(error, TransportError):
@@ -263,19 +272,19 @@ class OutboundLink:
                 async with asyncio.timeout(self._stall_s):
                     await stream.read_exact(len(READING))
             except TimeoutError as error:
-                raise TimeoutError(f"it took nothing for {self._stall_s:g} s") from error
+                raise TimeoutError(f"the peer read nothing for {self._stall_s:g} s") from error
 
     def _set(self, up: bool, why: str) -> None:
         was, self.up, self.why = self.up, up, why
         if up or was:
-            logger.info("line to %s: %s", short(self._peer), why or "up")
+            logger.info("link to %s: %s", short(self._peer), why or "up")
             self._changed(why)
         else:
-            logger.debug("no line to %s: %s", short(self._peer), why)
+            logger.debug("no link to %s: %s", short(self._peer), why)
 
 
 class InboundLink:
-    """The line from the stage before, as it was opened by that."""
+    """The link from the previous stage, which opened it."""
 
     def __init__(self, stream: Stream, limits: FrameLimits, *, stall_s: float) -> None:
         self._stream = stream
@@ -287,19 +296,19 @@ class InboundLink:
         self.frames = 0
 
     async def serve(self, deliver: Deliver) -> None:
-        """Deliver every frame until the line is lost.
+        """Deliver every frame until the link is lost.
 
-        Raises TransportError, TimeoutError (it fell silent), RemoteProtocolError (what came was no frame).
+        Raises TransportError, TimeoutError (the peer was silent), RemoteProtocolError (an invalid frame).
         """
-        telling = asyncio.create_task(self._tell())
+        keepalives = asyncio.create_task(self._send_keepalives())
         try:
             await self._read(deliver)
         finally:
-            telling.cancel()
-            await asyncio.wait([telling])
+            keepalives.cancel()
+            await asyncio.wait([keepalives])
 
     async def close(self) -> None:
-        """End it; serve() raises."""
+        """Abort the stream, which makes serve() raise."""
         await self._stream.abort()
 
     async def _read(self, deliver: Deliver) -> None:
@@ -307,7 +316,7 @@ class InboundLink:
             try:
                 packet = await read_packet(self._receive, self._limits, patience_s=self._stall_s)
             except TimeoutError as error:
-                raise TimeoutError(f"it said nothing for {self._stall_s:g} s") from error
+                raise TimeoutError(f"the peer sent nothing for {self._stall_s:g} s") from error
             if packet is not None:
                 self.bytes += packet.size
                 self.frames += 1
@@ -320,9 +329,9 @@ class InboundLink:
         self._heard = True
         return data
 
-    async def _tell(self) -> None:
-        """One byte every beat in which something came, or in which our own engine has no room for it."""
-        with suppress(TransportError):  # the reader sees it too
+    async def _send_keepalives(self) -> None:
+        """Send one byte for each beat in which data arrived, or delivery waited for our own engine."""
+        with suppress(TransportError):  # the reader gets the same error
             while True:
                 await asyncio.sleep(beat_s(self._stall_s))
                 if self._heard or self._delivering:
@@ -331,7 +340,7 @@ class InboundLink:
 
 
 def beat_s(stall_s: float) -> float:
-    """Seconds between two beats where a line that is silent for `stall_s` is lost."""
+    """Return the interval between beats on a link that is lost after `stall_s` of silence."""
     return min(BEAT_S, stall_s / 4)
 
 
@@ -340,29 +349,29 @@ SETTLE_S = 2.0
 
 
 class LocalListener(Protocol):
-    """Who relays: a ring."""
+    """The consumer of a LocalLink: a ring."""
 
     async def from_local(self, packet: Packet) -> None:
-        """A frame of the process that computes; waiting here makes it wait."""
+        """Handle a frame from the engine's process; blocks that process while it runs."""
         ...
 
     def local_changed(self, words: str) -> None:
-        """It connected ("") or is gone (why)."""
+        """Handle a change: "" when the engine's process connected, else why it disconnected."""
         ...
 
 
 ACCEPTING_TURNS = 4
-"""Of the event loop, within which a connection that was accepted is served."""
+"""Event-loop iterations after which an accepted connection is being served."""
 
 
 class LocalLink:
-    """Listens at `path` between `async with` and its end."""
+    """The Unix socket for the engine's process; listens at `path` inside `async with`."""
 
     def __init__(self, path: Path, limits: FrameLimits) -> None:
         self.path = path
         self.limits = limits
         self.box = PacketQueue()
-        """What waits for the process that computes."""
+        """Packets for the engine's process."""
         self.listener: LocalListener | None = None
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -370,7 +379,7 @@ class LocalLink:
 
     @property
     def connected(self) -> bool:
-        """Whether a process computes."""
+        """Whether the engine's process is connected."""
         return self._writer is not None
 
     async def __aenter__(self) -> "LocalLink":
@@ -388,7 +397,7 @@ class LocalLink:
         trace: TracebackType | None,
     ) -> None:
         if self._server is not None:
-            # asyncio would leave a connection open that it has just accepted
+            # asyncio would leave a connection open that it has just accepted: wait until it is served
             for one in self._server.sockets:
                 asyncio.get_running_loop().remove_reader(one.fileno())
             for _ in range(ACCEPTING_TURNS):
@@ -396,7 +405,7 @@ class LocalLink:
             self._server.close()
         for task, writer in self._serving.items():
             task.cancel()
-            writer.transport.abort()  # a task that has not begun would not do it
+            writer.transport.abort()  # a task cancelled before its first step would not do it
         if self._serving:
             await asyncio.wait(self._serving, timeout=SETTLE_S)
         self.path.unlink(missing_ok=True)
@@ -409,12 +418,12 @@ class LocalLink:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
             self._writer.transport.abort()
-            self._gone("another process took its place")
+            self._disconnected("another process replaced it")
         self._writer = writer
         self.box.clear()
-        words = "the engine's process ended the connection"
+        words = "the engine's process closed the connection"
         try:
-            self._tell("")
+            self._notify("")
             await together(self._read(reader), self._write(writer))
         except (OSError, EOFError) as error:
             logger.debug("the engine's connection ended: %s", error)
@@ -424,7 +433,7 @@ class LocalLink:
         finally:
             writer.transport.abort()
             if self._writer is writer:
-                self._gone(words)
+                self._disconnected(words)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -440,11 +449,11 @@ class LocalLink:
         while True:
             await (await self.box.take()).write(write)
 
-    def _gone(self, words: str) -> None:
+    def _disconnected(self, words: str) -> None:
         self._writer = None
         self.box.clear()
-        self._tell(words)
+        self._notify(words)
 
-    def _tell(self, words: str) -> None:
+    def _notify(self, words: str) -> None:
         if self.listener is not None:
             self.listener.local_changed(words)

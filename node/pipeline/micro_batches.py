@@ -1,7 +1,7 @@
-"""Stage 0's end of the ring: micro-batches go out, and tokens come back in the same order, or nothing does.
+"""Stage 0's side of the ring: send micro-batches, receive sampled tokens in order.
 
-Once a chain is broken every micro-batch in flight is answered by None, and so is every later one,
-until begin() makes another one.
+After a failure every micro-batch in flight and every later one yields None, until begin() starts a new ring
+epoch.
 """
 
 import logging
@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..ops.errors import EngineError
 from .frames import MAX_WORDS, Frame, Kind
@@ -21,22 +22,24 @@ from .ports import Port, PortClosed, PortTimeout
 
 WINDOW = 32
 """Micro-batches over which the idle share of the slowest stage is measured."""
-LEAST = 4
-"""Fewest trips that a number is derived from."""
+MIN_TRIPS = 4
+"""Fewest round trips from which the number of micro-batches is derived."""
 FASTER = 0.5
-"""The way has got faster if it takes less than this share of the time measured before."""
+"""Network time below this fraction of the earlier measurement replaces it."""
 SLACK = 0.25
-"""Measurements vary: the number changes only if the ratio is this far outside the range in which it is right,
-and a ratio this little above a whole number counts as that number."""
+"""Hysteresis: the number changes only if the ratio is this far outside its range; a ratio this little above an
+integer is rounded down."""
 
 
 def micro_batches(
     trip_s: float, slowest_s: float, *, rows: int, most: int, graph_rows: int = 0
 ) -> int:
-    """ceil(trip / slowest stage), from 1 to `most` and to `rows`, the sequences that there are.
+    """Compute the number of micro-batches: ceil(round trip / slowest stage).
 
-    Where devices have CUDA graphs for steps of at most `graph_rows` sequences, at least enough that each step
-    has one: larger steps take several times as long. 0: there are no graphs.
+    At least 1; at most `most` and `rows`, the number of sequences.
+
+    At least as many as keep each step within `graph_rows` sequences, the largest captured CUDA graph: larger
+    steps take several times as long. 0: no graphs.
     """
     covering = ceil(trip_s / slowest_s) if slowest_s > 0 else 1
     graphed = ceil(rows / graph_rows) if graph_rows else 1
@@ -44,38 +47,41 @@ def micro_batches(
 
 
 class MicroBatches:
-    """Measures the trips of one pipeline and derives the number: at first, and at least, one for each stage."""
+    """Derives the number of micro-batches from measured round trips.
+
+    Initially and at least one per stage.
+    """
 
     def __init__(self, most: int, *, stages: int = 2, graph_rows: int = 0) -> None:
-        """`most`: the bound of the plan; `graph_rows`: see micro_batches()."""
+        """`most` is the plan's limit; `graph_rows`: see micro_batches()."""
         self._most, self._graph_rows, self._stages = most, graph_rows, stages
         self._number = stages
-        """The number in force, before the bounds."""
+        """The current number, before the limits of micro_batches()."""
         self._hops_s: float | None = None
-        """Time of a trip beyond compute, if all stages take as long as the slowest; None: not measured yet."""
+        """Network time of a round trip, taking all stages to be as slow as the slowest; None: not measured."""
         self._changes = 0
         self._sent: dict[int, tuple[float, int]] = {}
-        """Micro-batch -> (when it left stage 0, `_changes` at that time)."""
+        """Micro-batch -> (time it left stage 0, `_changes` at that time)."""
         self._trips: list[tuple[float, float]] = []
-        """(trip, time of the slowest stage), both seconds, of trips made with the number in force."""
+        """(round trip, compute time of the slowest stage), seconds, measured with the current number."""
         self._busy: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        """(came back at, time of the slowest stage) of the last micro-batches, without gaps between chains."""
+        """(return time, compute time of the slowest stage) of the last micro-batches, without idle gaps."""
         self._trip_s = 0.0
 
     def count(self, rows: int) -> int:
-        """Into how many micro-batches `rows` sequences should be split now; at least 1."""
+        """Return the number of micro-batches for `rows` sequences; at least 1."""
         return micro_batches(
             self._number, 1.0, rows=max(1, rows), most=self._most, graph_rows=self._graph_rows
         )
 
-    def sent(self, number: int, now: float) -> None:
-        """Micro-batch `number` leaves stage 0 at `now`, seconds."""
+    def record_send(self, number: int, now: float) -> None:
+        """Record that micro-batch `number` leaves stage 0 at `now`, seconds."""
         if not self._sent and self._busy and now > self._busy[-1][0] + self._trip_s:
-            self._busy.clear()  # there was nothing to do
+            self._busy.clear()  # the pipeline had no work in between
         self._sent[number] = (now, self._changes)
 
-    def back(self, number: int, busy_s: float, waited_s: float, now: float) -> None:
-        """It came back: the slowest stage needed `busy_s`, and it lay in queues for `waited_s`."""
+    def record_return(self, number: int, busy_s: float, waited_s: float, now: float) -> None:
+        """Record a return: compute time of the slowest stage and total queueing time, seconds."""
         sent = self._sent.pop(number, None)
         if sent is None or busy_s <= 0:
             return
@@ -85,8 +91,8 @@ class MicroBatches:
             self._trips.append((self._trip_s, busy_s))
             self._derive()
 
-    def forget(self) -> None:
-        """Begin a new chain: nothing in flight comes back, and all is measured anew."""
+    def reset(self) -> None:
+        """Discard all measurements and everything in flight, for a new ring epoch."""
         self._sent.clear()
         self._busy.clear()
         self._hops_s = None
@@ -94,7 +100,7 @@ class MicroBatches:
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which the slowest stage had nothing to do, 0 to 1, over the last trips."""
+        """Idle share of the slowest stage's time, 0 to 1, over the last WINDOW micro-batches."""
         if len(self._busy) < 2:
             return 0.0
         whole = self._busy[-1][0] - self._busy[0][0]
@@ -102,8 +108,11 @@ class MicroBatches:
         return min(1.0, max(0.0, 1.0 - busy / whole)) if whole > 0 else 0.0
 
     def _derive(self) -> None:
-        """Derive the number anew once there are enough trips; the first round still has the old sizes."""
-        lap = max(LEAST, min(self._number, self._most))
+        """Update the number once there are enough trips.
+
+        Skip the first lap, which still has the old sizes.
+        """
+        lap = max(MIN_TRIPS, min(self._number, self._most))
         first = self._hops_s is None
         if len(self._trips) < (WINDOW if first else 2 * lap):
             return
@@ -125,14 +134,14 @@ class MicroBatches:
 
 
 class SchedulerRequest(Protocol):
-    """The fields of a request that are read."""
+    """The fields of vLLM's scheduler request that are used here."""
 
     request_id: str
     num_computed_tokens: int
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompt, and drawn."""
+        """Tokens of the prompt and those sampled so far."""
         ...
 
 
@@ -140,52 +149,53 @@ R = TypeVar("R", bound=SchedulerRequest)
 
 
 def is_ready(request: SchedulerRequest) -> bool:
-    """Whether something of it can be computed now, and it does not wait for a token."""
+    """Return whether the request has tokens to compute, rather than waiting for a sampled token."""
     return request.num_tokens > request.num_computed_tokens
 
 
-def rest(running: list[R], mine: Sequence[R]) -> list[R]:
-    """`running` but for `mine`, in its order."""
-    if running[: len(mine)] == mine:  # mostly: the lane whose turn it is was scheduled longest ago
-        return running[len(mine) :]
-    names = {one.request_id for one in mine}
+def without(running: list[R], lane: Sequence[R]) -> list[R]:
+    """Return `running` without the requests of `lane`, in order."""
+    if running[: len(lane)] == lane:  # the usual case: the chosen lane was scheduled longest ago
+        return running[len(lane) :]
+    names = {one.request_id for one in lane}
     return [one for one in running if one.request_id not in names]
 
 
 class LaneAssignment:
-    """Keep which sequence is in which lane; the scheduler reports what it does.
+    """Assigns sequences to lanes and picks the lane to schedule next.
 
-    From one call to the next requests may leave what runs, but they join it only by settle().
+    The scheduler reports its decisions. Between two calls requests may leave the running list, but they join it
+    through set_members() only.
     """
 
     def __init__(self, count: Callable[[int], int]) -> None:
-        """`count`: sequences -> number of lanes that they should have."""
+        """`count` maps a number of sequences to a number of lanes."""
         self._count = count
         self._lane: dict[str, int] = {}
-        self._below = 1
-        """All lanes of these are below."""
+        self._lanes = 1
+        """Upper bound of the lane numbers in `_lane`, exclusive."""
         self._members: list[list[Any]] = []
-        """Of each lane, in the order in which they run; some may have left. Empty if it is not known."""
-        self._under_way: dict[int, int] = {}
-        """Lane -> its micro-batches in flight that draw; None waits for those of parts of prompts."""
+        """Requests of each lane in running order, some of which may have left; empty: to be rebuilt."""
+        self._in_flight: dict[int, int] = {}
+        """Lane -> its micro-batches in flight that sample. Those of prompt chunks alone do not block a lane."""
         self._next = 0
 
     def target(self, sequences: int) -> tuple[int, int]:
-        """(how many lanes there should be, most sequences of each)."""
+        """Return the number of lanes for `sequences`, and the most sequences of a lane."""
         lanes = max(1, self._count(max(1, sequences)))
         return lanes, -(-max(1, sequences) // lanes)
 
     def pick(self, running: Sequence[SchedulerRequest], waiting: int, free: int) -> int | None:
-        """The lane whose turn it is; None if none has anything to do. Changes nothing.
+        """Return the next lane with work, round-robin; None if no lane has any. Changes no state.
 
-        `waiting` requests could be taken in, `free` at most.
+        Up to `free` of the `waiting` requests may be admitted.
         """
         lanes, most = self.target(len(running) + min(waiting, free))
-        members = self._look(running, lanes)
-        under_way = {lane % lanes for lane, count in self._under_way.items() if count}
+        members = self._lane_members(running, lanes)
+        in_flight = {lane % lanes for lane, count in self._in_flight.items() if count}
         for step in range(lanes):
             lane = (self._next + step) % lanes
-            if lane in under_way:
+            if lane in in_flight:
                 continue
             room = waiting > 0 and free > 0 and len(members[lane]) < most
             if room or any(map(is_ready, members[lane])):
@@ -193,76 +203,76 @@ class LaneAssignment:
         return None
 
     def take(self, lane: int, running: Sequence[R], waiting: int, free: int) -> tuple[list[R], int]:
-        """(its sequences, most that it may have); the next turn is another's.
+        """Return the sequences of `lane` and its size limit; advance to the next lane.
 
-        Its surplus sequences go to the smallest lanes.
+        Sequences beyond the limit are moved to the smallest lanes.
         """
         lanes, most = self.target(len(running) + min(waiting, free))
-        members = self._look(running, lanes)
-        lane %= lanes  # their number may have changed since it was picked
-        if lanes < self._below:
+        members = self._lane_members(running, lanes)
+        lane %= lanes  # the number of lanes may have changed since pick()
+        if lanes < self._lanes:
             self._renumber()
-        self._below = lanes
-        mine = members[lane]
-        if len(mine) > most:
-            self._even(lane, members, most)
-            self._members = []  # moved sequences keep their place among those that run
+        self._lanes = lanes
+        chosen = members[lane]
+        if len(chosen) > most:
+            self._move_surplus(lane, members, most)
+            self._members = []  # moved sequences keep their position in the running list
         self._next = (lane + 1) % lanes
-        return list(mine), most
+        return list(chosen), most
 
-    def settle(self, lane: int, requests: Iterable[SchedulerRequest]) -> None:
-        """Set the members of that lane."""
-        found, known = list(requests), lane < len(self._members)
-        if known and found == self._members[lane]:
+    def set_members(self, lane: int, requests: Iterable[SchedulerRequest]) -> None:
+        """Set the members of `lane`."""
+        members, known = list(requests), lane < len(self._members)
+        if known and members == self._members[lane]:
             return
-        for one in found:
+        for one in members:
             self._lane[one.request_id] = lane
-        self._below = max(self._below, lane + 1)
+        self._lanes = max(self._lanes, lane + 1)
         if known:
-            self._members[lane] = found
+            self._members[lane] = members
         else:
             self._members = []
 
-    def sent(self, lane: int) -> None:
-        """A micro-batch of it that draws is under way."""
-        self._under_way[lane] = self._under_way.get(lane, 0) + 1
+    def record_send(self, lane: int) -> None:
+        """Record that a micro-batch of `lane` that samples was sent."""
+        self._in_flight[lane] = self._in_flight.get(lane, 0) + 1
 
-    def back(self, lane: int) -> None:
-        """It is back, or will never be."""
-        self._under_way[lane] -= 1
+    def record_return(self, lane: int) -> None:
+        """Record that a micro-batch of `lane` returned, or was given up."""
+        self._in_flight[lane] -= 1
 
-    def forget(self, known: Callable[[str], bool]) -> None:
-        """Forget the sequences that are over."""
+    def prune(self, known: Callable[[str], bool]) -> None:
+        """Drop the assignments of requests that are no longer `known`."""
         self._lane = {name: lane for name, lane in self._lane.items() if known(name)}
 
     def __len__(self) -> int:
-        """Sequences that are remembered."""
+        """Number of assigned sequences, ended ones included."""
         return len(self._lane)
 
-    def _look(self, running: Sequence[R], lanes: int) -> list[list[R]]:
-        """The members of each lane."""
+    def _lane_members(self, running: Sequence[R], lanes: int) -> list[list[R]]:
+        """Return the members of each lane, rebuilt if they do not match `running`."""
         if len(self._members) != lanes or sum(map(len, self._members)) != len(running):
-            found: list[list[R]] = [[] for _ in range(lanes)]
-            find = self._lane.get
+            members: list[list[R]] = [[] for _ in range(lanes)]
+            lane_of = self._lane.get
             for one in running:
-                found[find(one.request_id, 0) % lanes].append(one)
-            self._members = found
+                members[lane_of(one.request_id, 0) % lanes].append(one)
+            self._members = members
         return self._members
 
     def _renumber(self) -> None:
-        """There are fewer lanes: all are in the one that they were counted to."""
-        for lane, found in enumerate(self._members):
-            for one in found:
+        """After the number of lanes fell, store every sequence's lane modulo the new number."""
+        for lane, members in enumerate(self._members):
+            for one in members:
                 self._lane[one.request_id] = lane
 
-    def _even(self, lane: int, members: list[list[R]], most: int) -> None:
-        """Move the surplus of a lane that is not under way to the smallest lanes."""
-        found = members[lane]
-        while len(found) > most:
+    def _move_surplus(self, lane: int, members: list[list[R]], most: int) -> None:
+        """Move the surplus of a lane that is not in flight to the smallest lanes."""
+        surplus = members[lane]
+        while len(surplus) > most:
             smallest = min(range(len(members)), key=lambda one: len(members[one]))
             if len(members[smallest]) >= most:
                 return
-            moved = found.pop()
+            moved = surplus.pop()
             members[smallest].append(moved)
             self._lane[moved.request_id] = smallest
 
@@ -270,14 +280,25 @@ class LaneAssignment:
 logger = logging.getLogger(__name__)
 
 STALL_S = 120.0
-"""A micro-batch that is not back by then never comes; the ring's own deadlines are shorter."""
+"""A micro-batch that has not returned by then counts as lost; the ring's own deadlines are shorter."""
 LATE_POLL_S = 1.0
-"""Between two looks whether one is late."""
-UNMADE = "no chain was made yet"
+"""Interval between checks for late micro-batches."""
+NOT_BEGUN = "no ring epoch has begun yet"
+
+
+class LaneStats(NamedTuple):
+    """Micro-batch figures of stage 0."""
+
+    lanes: int
+    """Number of lanes last asked for."""
+    in_flight: int
+    """Micro-batches in flight."""
+    stall_share: float
+    """Idle share of the slowest stage's time, 0 to 1."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class InFlight:
     """A micro-batch in flight."""
 
     number: int
@@ -286,56 +307,60 @@ class Sent:
 
 
 @dataclass
-class Awaited:
-    """A frame that has to come round."""
+class PendingControl:
+    """A RESET or SWITCH that has not returned from the ring yet."""
 
     kind: Kind
     number: int
-    over: threading.Event
+    done: threading.Event
+    """Set when the frame returned, or the ring failed."""
 
 
 class RingClient:
-    """Call it from one thread, close() last. It owns one more thread, which receives."""
+    """Stage 0's client of the ring. Call it from one thread, close() last.
+
+    It owns a receiving thread.
+    """
 
     def __init__(
         self, connect: Callable[[], Port], micro_batches: MicroBatches, stall_s: float = STALL_S
     ) -> None:
-        """`connect` opens a port to the node's process; it raises PortClosed."""
+        """`connect` opens a port to the node's process and raises PortClosed."""
         self._connect = connect
         self._batches = micro_batches
         self._stall_s = stall_s
         self._port: Port | None = None
         self._lock = threading.Lock()
-        self._sent: deque[Sent] = deque()
-        self._awaited: Awaited | None = None
+        self._sent: deque[InFlight] = deque()
+        self._pending: PendingControl | None = None
         self._epoch = -1
-        self._number = self._cut = 0
-        self._fault = UNMADE
+        self._number = self._lanes = 0
+        self._fault = NOT_BEGUN
 
     @property
-    def whole(self) -> bool:
-        """Whether micro-batches come back, as far as is known."""
+    def healthy(self) -> bool:
+        """Whether a ring epoch has begun and no failure of it is known."""
         return not self._fault
 
     @property
     def fault(self) -> str:
-        """Why not; empty while it is whole."""
+        """Why the ring is not healthy; empty while it is."""
         return self._fault
 
     def lanes(self, rows: int) -> int:
-        """Into how many micro-batches `rows` sequences should be split."""
+        """Return the number of micro-batches for `rows` sequences."""
         with self._lock:
-            self._cut = self._batches.count(rows)
-            return self._cut
+            self._lanes = self._batches.count(rows)
+            return self._lanes
 
     @property
-    def cut(self) -> tuple[int, int, float]:
-        """(lanes wanted last, micro-batches in flight, share of its time that the slowest stage waits)."""
+    def lane_stats(self) -> LaneStats:
+        """Current micro-batch figures."""
         with self._lock:
-            return self._cut, len(self._sent), self._batches.stall_share
+            return LaneStats(self._lanes, len(self._sent), self._batches.stall_share)
 
     def open(self) -> None:
-        """Connect, so that the node sees that somebody is there. Raises EngineError."""
+        """Connect to the node's process, so that it sees a running engine. Raises EngineError."""
         if self._port is not None:
             return
         try:
@@ -345,48 +370,42 @@ class RingClient:
                 f"the node's end of the pipeline cannot be reached ({error})"
             ) from error
         threading.Thread(
-            target=self._receive, args=(port,), name="primerl-chain", daemon=True
+            target=self._receive, args=(port,), name="primerl-ring", daemon=True
         ).start()
 
     def begin(self, epoch: int, version: int, timeout_s: float) -> None:
-        """Make a chain: all stages forget their sequences, and have the weights of `version`.
+        """Begin a ring epoch: all stages drop their sequences and switch to `version`.
 
-        Micro-batches in flight are answered by None. Raises EngineError, also where a stage cannot do it.
+        Micro-batches in flight yield None. Raises EngineError if the epoch is not newer or a stage fails.
         """
         if epoch <= self._epoch:
-            raise EngineError(f"chain {epoch} is over: begin a newer one than {self._epoch}")
-        self._break("a new chain begins")
+            raise EngineError(f"ring epoch {epoch} is over: begin one after {self._epoch}")
+        self._set_fault("a new ring epoch begins")
         self.open()
         with self._lock:
             self._epoch, self._number, self._fault = epoch, 0, ""
-            self._batches.forget()
+            self._batches.reset()
         until = time.monotonic() + timeout_s
         for kind, number in ((Kind.RESET, 0), (Kind.SWITCH, version)):
-            if not self.ask(kind, number, until - time.monotonic()):
+            if not self.round_trip(kind, number, until - time.monotonic()):
                 raise EngineError(f"the pipeline did not begin: {self._fault}")
 
-    def ask(self, kind: Kind, number: int, timeout_s: float) -> bool:
-        """Send a RESET or SWITCH, and wait until it has come round; False, and broken, if it does not."""
-        awaited = self._tell(kind, number)
-        if not awaited.over.wait(max(0.0, timeout_s)):
-            self._stalled(f"{kind} {number} did not come round in {timeout_s:.0f} s")
-        return self.whole
+    def round_trip(self, kind: Kind, number: int, timeout_s: float) -> bool:
+        """Send a RESET or SWITCH and wait for its return.
+
+        On a timeout fail the ring and return False.
+        """
+        return self._wait(self._send_control(kind, number), max(0.0, timeout_s))
 
     def switch(self, version: int) -> Callable[[float], bool]:
-        """Send SWITCH; the returned function waits for it to come round, like ask()."""
-        awaited = self._tell(Kind.SWITCH, version)
-
-        def wait(timeout_s: float) -> bool:
-            if not awaited.over.wait(timeout_s):
-                self._stalled(f"switch {version} did not come round in {timeout_s:.0f} s")
-            return self.whole
-
-        return wait
+        """Send a SWITCH; the returned function waits for its return, like round_trip()."""
+        return partial(self._wait, self._send_control(Kind.SWITCH, version))
 
     def submit(self, body: bytes, rows: int) -> "tuple[Frame | None, Future[Frame | None]]":
-        """Number a micro-batch in which `rows` sequences draw; its frame is for the computing side to send.
+        """Number a micro-batch in which `rows` sequences sample.
 
-        None if there is nowhere to send it to. The future's result is its DRAWN, or None if none comes.
+        The first rank sends the returned frame. The frame is None without a healthy ring. The future yields the
+        DRAWN frame, or None if it is lost.
         """
         answer: Future[Frame | None] = Future()
         now = time.monotonic()
@@ -396,98 +415,104 @@ class RingClient:
                 answer.set_result(None)
                 return None, answer
             number, self._number = self._number, self._number + 1
-            self._sent.append(Sent(number, now, answer))
-            if rows:  # parts of prompts alone take another time
-                self._batches.sent(number, now)
+            self._sent.append(InFlight(number, now, answer))
+            if rows:  # steps of prompt chunks alone take a different time
+                self._batches.record_send(number, now)
             return Frame(Kind.STEP, self._epoch, number, body), answer
 
     def fail(self, words: str) -> None:
-        """Give the chain up, and tell the others why."""
+        """Give up the ring epoch and send the reason to the other stages."""
         if self._fault:
             return
-        self._break(words)
-        self._leave(Frame(Kind.FAULT, self._epoch, 0, words.encode()[:MAX_WORDS]))
+        self._set_fault(words)
+        self._send(Frame(Kind.FAULT, self._epoch, 0, words.encode()[:MAX_WORDS]))
 
     def close(self) -> None:
-        """End it; everything in flight is answered by None."""
-        self._stalled("the engine was closed")
+        """Close the port; everything in flight yields None."""
+        self._give_up("the engine was closed")
 
-    # -- this thread -------------------------------------------------------------------------------
+    # -- the caller's thread -----------------------------------------------------------------------
 
-    def _tell(self, kind: Kind, number: int) -> Awaited:
-        awaited = Awaited(kind, number, threading.Event())
+    def _send_control(self, kind: Kind, number: int) -> PendingControl:
+        pending = PendingControl(kind, number, threading.Event())
         with self._lock:
             if self._fault:
-                awaited.over.set()
-                return awaited
-            self._awaited = awaited
-        self._leave(Frame(kind, self._epoch, number))
-        return awaited
+                pending.done.set()
+                return pending
+            self._pending = pending
+        self._send(Frame(kind, self._epoch, number))
+        return pending
 
-    def _leave(self, frame: Frame) -> None:
+    def _wait(self, pending: PendingControl, timeout_s: float) -> bool:
+        if not pending.done.wait(timeout_s):
+            self._give_up(f"{pending.kind} {pending.number} did not return in {timeout_s:.0f} s")
+        return self.healthy
+
+    def _send(self, frame: Frame) -> None:
         port = self._port
         if port is not None:
             try:
                 port.send(frame)
             except PortClosed as error:
-                self._gone(port, error)
+                self._port_lost(port, error)
 
-    def _gone(self, port: Port, error: PortClosed) -> None:
-        if self._port is port:  # and not one before it
+    def _port_lost(self, port: Port, error: PortClosed) -> None:
+        if self._port is port:  # and not an earlier one
             self._port = None
-            self._break(f"the node's process has gone ({error})")
+            self._set_fault(f"the connection to the node's process was lost ({error})")
 
-    def _break(self, words: str) -> None:
+    def _set_fault(self, words: str) -> None:
+        """Fail everything in flight; the first fault stays."""
         with self._lock:
             if not self._fault:
-                logger.warning("the pipeline is broken: %s", words)
+                logger.warning("the pipeline failed: %s", words)
             self._fault = self._fault or words
             sent, self._sent = self._sent, deque()
-            awaited, self._awaited = self._awaited, None
+            pending, self._pending = self._pending, None
         for one in sent:
             one.answer.set_result(None)
-        if awaited is not None:
-            awaited.over.set()
+        if pending is not None:
+            pending.done.set()
 
-    def _stalled(self, words: str) -> None:
-        """Close the port, as nothing comes any more: threads that wait to send are freed."""
+    def _give_up(self, words: str) -> None:
+        """Set the fault and close the port, which frees threads that wait to send."""
         port, self._port = self._port, None
-        self._break(words)
+        self._set_fault(words)
         if port is not None:
             port.close()
 
-    # -- the other one --------------------------------------------------------------------------
+    # -- the receiving thread ----------------------------------------------------------------------
 
     def _receive(self, port: Port) -> None:
         try:
             while True:
                 try:
-                    self._take(port.receive(LATE_POLL_S))
+                    self._handle(port.receive(LATE_POLL_S))
                 except PortTimeout:
-                    self._look()
+                    self._check_late()
         except PortClosed as error:
-            self._gone(port, error)
+            self._port_lost(port, error)
 
-    def _look(self) -> None:
+    def _check_late(self) -> None:
         with self._lock:
             late = bool(self._sent) and time.monotonic() - self._sent[0].at > self._stall_s
         if late:
-            self._stalled(f"a micro-batch was not back after {self._stall_s:.0f} s")
+            self._give_up(f"a micro-batch did not return in {self._stall_s:.0f} s")
 
-    def _take(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         if frame.kind is Kind.PING:
-            self._leave(frame)
+            self._send(frame)
         elif frame.epoch != self._epoch or self._fault:
             return
         elif frame.kind is Kind.FAULT:
             words = frame.body.decode(errors="replace")
-            self._break(f"stage {frame.number}: {words}")
+            self._set_fault(f"stage {frame.number}: {words}")
         elif frame.kind is Kind.DRAWN:
             self._answer(frame)
-        elif (awaited := self._awaited) is not None:
-            if (frame.kind, frame.number) == (awaited.kind, awaited.number):
-                self._awaited = None
-                awaited.over.set()
+        elif (pending := self._pending) is not None:
+            if (frame.kind, frame.number) == (pending.kind, pending.number):
+                self._pending = None
+                pending.done.set()
 
     def _answer(self, frame: Frame) -> None:
         now = time.monotonic()
@@ -495,11 +520,11 @@ class RingClient:
             one = self._sent.popleft() if self._sent else None
             if one is not None and one.number == frame.number:
                 busy_s, waited_s = frame.busy_us / 1e6, frame.waited_us / 1e6
-                self._batches.back(frame.number, busy_s, waited_s, now)
+                self._batches.record_return(frame.number, busy_s, waited_s, now)
             elif one is not None:
                 self._sent.appendleft(one)
                 one = None
         if one is None:
-            self.fail(f"the last stage answered micro-batch {frame.number} out of turn")
+            self.fail(f"the last stage answered micro-batch {frame.number} out of order")
         else:
             one.answer.set_result(frame)

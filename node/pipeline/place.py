@@ -1,7 +1,7 @@
-"""Derive from a plan how vLLM is started as one stage: all that the stages of a plan must have alike.
+"""Derive the vLLM arguments of one stage from a plan, so that all stages of the plan agree.
 
-Nothing here imports vLLM. A place goes to vLLM's own processes by an environment variable: in its config it
-would make vLLM compile the model anew for every plan.
+Nothing here imports vLLM. vLLM's processes get their StagePlace through an environment variable: in vLLM's
+config it would change the compilation cache key, and the model would be recompiled for every plan.
 """
 
 import base64
@@ -18,51 +18,54 @@ from ..ops.errors import EngineError, UsageError
 
 
 class StagePlace(msgspec.Struct, frozen=True):
-    """One stage of a plan, for the process that computes it."""
+    """The position of one stage in a plan, for the process that computes it."""
 
     plan: PipelinePlan
     rank: int
     socket: str
-    """Path of the Unix socket at which this node's process relays frames; empty for a port in memory."""
+    """Path of the Unix socket of this node's process, which relays frames; empty for a port in memory."""
 
     @property
     def stage(self) -> Stage:
-        """Its layers."""
+        """The node and layers of this stage."""
         return self.plan.stages[self.rank]
 
     @property
     def shape(self) -> PipelineShape:
-        """What all stages agree on."""
+        """The settings that all stages share."""
         return self.plan.shape
 
     @property
     def first(self) -> bool:
-        """Whether it reads tokens, and schedules."""
+        """Whether this stage embeds tokens and schedules."""
         return self.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether it draws tokens."""
+        """Whether this stage samples tokens."""
         return self.rank == len(self.plan.stages) - 1
 
 
 STACKS = frozenset({"layers", "h", "blocks"})
-"""What the part of a name before a layer's number is called."""
+"""Name parts that precede a layer's number."""
 EMBEDDING = frozenset(
     {"embed_tokens", "wte", "wpe", "embed_in", "embed_positions", "word_embeddings"}
 )
-"""Tables that tokens are looked up in; the first stage's."""
+"""Embedding tables; on the first stage."""
 HEAD = frozenset({"lm_head", "embed_out"})
 NORM = frozenset({"norm", "ln_f", "final_layernorm", "final_layer_norm"})
-"""Outside layers: the last stage's."""
-SENSES = ("vision", "visual", "audio", "image", "multi_modal")
-"""In a part of the name of what makes embeddings of something other than text; the first stage's."""
+"""Final norms, outside the layers; on the last stage."""
+MODALITIES = ("vision", "visual", "audio", "image", "multi_modal")
+"""Substrings of names of encoders for other inputs than text; on the first stage."""
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor belongs to; None if it belongs to none that a plan cuts."""
+    """Return the number of the layer that a tensor belongs to.
+
+    Returns None for tensors outside the layers of a plan.
+    """
     parts = name.split(".")
-    if _sees(parts):
+    if _is_encoder(parts):
         return None
     for before, number in pairwise(parts):
         if before in STACKS and number.isdecimal():
@@ -73,10 +76,10 @@ def layer_of(name: str) -> int | None:
 def names_of(
     stage: Stage, layers: int, names: Collection[str], *, tied: bool | None = None
 ) -> frozenset[str]:
-    """Those of `names`, all tensors of a model of `layers` layers, that `stage` needs.
+    """Select the tensors that `stage` needs from `names`, those of a whole model.
 
-    A model without a head of its own draws by its embedding, so that first and last stage need that; `tied`
-    says so where `names` cannot, as those of adapters.
+    With tied embeddings the first and the last stage both need the embedding. `tied` is given where it cannot
+    be derived from `names`, as with adapters.
     """
     if tied is None:
         tied = not any(HEAD.intersection(name.split(".")) for name in names)
@@ -84,7 +87,7 @@ def names_of(
 
 
 def share_of(plan: PipelinePlan, rank: int) -> Callable[[Collection[str]], frozenset[str]]:
-    """What stage `rank` of `plan` needs of any state: a Share, see node/weights/payload.py."""
+    """Return a Share (node/weights/payload.py) that selects the tensors of stage `rank`."""
     stage = plan.stages[rank]
     return lambda names: names_of(stage, plan.layers, names)
 
@@ -93,10 +96,10 @@ def _needs(stage: Stage, layers: int, name: str, tied: bool) -> bool:
     first, last = stage.first == 0, stage.end == layers
     layer = layer_of(name)
     if layer is not None:
-        # layers after those that the plan counts (some models predict further tokens) go with the last one
+        # layers beyond those of the plan (multi-token prediction) belong to the last stage
         return stage.first <= layer < stage.end or (last and layer >= layers)
     parts = name.split(".")
-    if _sees(parts):
+    if _is_encoder(parts):
         return first
     if EMBEDDING.intersection(parts):
         return first or (last and tied)
@@ -105,17 +108,18 @@ def _needs(stage: Stage, layers: int, name: str, tied: bool) -> bool:
     return True
 
 
-def _sees(parts: Collection[str]) -> bool:
-    return any(sense in part for part in parts for sense in SENSES)
+def _is_encoder(parts: Collection[str]) -> bool:
+    return any(word in part for part in parts for word in MODALITIES)
 
 
+NOT_STAGE_0 = "only stage 0 of a pipeline generates: send the request there"
 VARIABLE = "PRIMERL_PLACE"
-_ROOM = f"{__package__}"
-PROGRAM_MODULE = f"{_ROOM}.vllm_processes"
-HEAD_EXTENSION = f"{_ROOM}.vllm_stage_worker.HeadExtension"
-STAGE_EXTENSION = f"{_ROOM}.vllm_stage_worker.StageExtension"
-WORKER = f"{_ROOM}.vllm_rank.StageWorker"
-DECIDED = (
+_PACKAGE = f"{__package__}"
+PROGRAM_MODULE = f"{_PACKAGE}.vllm_processes"
+HEAD_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.HeadExtension"
+STAGE_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.StageExtension"
+WORKER = f"{_PACKAGE}.vllm_rank.StageWorker"
+PLANNED_ARGUMENTS = (
     "block_size",
     "max_num_batched_tokens",
     "num_gpu_blocks_override",
@@ -126,93 +130,100 @@ DECIDED = (
     "enable_expert_parallel",
     "kv_offloading_size",
 )
-"""Engine arguments that the plan decides."""
+"""Engine arguments that the plan sets; operators cannot."""
 START_SHARE = 0.05
-"""Of a GPU's memory that has to be free when vLLM starts, which is all that it means where the size of the
-cache is given; `engine.vllm.gpu_memory_utilization` says otherwise."""
-SPLITTING = ("enable_sp", "fuse_gemm_comms")
-"""Passes of vLLM's compiler that cut states between GPUs, where a release has them."""
+"""Default gpu_memory_utilization of a stage. As the plan gives the cache size, it is only the share of GPU
+memory that has to be free at the start."""
+SPLITTING_PASSES = ("enable_sp", "fuse_gemm_comms")
+"""Passes of vLLM's compiler that split hidden states between GPUs, in releases that have them."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def encode_place(place: StagePlace) -> bytes:
-    """For decode_place()."""
+    """Encode a place for decode_place()."""
     return msgspec.msgpack.encode(place)
 
 
 def decode_place(body: bytes) -> StagePlace:
-    """Raises EngineError."""
+    """Decode a place. Raises EngineError."""
     try:
         return msgspec.msgpack.decode(body, type=StagePlace)
     except msgspec.DecodeError as error:
-        raise EngineError(f"the place in the pipeline cannot be read ({error})") from error
+        raise EngineError(f"the stage's place in the pipeline cannot be read ({error})") from error
 
 
 def read_place(environ: Mapping[str, str]) -> StagePlace:
-    """The place that set_place() put there. Raises EngineError."""
+    """Read the place that environment_of() wrote. Raises EngineError."""
     return decode_place(base64.b64decode(environ.get(VARIABLE, "")))
 
 
 def environment_of(place: StagePlace) -> dict[str, str]:
-    """What vLLM's processes must have in their environment."""
+    """Make the environment variables of vLLM's processes."""
     stages = place.plan.stages
     return {
         VARIABLE: base64.b64encode(encode_place(place)).decode(),
         "VLLM_PP_LAYER_PARTITION": ",".join(str(one.end - one.first) for one in stages),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose steps have other contents
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # its steps have another format
     }
 
 
 def check_placed(config: EngineConfig, place: StagePlace, shape: Mapping[str, Any]) -> None:
-    """Raise UsageError for a config that cannot be one stage, EngineError for a plan of another model."""
+    """Check that `config` can run the stage.
+
+    Raises UsageError for settings that a stage cannot have, EngineError for a plan of another model.
+    """
     for name in ("pp", "dp"):
         if getattr(config, name) != 1:
             raise UsageError(
-                f"engine.{name} is {getattr(config, name)}, and a stage of a pipeline between nodes is one "
-                "engine: set it to 1; engine.tp joins GPUs of this host"
+                f"engine.{name} is {getattr(config, name)}, but a stage of a pipeline between nodes is one "
+                "engine: set it to 1; use engine.tp for several GPUs of this host"
             )
     if config.sleep_after_s:
         raise UsageError("a stage of a pipeline does not sleep: set engine.sleep_after_s to 0")
     if config.draft_tokens:
         raise UsageError(
-            "a stage of a pipeline between nodes computes one token of a sequence in a step: remove "
+            "speculative decoding does not work in a pipeline between nodes: remove "
             "engine.vllm.speculative_config"
         )
-    for name in DECIDED:
+    for name in PLANNED_ARGUMENTS:
         if name in config.vllm:
-            raise UsageError(f"engine.vllm.{name} is the plan's to decide in a pipeline: remove it")
+            raise UsageError(f"engine.vllm.{name} is set by the plan of a pipeline: remove it")
     check_passes(config.vllm.get("compilation_config"))
     if place.plan.layers != int(shape["num_hidden_layers"]):
-        raise EngineError("the plan is of another model: its layers are not as many as this one's")
+        raise EngineError("the plan is for another model: the number of layers differs")
     wanted = place.shape
     if (wanted.hidden_size, wanted.dtype) != (int(shape["hidden_size"]), config.dtype):
         raise UsageError(
-            f"the plan wants states of {wanted.hidden_size} x {wanted.dtype}: set engine.dtype to that"
+            f"the plan needs hidden states of {wanted.hidden_size} x {wanted.dtype}: set engine.dtype to "
+            f"{wanted.dtype}"
         )
     if wanted.kv_tokens < wanted.max_model_len:
-        raise EngineError("the plan has no room for one sequence of full length")
+        raise EngineError("the plan's KV cache does not hold one sequence of full length")
 
 
 def check_passes(compilation: Any) -> None:
-    """Raise UsageError for what would split the states that a stage hands on; `compilation` is vLLM's
-    compilation_config, or what engine.vllm says of it."""
-    passes = _part(compilation, "pass_config")
-    for name in SPLITTING:
-        if _part(passes, name):
+    """Check that no compiler pass splits hidden states, which a stage sends whole.
+
+    `compilation` is vLLM's compilation_config, as an object or a mapping. Raises UsageError.
+    """
+    passes = _field(compilation, "pass_config")
+    for name in SPLITTING_PASSES:
+        if _field(passes, name):
             raise UsageError(
-                f"engine.vllm.compilation_config.pass_config.{name} leaves each GPU a part of the states, and "
-                "whole ones go to the next stage: remove it"
+                f"engine.vllm.compilation_config.pass_config.{name} splits hidden states between GPUs, which a "
+                "pipeline stage cannot send: remove it"
             )
 
 
 def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """Engine arguments that the plan decides; `shape` is the model's config.json, `tp` the stage's ranks.
+    """Make the engine arguments that the plan sets.
 
-    Bytes of a block on each rank = layers x 2 (key and value) x heads x head size x element size x block size.
-    Fewer heads than ranks are copied.
+    `shape` is the model's config.json, `tp` the stage's ranks. Bytes of a block on each rank = layers x 2 (key
+    and value) x heads x head size x element size x block size. With fewer KV heads than ranks, heads are
+    replicated.
     """
     plan, stage = place.shape, place.stage
-    blocks = plan.kv_tokens // plan.block_size + 1  # the first one is vLLM's own
+    blocks = plan.kv_tokens // plan.block_size + 1  # vLLM reserves block 0
     heads = max(1, kv_heads(shape) // tp)
     layer = 2 * heads * head_size(shape) * _BYTES[plan.dtype] * plan.block_size
     return {
@@ -232,5 +243,5 @@ def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> di
     }
 
 
-def _part(whole: Any, name: str) -> Any:
-    return whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)
+def _field(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

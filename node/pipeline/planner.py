@@ -1,13 +1,13 @@
-"""Which nodes hold which layers: from offers, and from what a model takes, to a plan. Pure arithmetic.
+"""Plan a pipeline: choose nodes, order and layers from their offers and the model's memory.
 
-As few stages as hold the model with room for sequences, in the order that makes the shortest ring, and no stage
-busier than it must be. An offer is a claim: what it says of another node counts only as far as that one's own
-claim does not say worse, and a node that claims too much is found out when the plan does not work.
+Pure arithmetic. The planner takes the fewest stages that hold the model with room for sequences, the order with
+the shortest round trip, and the most even split of layers. Offers are untrusted: of two reports about one path
+the worse counts, and a node that claims too much memory is replaced when its stage fails.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,53 +25,53 @@ from ...protocol.pipelines import (
 )
 
 ROOM = (8, 4, 2, 1)
-"""Sequences of full length that the cache should hold: fewer only where no pipeline holds more."""
+"""Sequences of full length that the cache should hold, in order of preference."""
 MAX_ORDERS = 5040
-"""Orders of stages that are compared; where there are more, the nearest are put side by side."""
+"""Most orders of stages that are compared exhaustively; beyond that a nearest-neighbour search is used."""
 STARTS = 4
-"""Stages from which that is begun."""
+"""Number of first stages that the nearest-neighbour search tries."""
 STEP_TOKENS = 2048
 BLOCK = {"cuda": 16, "cpu": 128}
 STEP_BYTES = 8
-"""Of each number of a state, for the bound of protocol/pipelines.py: twice a float32."""
+"""Bytes per element of a step's states, for the limit in protocol/pipelines.py: two float32."""
 ROWS = 16
-"""Rows of a step by which orders are compared."""
+"""Rows of the step for which orders are compared."""
 UNKNOWN_MS = 2000.0
-"""Assumed round trip of a pair without a measurement though there was time: they may not reach each other."""
+"""Round trip assumed for a pair without a measurement: the two may not reach each other."""
 ASSUMED_MS = 100.0
-"""Assumed for a ring without measurements, where operators named its members."""
+"""Round trip assumed for a whole ring without measurements, whose members operators fixed."""
 SLOWEST_MS = 60_000.0
-"""Of a hop, whatever is claimed of it."""
+"""Upper bound of a hop's transfer time, whatever bandwidth is claimed."""
 STEP_MS = 10.0
-"""What a step may take at least; with the ring's round trip it bounds how many are in flight."""
+"""Shortest expected step; with the ring's round trip it bounds the micro-batches in flight."""
 MOST_IN_FLIGHT, GRAPH_ROWS = 32, 512
-"""Micro-batches of a plan; sequences of one that vLLM records graphs for by itself, which may be worth more."""
+"""Most micro-batches of a plan; most sequences of one for which vLLM captures CUDA graphs by default."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages of one model take, bytes."""
+    """Memory of one model's stages, in bytes."""
 
     layers: int
-    """How many the model has."""
+    """Number of layers of the model."""
     layer: int
-    """Of the weights of one."""
+    """Weights of one layer."""
     first: int
-    """What the first stage holds besides: the embedding."""
+    """Additional weights of the first stage: the embedding."""
     last: int
-    """What the last stage holds besides: norm and head."""
+    """Additional weights of the last stage: norm and head."""
     layer_token: int
-    """Of one token's keys and values in a layer."""
+    """Keys and values of one token in one layer."""
 
     def capacity(self, memory: int, tokens: int, *, first: bool, last: bool) -> int:
-        """Most layers that fit into `memory` with room for `tokens`; below 1 if none."""
+        """Return the most layers that fit into `memory` with a cache of `tokens`; below 1 if none."""
         left = memory - self.first * first - self.last * last
         return left // (self.layer + tokens * self.layer_token)
 
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """What a run fixes of every plan."""
+    """Settings that a run fixes for every plan."""
 
     dtype: Literal["float32", "bfloat16"]
     hidden_size: int
@@ -81,14 +81,17 @@ class PlanLimits:
 
 
 class Offered(NamedTuple):
-    """A node and what it offers."""
+    """A node and its offer."""
 
     node: bytes
     offer: StageOffer
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Only equals compute one model: engine, its release, and the name that their operators chose."""
+        """Engine, its release, and the operators' pipeline name.
+
+        Only nodes with equal kinds share a pipeline.
+        """
         return self.offer.engine, self.offer.software, self.offer.name
 
 
@@ -101,9 +104,9 @@ def make_plan(
     generation: int,
     head: bytes | None = None,
 ) -> PipelinePlan | None:
-    """A plan of some of `offers`, which are of one kind; None if they do not hold the model together.
+    """Make a plan from `offers` of one kind; None if together they cannot hold the model.
 
-    `head` must be stage 0, where given. Who is not needed is a spare, the nearest first.
+    `head`, if given, must be stage 0. Nodes that are not needed become spares, nearest first.
     """
     for sequences in ROOM:
         if sequences > terms.max_sequences:
@@ -118,20 +121,21 @@ def make_plan(
 def replace(
     plan: PipelinePlan, lost: Iterable[bytes], spares: Sequence[Offered], costs: Costs
 ) -> PipelinePlan | None:
-    """The next generation of `plan`, with spares in the places of those that are lost; None if none fit.
+    """Make the next generation of `plan`, each lost node replaced by a spare.
 
-    Layers and shape stay, so that the remaining stages keep their weights. The first spare that fits is taken.
+    None if a stage has no spare. Layers and shape do not change, so the remaining stages keep their weights.
+    Takes the first spare that fits.
     """
     gone, stages = set(lost), list(plan.stages)
     left = [one for one in spares if one.node not in gone and plan.rank_of(one.node) is None]
     for rank, stage in enumerate(stages):
         if stage.node not in gone:
             continue
-        found = next((one for one in left if fits(plan, rank, one.offer, costs)), None)
-        if found is None:
+        spare = next((one for one in left if fits(plan, rank, one.offer, costs)), None)
+        if spare is None:
             return None
-        left.remove(found)
-        stages[rank] = Stage(found.node, stage.first, stage.end)
+        left.remove(spare)
+        stages[rank] = Stage(spare.node, stage.first, stage.end)
     return structs.replace(
         plan,
         generation=plan.generation + 1,
@@ -141,7 +145,7 @@ def replace(
 
 
 def fits(plan: PipelinePlan, rank: int, offer: StageOffer, costs: Costs) -> bool:
-    """Whether who offers this can be stage `rank` of `plan`."""
+    """Return whether a node with this offer can be stage `rank` of `plan`."""
     shape, stage, count = plan.shape, plan.stages[rank], len(plan.stages)
     if (offer.engine, offer.software) != (shape.engine, shape.software):
         return False
@@ -154,18 +158,18 @@ def fits(plan: PipelinePlan, rank: int, offer: StageOffer, costs: Costs) -> bool
 
 
 def ring_ms(order: Sequence[Offered], step_bytes: int) -> float:
-    """Milliseconds for a step of `step_bytes` to go round, computing apart: states forward, tokens back."""
+    """Estimate the network time of a step of `step_bytes` around the ring, ms."""
     total = 0.0
     for rank, (one, after) in enumerate(_hops(order)):
         total += _round_trip(one, after) / 2
-        bandwidth = _least(one.offer.bandwidths, after.offer.bandwidths, one.node, after.node)
+        bandwidth = _bandwidth(one, after)
         if rank < len(order) - 1 and bandwidth:
             total += min(SLOWEST_MS, 1000 * step_bytes / bandwidth)
     return total
 
 
 def is_measured(order: Sequence[Offered]) -> bool:
-    """Whether somebody measured every hop of the ring."""
+    """Return whether every hop of the ring was measured by one of its ends."""
     hops = _hops(order)
     return all(a.node in b.offer.round_trips or b.node in a.offer.round_trips for a, b in hops)
 
@@ -175,25 +179,24 @@ def _hops(order: Sequence[Offered]) -> list[tuple[Offered, Offered]]:
 
 
 def _round_trip(one: Offered, other: Offered) -> float:
-    """The longer of both reports: a node cannot claim to be nearer than others see it."""
+    """Return the longer of both ends' reports, ms, so that no node can claim to be nearer."""
     known = one.offer.round_trips.get(other.node), other.offer.round_trips.get(one.node)
     return max((value for value in known if value is not None), default=UNKNOWN_MS)
 
 
-def _least(
-    one: Mapping[bytes, float], other: Mapping[bytes, float], node: bytes, far: bytes
-) -> float:
-    """The smaller of what both say of the way between them; 0 if it was not measured."""
-    return min((value for value in (one.get(far), other.get(node)) if value), default=0.0)
+def _bandwidth(one: Offered, other: Offered) -> float:
+    """Return the smaller of both ends' reports, bytes/s; 0 if neither measured."""
+    known = one.offer.bandwidths.get(other.node), other.offer.bandwidths.get(one.node)
+    return min((value for value in known if value), default=0.0)
 
 
-# -- who is which stage ----------------------------------------------------------------------------
+# -- order of the stages ---------------------------------------------------------------------------
 
 
 def _explicit(
     offers: Sequence[Offered], costs: Costs, tokens: int, head: bytes | None
 ) -> list[Offered] | None:
-    """Those whose operators said which stage they are, once there is one for each."""
+    """Return the order of nodes whose operators set their rank, if every rank is taken."""
     for count in sorted({one.offer.world_size for one in offers if one.offer.rank >= 0}):
         ranked = [one for one in offers if one.offer.rank >= 0 and one.offer.world_size == count]
         places = [[one for one in ranked if one.offer.rank == rank] for rank in range(count)]
@@ -208,7 +211,7 @@ def _explicit(
 def _free(
     offers: Sequence[Offered], costs: Costs, terms: PlanLimits, tokens: int, head: bytes | None
 ) -> list[Offered] | None:
-    """The best order of the fewest of those that leave their place to us."""
+    """Return the best order of the fewest unranked nodes that hold the model."""
     free = [one for one in offers if one.offer.rank < 0]
     for count in range(2, min(len(free), MAX_STAGES, costs.layers) + 1):
         able = [one for one in free if one.offer.world_size in (0, count)]
@@ -229,7 +232,10 @@ def _best(
     tokens: int,
     head: bytes | None,
 ) -> list[Offered] | None:
-    """The shortest ring of `count` of these, largest first, that has room for `tokens`."""
+    """Return the shortest ring of `count` nodes with room for `tokens`.
+
+    `able` is sorted by memory, descending.
+    """
     if head is not None:
         able = sorted(able, key=lambda one: one.node != head)
         if able[0].node != head:
@@ -245,9 +251,10 @@ def _orders(
     head: bytes | None,
     holds: Callable[[Sequence[Offered]], bool],
 ) -> Iterator[list[Offered]]:
-    """All orders that hold the model of `count` of the largest, if they can be counted; else good ones.
+    """Yield orders of `count` nodes that hold the model: all up to MAX_ORDERS, else good ones.
 
-    Whether an order holds it is told by its ends, and by who is between them.
+    Whether an order holds the model depends on its two ends and on the set of nodes between, not on their
+    order.
     """
     if math.perm(count, count) > MAX_ORDERS:
         starts = able[:STARTS] if head is None else able[:1]
@@ -268,7 +275,7 @@ def _orders(
 
 
 def _nearest(start: Offered, others: list[Offered]) -> list[Offered]:
-    """From `start` always to the nearest that is left, then parts turned round while that shortens the ring."""
+    """Order nodes by nearest neighbour from `start`, then improve the ring by 2-opt."""
     order, left = [start], list(others)
     while left:
         near = min(left, key=lambda one: _round_trip(order[-1], one))
@@ -290,16 +297,22 @@ def _memory(one: Offered) -> int:
 
 
 def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
-    """Whether these hold too few layers even if no stage had to hold a table; quickly told."""
+    """Return whether these nodes hold too few layers even without embedding and head.
+
+    A cheap pre-check.
+    """
     most = (costs.capacity(_memory(one), tokens, first=False, last=False) for one in largest)
     return sum(max(0, layers) for layers in most) < costs.layers
 
 
-# -- layers and room -------------------------------------------------------------------------------
+# -- layers and cache ------------------------------------------------------------------------------
 
 
 def kv_room(order: Sequence[Offered], costs: Costs, most: int) -> int:
-    """Tokens, `most` at most, for whose keys and values all stages have room; -1 if the model does not fit."""
+    """Return the tokens whose keys and values fit on all stages, up to `most`.
+
+    Returns -1 if the model does not fit.
+    """
     low, high = -1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -309,13 +322,13 @@ def kv_room(order: Sequence[Offered], costs: Costs, most: int) -> int:
 
 
 def holds(order: Sequence[Offered], costs: Costs, tokens: int) -> bool:
-    """Whether these stages hold the model with room for that many tokens."""
+    """Return whether these stages hold the model with a cache of `tokens`."""
     caps = _capacities(order, costs, tokens)
     return len(order) <= costs.layers and min(caps) >= 1 and sum(caps) >= costs.layers
 
 
 def _tokens(sequences: int, terms: PlanLimits, block: int) -> int:
-    """Return the cache tokens for `sequences` of full length, in whole blocks, plus vLLM's own block."""
+    """Return the cache tokens for `sequences` of full length, in blocks, one of them reserved."""
     return (-(-sequences * terms.max_model_len // block) + 1) * block
 
 
@@ -327,9 +340,10 @@ def _capacities(order: Sequence[Offered], costs: Costs, tokens: int) -> list[int
 
 
 def share_layers(capacities: Sequence[int], costs: Costs) -> list[int]:
-    """Layers of each stage: as even as memory allows, as the slowest stage is the pipeline's pace.
+    """Split the layers over the stages as evenly as memory allows.
 
-    Weights count as work, as decoding reads all of them; the last stage reads its head as well.
+    A stage's work is the bytes of its weights, which decoding reads every step; the last stage also reads its
+    head.
     """
     counts = [1] * len(capacities)
     work = [float(costs.layer)] * len(capacities)

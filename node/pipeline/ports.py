@@ -1,7 +1,7 @@
-"""The port seam: the process that computes a stage sends to the next stage and gets from the one before.
+"""Ports: an engine's connection to the node, which relays frames to other stages.
 
-Blocking, for threads that compute; the node's process serves the other end. Implementations: a socket to
-the node's process (ports.py), and for tests a pair in memory. Suite: tests/conformance/test_port.py.
+The interface blocks, as it is used by computing threads. Implementations: SocketPort and SplitPort here, and a
+pair in memory for tests. Conformance suite: tests/conformance/test_port.py.
 """
 
 import logging
@@ -33,38 +33,41 @@ from .frames import (
 )
 
 DEPTH = 80
-"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take answers."""
+"""Queue length in frames: above MAX_MICRO_BATCHES, so that stage 0 can always accept answers."""
 
 
 class PortClosed(Exception):
-    """The other end is gone, or close() was called."""
+    """The connection was lost, or close() was called."""
 
 
 class PortTimeout(Exception):
-    """Nothing came in time."""
+    """No frame arrived in time."""
 
 
 class Port(Protocol):
-    """Frames in order, each way; send() and receive() may be called by different threads."""
+    """An ordered, bidirectional stream of frames.
+
+    send() and receive() may run in different threads.
+    """
 
     def send(self, frame: Frame) -> None:
-        """Hand `frame` on; returns before it has left. Waits while too much waits. Raises PortClosed.
+        """Queue `frame`, waiting while the queue is full. Raises PortClosed.
 
-        Its tensors must not be written to afterwards.
+        Its tensors must not be modified afterwards.
         """
         ...
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """The next frame. Raises PortTimeout, PortClosed."""
+        """Return the next frame. Raises PortTimeout, PortClosed."""
         ...
 
     def close(self) -> None:
-        """Wake up all waiting threads with PortClosed. Never raises."""
+        """Close the port; waiting threads get PortClosed. Never raises."""
         ...
 
 
-def waited(frame: Frame, seconds: float) -> Frame:
-    """`frame` with the time added that it lay in a queue; only micro-batches are timed."""
+def add_waited(frame: Frame, seconds: float) -> Frame:
+    """Add time spent in a queue to `frame`, if it belongs to a micro-batch."""
     if frame.kind not in (Kind.STEP, Kind.DRAWN):
         return frame
     return replace(frame, waited_us=frame.waited_us + max(0, int(seconds * 1e6)))
@@ -74,22 +77,22 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 FULL_S = 0.005
-"""Between two looks whether there is room again."""
+"""Interval between checks for room in a full queue."""
 MAX_BUFFERS = 64
-"""In one call: far below what every system takes."""
+"""Buffers in one sendmsg() call, far below every system's limit."""
 Ended = Callable[[str], None]
 
 
 class FrameQueue:
-    """Frames that came and were not taken yet, from one thread to another.
+    """A bounded queue of received frames, from the reading thread to the consumer.
 
-    Without a lock of Python's: each frame changes threads once, and not twice.
+    Built on SimpleQueue, which wakes the consumer without a second thread switch for a Python lock.
     """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._frames: queue.SimpleQueue[tuple[float, Frame] | None] = queue.SimpleQueue()
-        """When it came, and what; None behind the last one."""
+        """(arrival time, frame); None marks the end."""
         self._over = threading.Event()
         self._why = ""
 
@@ -102,26 +105,26 @@ class FrameQueue:
         self._frames.put((time.monotonic(), frame))
 
     def take(self, timeout_s: float | None) -> Frame:
-        """The next frame, with the time that it lay here added. Raises PortTimeout, PortClosed."""
+        """Return the next frame, its queueing time added. Raises PortTimeout, PortClosed."""
         try:
-            found = self._frames.get(timeout=timeout_s)
+            entry = self._frames.get(timeout=timeout_s)
         except queue.Empty:
-            raise PortTimeout(f"no frame came in {timeout_s:g} s") from None
-        if found is None:
+            raise PortTimeout(f"no frame arrived in {timeout_s:g} s") from None
+        if entry is None:
             self._frames.put(None)  # for the next receive()
             raise PortClosed(self._why)
-        came, frame = found
-        return waited(frame, time.monotonic() - came)
+        arrived, frame = entry
+        return add_waited(frame, time.monotonic() - arrived)
 
     def close(self, why: str) -> None:
-        """Accept no more frames; those put before can still be taken. The first reason stays."""
+        """Accept no more frames; queued ones can still be taken. The first reason is kept."""
         if not self._over.is_set():
             self._why = why
             self._over.set()
             self._frames.put(None)
 
     def clear(self) -> None:
-        """Drop the frames that were not taken."""
+        """Drop the queued frames."""
         with suppress(queue.Empty):
             while True:
                 self._frames.get_nowait()
@@ -130,7 +133,10 @@ class FrameQueue:
 
 
 class SocketInlet:
-    """A thread, once it is started, that reads `source` until that ends; `ended` is told why."""
+    """Reads frames from a socket in a thread of its own.
+
+    Calls `ended` with the reason when the socket ends.
+    """
 
     def __init__(
         self, source: socket.socket, limits: FrameLimits, ended: Ended, *, behind: int = DEPTH
@@ -142,32 +148,32 @@ class SocketInlet:
         )
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the reading thread."""
         self.thread.start()
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """The next frame. Raises PortTimeout, PortClosed."""
+        """Return the next frame. Raises PortTimeout, PortClosed."""
         return self._frames.take(timeout_s)
 
     def clear(self) -> None:
-        """Drop the frames that were not taken."""
+        """Drop the queued frames."""
         self._frames.clear()
 
     def end(self, why: str) -> None:
-        """Accept no more frames; those that came before can still be received. The first reason stays."""
+        """Accept no more frames; queued ones can still be received. The first reason is kept."""
         self._frames.close(why)
 
     def _receive_all(self) -> None:
-        why = "the node's process ended the connection"
+        why = "the node's process closed the connection"
         try:
             while True:
                 self._frames.put(self._read())
         except EOFError:
             pass
         except OSError as error:
-            why = f"the node's process is gone: {error}"
+            why = f"the connection to the node's process was lost: {error}"
         except (RemoteProtocolError, LocalProtocolError) as error:
-            why = f"the node's process sent bytes that are no frame: {error}"
+            why = f"the node's process sent an invalid frame: {error}"
             logger.error("%s", why)
         except PortClosed:
             return
@@ -182,7 +188,10 @@ class SocketInlet:
 
 
 def connect(path: str, within_s: float) -> socket.socket:
-    """The node may still be about to listen. Raises PortClosed."""
+    """Connect to the node's Unix socket, retrying until it listens.
+
+    Raises PortClosed after `within_s`.
+    """
     until = time.monotonic() + within_s
     while True:
         try:
@@ -196,13 +205,13 @@ def connect(path: str, within_s: float) -> socket.socket:
 
 
 def shut(connection: socket.socket) -> None:
-    """End both directions, for every process that has it."""
+    """Shut down both directions, for every process that holds the socket."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def write(target: socket.socket, buffers: list[Buffer]) -> None:
-    """All of `buffers`, without joining them. Raises OSError."""
+    """Write all buffers without joining them. Raises OSError."""
     left = [memoryview(one) for one in buffers]
     while left:
         sent = target.sendmsg(left[:MAX_BUFFERS])
@@ -213,7 +222,7 @@ def write(target: socket.socket, buffers: list[Buffer]) -> None:
 
 
 def _read(source: socket.socket, size: int) -> bytearray:
-    """Exactly `size` bytes. Raises EOFError, OSError."""
+    """Read exactly `size` bytes. Raises EOFError, OSError."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -225,11 +234,14 @@ def _read(source: socket.socket, size: int) -> bytearray:
 
 
 FLUSH_S = 1.0
-"""How long close() waits for last words to leave."""
+"""Longest wait of close() for queued frames to be sent."""
 
 
 class SocketPort:
-    """Connects when it is made, within `connect_s` seconds. Raises PortClosed."""
+    """A Port over one Unix socket.
+
+    The constructor connects within `connect_s` seconds or raises PortClosed.
+    """
 
     def __init__(
         self, path: str, limits: FrameLimits, *, behind: int = DEPTH, connect_s: float = 30.0
@@ -242,7 +254,7 @@ class SocketPort:
         self._inlet.start()
 
     def send(self, frame: Frame) -> None:
-        """Hand `frame` on; waits while too much waits. Raises PortClosed, LocalProtocolError."""
+        """Write `frame`, waiting for room in the socket. Raises PortClosed, LocalProtocolError."""
         buffers = encode(frame, self._limits)
         with self._writing:
             if self._why:
@@ -250,39 +262,45 @@ class SocketPort:
             try:
                 write(self._socket, buffers)
             except OSError as error:
-                self._end(f"the node's process is gone: {error}")
+                self._end(f"the connection to the node's process was lost: {error}")
                 raise PortClosed(self._why) from error
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """The next frame. Raises PortTimeout, PortClosed."""
+        """Return the next frame. Raises PortTimeout, PortClosed."""
         return self._inlet.receive(timeout_s)
 
     def close(self) -> None:
-        """Wake up waiting threads; frames that send() took still leave if the other end takes them in time."""
+        """Close the port.
+
+        Frames already passed to send() are still sent if the peer reads them in time.
+        """
         self._inlet.clear()
         self._end("this port was closed")
         left = self._writing.acquire(timeout=FLUSH_S)
         shut(self._socket)
         if not left:
-            self._writing.acquire()  # the writing thread has been woken up
+            self._writing.acquire()  # shut() has woken the writing thread
         self._writing.release()
         if self._inlet.thread is not threading.current_thread():
             self._inlet.thread.join(FLUSH_S)
         self._socket.close()
 
     def _end(self, why: str) -> None:
-        """The first reason stays."""
+        """End the inlet; the first reason is kept."""
         self._why = self._why or why
         self._inlet.end(why)
 
 
 Load = Callable[[], tuple[tuple[Array, ...], bytes]]
-"""Waits for the states of a micro-batch: tensors and trail of its frame. Raises EngineError."""
+"""Waits for the states of a micro-batch; returns tensors and trail of its frame. Raises EngineError."""
 
 
 @dataclass(frozen=True)
-class _Leaving:
-    """A frame to send, its target and the parts it still lacks; without a frame `target` is closed."""
+class _Outgoing:
+    """A frame to send to `target`, and the function that loads its states.
+
+    No frame: close `target`.
+    """
 
     target: socket.socket
     frame: Frame | None = None
@@ -291,42 +309,42 @@ class _Leaving:
 
 
 class SocketOutlet:
-    """Sends frames in order, from one thread, which waits for the device so that the computing thread need not.
+    """Sends frames in order from its own thread, which waits for the device.
 
-    Frames put before connect(), or once the other end is gone, are dropped.
+    Frames put before connect(), or after the connection was lost, are dropped.
     """
 
     def __init__(self, limits: FrameLimits, *, rank: int = 0) -> None:
         self._limits, self._rank = limits, rank
         self._target: socket.socket | None = None
-        self._queue: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
-        self._room = threading.Semaphore(DEPTH)  # of frames; an end always fits
+        self._queue: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
+        self._room = threading.Semaphore(DEPTH)  # counts frames; an end always fits
         self._done = 0.0
         threading.Thread(target=self._send_all, name="primerl-outlet", daemon=True).start()
 
     def connect(self, target: socket.socket) -> None:
-        """Send frames from now on through a duplicate of `target`."""
+        """Send later frames through a duplicate of `target`."""
         self.finish()
         self._target = target.dup()
 
     def put(self, frame: Frame, load: Load | None = None, began: float = 0.0) -> None:
-        """Send `frame` behind the frames put before, with the states that `load` gives; begun at `began`.
+        """Queue `frame`, whose states `load` returns and whose computation began at `began`.
 
-        Waits while too much waits.
+        Waits while the queue is full.
         """
-        target = self._target  # finish() may come while this waits for room: it is shut then
+        target = self._target  # finish() may shut it while this waits for room
         if target is not None:
             self._room.acquire()
-            self._queue.put(_Leaving(target, frame, load, began))
+            self._queue.put(_Outgoing(target, frame, load, began))
 
     def finish(self) -> None:
-        """End the connection behind the frames that were put; does not wait for that.
+        """Close the connection after the queued frames; returns at once.
 
-        If these cannot leave, it ends when the other process that has the connection shuts it.
+        If those cannot be sent, the connection ends when the other process that holds it shuts it down.
         """
         target, self._target = self._target, None
         if target is not None:
-            self._queue.put(_Leaving(target))
+            self._queue.put(_Outgoing(target))
 
     def _send_all(self) -> None:
         while True:
@@ -339,18 +357,21 @@ class SocketOutlet:
                     self._room.release()
                     write(one.target, self._buffers(one, one.frame))
             except OSError as error:
-                logger.debug("a computed frame has nowhere to go: %s", error)
-                shut(one.target)  # the reading process sees that it is gone
+                logger.debug("a computed frame was dropped: %s", error)
+                shut(one.target)  # so that the reading process sees the end
 
-    def _buffers(self, one: _Leaving, frame: Frame) -> list[Buffer]:
-        """The whole frame; a FAULT in place of one that breaks the plan's limits."""
+    def _buffers(self, one: _Outgoing, frame: Frame) -> list[Buffer]:
+        """Encode the frame with its states.
+
+        Encodes a FAULT instead if loading fails or the frame exceeds the limits.
+        """
         try:
             return encode(self._loaded(one, frame), self._limits)
         except (EngineError, LocalProtocolError) as error:
             return encode(fault_frame(frame.epoch, self._rank, str(error)), self._limits)
 
-    def _loaded(self, one: _Leaving, frame: Frame) -> Frame:
-        """With its states, and how long they took."""
+    def _loaded(self, one: _Outgoing, frame: Frame) -> Frame:
+        """Add the states and their compute time to the frame."""
         if one.load is None:
             return frame
         tensors, trail = one.load()
@@ -363,23 +384,29 @@ CONNECT_S = 30.0
 
 
 class Outlet(Protocol):
-    """The process that computes, or what sends there (SocketOutlet). Raises OSError when it is gone."""
+    """The sending half of a SplitPort, in the computing process.
+
+    All methods raise OSError if that is gone.
+    """
 
     def connect(self, target: socket.socket) -> None:
-        """Have it write to `target` from now on."""
+        """Send later frames to `target`."""
         ...
 
     def put(self, frame: Frame) -> None:
-        """Have it send a frame that is whole."""
+        """Queue a complete frame."""
         ...
 
     def finish(self) -> None:
-        """Have it end the connection behind the frames that were put."""
+        """Close the connection after the queued frames."""
         ...
 
 
 class SplitPort:
-    """Implements Port. Connects when it is made; raises PortClosed."""
+    """A Port that receives in this process and sends from another one, through `outlet`.
+
+    The constructor connects or raises PortClosed.
+    """
 
     def __init__(self, path: str, limits: FrameLimits, outlet: Outlet) -> None:
         self._outlet = outlet
@@ -387,28 +414,31 @@ class SplitPort:
         self._socket = connect(path, CONNECT_S)
         self._inlet = SocketInlet(self._socket, limits, self._end)
         self._inlet.start()
-        with _reached():
+        with _outlet_errors():
             outlet.connect(self._socket)
 
     def send(self, frame: Frame) -> None:
-        """Hand `frame` on. Raises PortClosed."""
+        """Pass `frame` to the outlet. Raises PortClosed."""
         if self._why:
             raise PortClosed(self._why)
-        with _reached():
+        with _outlet_errors():
             self._outlet.put(frame)
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """The next frame. Raises PortTimeout, PortClosed."""
+        """Return the next frame. Raises PortTimeout, PortClosed."""
         return self._inlet.receive(timeout_s)
 
     def close(self) -> None:
-        """Wake up waiting threads in both processes; frames that send() took may still leave in time."""
+        """Close the port in both processes.
+
+        Frames already passed to send() may still be sent in time.
+        """
         self._inlet.clear()
         if not self._why:
             self._end("this port was closed")
-            with suppress(PortClosed), _reached():
+            with suppress(PortClosed), _outlet_errors():
                 self._outlet.finish()
-            self._inlet.thread.join(FLUSH_S)  # it ends with the connection
+            self._inlet.thread.join(FLUSH_S)  # the thread ends with the connection
         shut(self._socket)
         self._inlet.thread.join(FLUSH_S)
         self._socket.close()
@@ -419,8 +449,8 @@ class SplitPort:
 
 
 @contextmanager
-def _reached() -> Generator[None]:
+def _outlet_errors() -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise PortClosed(f"the process that computes is gone: {error}") from error
+        raise PortClosed(f"the computing process ended: {error}") from error

@@ -1,8 +1,9 @@
-"""Relay frames between the neighbouring stages and our own engine, and track whether the ring is whole.
+"""Relay frames between the neighbouring stages and our own engine; track the ring's health.
 
-Frames are relayed in order, and dropped as soon as they are of no use: those of an older epoch, and of one that
-broke here. When something is lost, the stage that notices tells the next one, so that stage 0 hears of it;
-stage 0 alone begins anew. Nothing that a neighbour says is believed beyond this ring.
+- Frames are relayed in order. Those of an older epoch, or of an epoch that failed here, are dropped.
+- The stage that detects a failure sends a FAULT forward until it reaches stage 0, which alone begins a new
+  epoch.
+- A neighbour's frames can affect this ring only.
 """
 
 import asyncio
@@ -28,76 +29,76 @@ from .trails import BadTrail, SignedTrails
 
 @dataclass(frozen=True)
 class RingFault:
-    """Why a ring is not whole."""
+    """Why a ring is not healthy."""
 
     rank: int | None
-    """Of the stage that is lost or failed; None where it is not known."""
-    words: str
+    """The stage that was lost or failed; None if unknown."""
+    reason: str
 
 
 @dataclass(frozen=True)
 class RingStats:
-    """For status rows; bytes and frames of activations and everything else, over all lines so far."""
+    """Figures for status rows; bytes and frames count all links of this ring so far."""
 
     epoch: int
-    whole: bool
+    healthy: bool
     bytes_out: int
     bytes_in: int
     frames_out: int
     frames_in: int
     rtt_ms: float | None
-    """To the next stage and back."""
+    """Round trip to the next stage."""
     round_ms: float | None
-    """Once round the ring, through every stage's queue; only stage 0 knows."""
+    """Time of a ping around the ring, queues included; measured by stage 0 only."""
     busy_s: float
     idle_s: float
-    """Of our own stage within chains, where it is not stage 0."""
+    """Busy and idle time of our engine within ring epochs; not measured on stage 0."""
     stall_share: float
     breaks: int
     waiting: int
-    """Frames that have not left yet."""
+    """Frames queued for the next stage."""
 
 
-EVERY_S = 2.0
-SOON_S = 0.2
-"""While the ring is not whole: the next one may be the first that gets through."""
-MAX_OUT = 256
-"""Older ones are given up."""
+PING_S = 2.0
+FAILED_PING_S = 0.2
+"""Ping interval while the ring is not healthy."""
+MAX_PINGS = 256
+"""Most pings in flight; older ones are given up."""
 EMA = 0.3
 
 
 class RingPings:
-    """Numbers that go out and come back in order."""
+    """Numbers the pings of stage 0 and measures their round trips; they return in order."""
 
     def __init__(self) -> None:
         self.round_ms: float | None = None
-        """How long one takes, smoothed."""
+        """Round-trip time, as an exponential moving average."""
         self._number = 0
         self._first = 1
-        """The first that counts: those before were sent before something broke."""
+        """The first ping sent after the last failure; earlier ones do not count."""
         self._out: dict[int, float] = {}
-        self._last = -EVERY_S
-        self._heard = 0.0
+        self._last = -PING_S
+        self._active = 0.0
 
-    def next(self, now: float, *, whole: bool) -> int | None:
-        """The number to send now; None if it is not time yet."""
-        due = self._last + (EVERY_S if whole else SOON_S)
+    def next(self, now: float, *, healthy: bool) -> int | None:
+        """Return the number of the ping that is due; None if none is."""
+        due = self._last + (PING_S if healthy else FAILED_PING_S)
         return self._number + 1 if now >= due else None
 
-    def sent(self, number: int, now: float) -> None:
-        """It left."""
+    def record_send(self, number: int, now: float) -> None:
+        """Record that ping `number` was sent."""
         self._number = number
         self._last = now
         self._out[number] = now
-        if len(self._out) > MAX_OUT:
+        if len(self._out) > MAX_PINGS:
             del self._out[next(iter(self._out))]
 
-    def heard(self, now: float) -> None:
-        """Something came round: the ring moves."""
-        self._heard = now
+    def record_activity(self, now: float) -> None:
+        """Record that any frame arrived from the previous stage."""
+        self._active = now
 
-    def back(self, number: int, now: float) -> bool:
-        """A ping came back; true if it was sent since the last begin()."""
+    def record_return(self, number: int, now: float) -> bool:
+        """Record that a ping returned; true if it was sent since the last reset()."""
         since = self._out.pop(number, None)
         if since is None or number < self._first:
             return False
@@ -107,73 +108,76 @@ class RingPings:
         return True
 
     def silent_s(self, now: float) -> float:
-        """How long nothing came round though something should have."""
-        return now - max(self._heard, min(self._out.values())) if self._out else 0.0
+        """Return the seconds without activity while pings are in flight; else 0."""
+        return now - max(self._active, min(self._out.values())) if self._out else 0.0
 
-    def begin(self) -> None:
-        """Something broke: pings under way do not count any more."""
+    def reset(self) -> None:
+        """Discard the pings in flight, after a failure."""
         self._out.clear()
         self._first = self._number + 1
 
 
 class ProcessMonitor:
-    """Follows one process; cleared when another takes its place."""
+    """Measures an engine's process: busy and idle time, and how long it has been silent."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """With a micro-batch."""
+        """Time with at least one micro-batch."""
         self.idle_s = 0.0
-        """Without one, between two of one chain."""
+        """Time between two micro-batches of one ring epoch."""
         self._waiting: deque[tuple[bool, int, int, float]] = deque()
-        """(whether it is a micro-batch, epoch, number, handed over at)."""
-        self._heard = 0.0
+        """Frames without an answer yet: (is a micro-batch, epoch, number, time passed to the engine)."""
+        self._active = 0.0
         self._steps = 0
         self._since: float | None = None
-        """Since when it is busy, or idle; None where no chain runs."""
+        """Start of the current busy or idle period; None outside ring epochs."""
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which it had nothing to do, 0 to 1."""
-        whole = self.busy_s + self.idle_s
-        return self.idle_s / whole if whole else 0.0
+        """Idle share of the time, 0 to 1."""
+        total = self.busy_s + self.idle_s
+        return self.idle_s / total if total else 0.0
 
-    def given(self, head: Head, now: float) -> None:
-        """A frame was handed over."""
+    def record_input(self, head: Head, now: float) -> None:
+        """Record that a frame was passed to the engine."""
         step = head.kind is Kind.STEP
         if step:
-            self._pass(now)
+            self._advance(now)
             self._steps += 1
         elif head.kind is Kind.RESET:
-            self._pass(None)
+            self._advance(None)
         self._waiting.append((step, head.epoch, head.number, now))
 
-    def answered(self, head: Head, now: float) -> None:
-        """A frame came back; whatever was handed over before it will not."""
-        self._heard = now
+    def record_output(self, head: Head, now: float) -> None:
+        """Record an answer.
+
+        Frames passed to the engine before its input will not be answered any more.
+        """
+        self._active = now
         step = head.kind in (Kind.STEP, Kind.DRAWN)
-        what = (step, head.epoch, head.number)
-        if not any(one[:3] == what for one in self._waiting):
+        key = (step, head.epoch, head.number)
+        if not any(one[:3] == key for one in self._waiting):
             return
         if step:
-            self._pass(now)
+            self._advance(now)
         while self._waiting:
             one = self._waiting.popleft()
             self._steps -= one[0]
-            if one[:3] == what:
+            if one[:3] == key:
                 return
 
     def silent_s(self, now: float) -> float:
-        """How long it has said nothing though there is something to say; 0 where there is not."""
-        return now - max(self._heard, self._waiting[0][3]) if self._waiting else 0.0
+        """Return the seconds without output while input is unanswered; else 0."""
+        return now - max(self._active, self._waiting[0][3]) if self._waiting else 0.0
 
     def clear(self) -> None:
-        """Nothing of it will come back."""
+        """Discard unanswered input, when the process ended or failed."""
         self._waiting.clear()
         self._steps = 0
         self._since = None
 
-    def _pass(self, now: float | None) -> None:
-        """Count the time up to `now`; None begins a chain."""
+    def _advance(self, now: float | None) -> None:
+        """Count the time up to `now` as busy or idle; None begins a ring epoch."""
         if self._since is not None and now is not None:
             if self._steps:
                 self.busy_s += now - self._since
@@ -186,19 +190,19 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 RING_PATIENCE = 1.5
-"""Stage 0 waits this much longer than the others do: the neighbours of a fault can say where it is."""
+"""Factor on stage 0's timeout: the neighbours of a failed stage time out first and can name it."""
 GENERATION_BITS, MOMENT_BITS = 22, 30
 REQUEST_LANE = 1
-"""A request that fails costs its connection, and that must not be the one that frames run on."""
-FROM_LINE = {
+"""Lane for requests: a failed request drops its connection, which must not be the one that carries frames."""
+INBOUND_KINDS = {
     True: (Kind.RESET, Kind.SWITCH, Kind.DRAWN),
     False: (Kind.RESET, Kind.SWITCH, Kind.STEP),
 }
-"""What stage 0, and what the others, take from the stage before."""
+"""Frames accepted from the previous stage: on stage 0 (True), and on the others."""
 
 
 class Ring:
-    """Our place in the ring of one sealed plan; `links` find the next stage by the peer table's addresses."""
+    """One node's part in the ring of a sealed plan; `links` dials the next stage."""
 
     def __init__(
         self,
@@ -215,8 +219,8 @@ class Ring:
         self.plan = plan
         self.rank = rank
         self.epoch = -1
-        self.fault: RingFault | None = RingFault(None, "it was never whole yet")
-        """Why it is not whole; None while it is."""
+        self.fault: RingFault | None = RingFault(None, "it has not been healthy yet")
+        """Why the ring is not healthy; None while it is."""
         self._links = links
         self._local = local
         self._stall_s = stall_s
@@ -231,20 +235,21 @@ class Ring:
         )
         self._in: InboundLink | None = None
         self._in_epoch = -1
-        self._gone_in = (0, 0)
-        self._void = -1
-        """Epoch that broke; nothing of it goes on."""
-        self._rounds = RingPings()
-        self._handed = ProcessMonitor()
+        self._closed_in = (0, 0)
+        """(bytes, frames) of inbound links that are closed."""
+        self._failed_epoch = -1
+        """Newest epoch that failed; its frames are dropped."""
+        self._pings = RingPings()
+        self._engine = ProcessMonitor()
         self._breaks = 0
         self._running = False
         self._changed = Notifier()
 
-    # -- for the composition ---------------------------------------------------------------------
+    # -- public ----------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["Ring"]:
-        """Hold the lines while the body runs."""
+        """Keep the links up while the body runs."""
         self._local.listener, self._running = self, True
         self._local.box.clear()
         async with asyncio.TaskGroup() as tasks:
@@ -261,224 +266,234 @@ class Ring:
                     await self._in.close()
 
     @property
-    def is_whole(self) -> bool:
-        """Stage 0: a ping went round since the last break. Others: own lines and own engine are there."""
-        complete = self._out.up and self._in is not None and self._local.connected
-        return complete and (self.rank != 0 or self.fault is None)
+    def is_healthy(self) -> bool:
+        """Stage 0: a ping returned since the last failure.
 
-    async def whole(self) -> None:
-        """Return once it is whole."""
-        while not self.is_whole:
+        Others: own links and engine are connected.
+        """
+        return self._complete() and (self.rank != 0 or self.fault is None)
+
+    async def wait_healthy(self) -> None:
+        """Return once the ring is healthy."""
+        while not self.is_healthy:
             await self._changed.wait()
 
-    async def broken(self) -> RingFault:
-        """Return why once it is not whole any more; at once if it is not."""
-        while self.is_whole:
+    async def wait_failed(self) -> RingFault:
+        """Return the reason once the ring is not healthy; at once if it is not."""
+        while self.is_healthy:
             await self._changed.wait()
         return self.fault or RingFault(None, self._missing())
 
     def begin(self) -> int:
-        """Stage 0: the epoch of a new chain; frames of an older one are dropped from now on.
+        """Return the number of a new epoch, on stage 0.
 
-        Rises with the plan's generation, and across restarts of this node.
+        From now on frames of older epochs are dropped. Numbers increase with the plan's generation and across
+        restarts of this node.
         """
         moment = int(time.time() * 10) % 2**MOMENT_BITS
         self.epoch = max(self.epoch + 1, (self._generation() << MOMENT_BITS) + moment)
         return self.epoch
 
     async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
-        """Stage 0: have another stage get its part of a version ready.
+        """Ask another stage, from stage 0, to prepare its part of a version.
 
-        Raises Refused, RemoteProtocolError, TransportError (TooSlow when the deadline passed).
+        Raises Refused, RemoteProtocolError, TransportError (TooSlow after the deadline).
         """
         peer = self.plan.stages[rank].node
         request = PrepareVersion(self.plan.group, self.plan.generation, policy_epoch, version)
         connection = await self._links.get(peer, ALPN_PIPELINE, lane=REQUEST_LANE)
         reply = await ask(connection, request, Prepared, deadline=deadline)
         if reply.version != version:
-            raise RemoteProtocolError(Reason.MALFORMED, "it prepared another version")
+            raise RemoteProtocolError(Reason.MALFORMED, "the stage prepared another version")
 
     def stats(self) -> RingStats:
-        """A snapshot."""
-        before, line = self._gone_in, self._in
+        """Return the current figures."""
+        closed, link = self._closed_in, self._in
         return RingStats(
             epoch=self.epoch,
-            whole=self.is_whole,
+            healthy=self.is_healthy,
             bytes_out=self._out.bytes,
-            bytes_in=before[0] + (line.bytes if line else 0),
+            bytes_in=closed[0] + (link.bytes if link else 0),
             frames_out=self._out.frames,
-            frames_in=before[1] + (line.frames if line else 0),
+            frames_in=closed[1] + (link.frames if link else 0),
             rtt_ms=self._out.rtt_ms,
-            round_ms=self._rounds.round_ms,
-            busy_s=self._handed.busy_s,
-            idle_s=self._handed.idle_s,
-            stall_share=self._handed.stall_share,
+            round_ms=self._pings.round_ms,
+            busy_s=self._engine.busy_s,
+            idle_s=self._engine.idle_s,
+            stall_share=self._engine.stall_share,
             breaks=self._breaks,
             waiting=len(self._out.box),
         )
 
-    # -- the line from the stage before ----------------------------------------------------------
+    # -- frames from the previous stage ----------------------------------------------------------
 
     async def accept(self, stream: Stream, epoch: int) -> None:
-        """Take a link that the acceptor admitted, and serve it until it is lost.
+        """Serve an inbound link that the acceptor admitted, until it is lost.
 
-        Raises RemoteProtocolError (REPLAYED: a newer line came before this one, or what came was no frame).
+        Raises RemoteProtocolError: REPLAYED if a newer link exists, or the reason of an invalid frame.
         """
         if not self._running:
-            raise RemoteProtocolError(Reason.NOT_YET, "we are not ready for that plan yet")
+            raise RemoteProtocolError(Reason.NOT_YET, "this node is not ready for that plan yet")
         if self._in is not None and epoch <= self._in_epoch:
-            raise RemoteProtocolError(Reason.REPLAYED, "there is a newer line from you")
+            raise RemoteProtocolError(Reason.REPLAYED, "you have opened a newer link")
         self._in_epoch = epoch
-        line, old = InboundLink(stream, self._local.limits, stall_s=self._stall_s), self._in
-        self._in = line
-        words = "the line was closed"
+        link, old = InboundLink(stream, self._local.limits, stall_s=self._stall_s), self._in
+        self._in = link
+        reason = "the link was closed"
         try:
             if old is not None:
-                self._break(self._before(), "it opened another line")
+                self._fail(self._previous, f"stage {self._previous} opened another link")
                 await old.close()
             await send(stream, Accepted())
             self._changed.fire()
-            await line.serve(self._from_line)
+            await link.serve(self._on_inbound)
         except (TransportError, TimeoutError, RemoteProtocolError) as error:
-            words = str(error)
+            reason = str(error)
             raise
         finally:
-            self._gone_in = (self._gone_in[0] + line.bytes, self._gone_in[1] + line.frames)
-            if self._in is line:
+            closed = self._closed_in
+            self._closed_in = (closed[0] + link.bytes, closed[1] + link.frames)
+            if self._in is link:
                 self._in = None
-                self._break(self._before(), f"the line from stage {self._before()}: {words}")
+                self._fail(self._previous, f"the link from stage {self._previous}: {reason}")
 
-    async def _from_line(self, packet: Packet) -> None:
+    async def _on_inbound(self, packet: Packet) -> None:
         head = packet.head
-        self._rounds.heard(time.monotonic())
+        self._pings.record_activity(time.monotonic())
         if packet.kind is Kind.FAULT:
-            self._told(packet)
+            self._on_fault(packet)
         elif packet.kind is Kind.PING:
-            await self._pinged(packet)
-        elif packet.kind in FROM_LINE[self.rank == 0] and self._goes_on(packet):
+            await self._on_ping(packet)
+        elif packet.kind in INBOUND_KINDS[self.rank == 0] and self._is_current(packet):
             if packet.kind is Kind.RESET and self.rank != 0:
                 self.epoch, self.fault = head.epoch, None
                 self._local.box.drop(lambda one: one.head.epoch < head.epoch)
             try:
                 plain = self._trails.inward(packet) if self._trails else packet
             except BadTrail as error:
-                # Stage 0 finds that it was changed on its way, not by whom; any other that it is no trail.
-                return self._break(self._before() if self.rank else None, str(error))
-            await self._hand(plain)
+                # Stage 0 cannot tell which stage changed the trail; another stage only checks its form,
+                # for which the previous stage is responsible.
+                return self._fail(self._previous if self.rank else None, str(error))
+            await self._pass_to_engine(plain)
 
-    def _goes_on(self, packet: Packet) -> bool:
-        """Whether it is of the chain that runs; for all but stage 0 a RESET begins another one."""
+    def _is_current(self, packet: Packet) -> bool:
+        """Return whether a packet belongs to the current epoch.
+
+        Except on stage 0, a RESET begins a newer one.
+        """
         epoch = packet.head.epoch
         if packet.kind is Kind.RESET and self.rank != 0:
-            # Of this generation: a lie about epochs spoils no later plan of the group.
+            # Only of this generation, so that a false epoch cannot block later plans of the group.
             return epoch > self.epoch and epoch >> MOMENT_BITS == self._generation()
-        return epoch == self.epoch and epoch != self._void
+        return epoch == self.epoch and epoch != self._failed_epoch
 
-    async def _pinged(self, packet: Packet) -> None:
+    async def _on_ping(self, packet: Packet) -> None:
         if self.rank != 0:
-            await self._hand(packet)
-        elif self._rounds.back(packet.head.number, time.monotonic()) and self._complete():
+            await self._pass_to_engine(packet)
+        elif self._pings.record_return(packet.head.number, time.monotonic()) and self._complete():
             if self.fault is not None:
                 self.fault = None
-                logger.info("the ring is whole")
+                logger.info("the ring is healthy")
             self._changed.fire()
 
-    async def _hand(self, packet: Packet) -> None:
-        """To the process that computes."""
+    async def _pass_to_engine(self, packet: Packet) -> None:
         if self._local.connected:
             if self.rank != 0:
-                self._handed.given(packet.head, time.monotonic())
+                self._engine.record_input(packet.head, time.monotonic())
             await self._local.box.put(packet)
 
-    def _told(self, packet: Packet) -> None:
-        """The stage before tells of a fault, its own or one farther up."""
+    def _on_fault(self, packet: Packet) -> None:
+        """Forward a FAULT from the previous stage, or handle it on stage 0."""
         rank = packet.head.number if packet.head.number < len(self.plan.stages) else None
         fault = RingFault(rank, words_of(packet.contents[: packet.head.body]))
         if self.rank != 0:
-            self._forget(packet.head.epoch)
+            self._drop_epoch(packet.head.epoch)
             self._out.box.put_only(packet)
         else:
-            self._lose(fault)
+            self._set_fault(fault)
 
-    # -- the process that computes ---------------------------------------------------------------
+    # -- frames from our own engine --------------------------------------------------------------
 
     async def from_local(self, packet: Packet) -> None:
-        """A frame of our own engine."""
+        """Relay a frame of our own engine to the next stage."""
         now = time.monotonic()
         if self.rank != 0:
-            self._handed.answered(packet.head, now)
+            self._engine.record_output(packet.head, now)
         if packet.kind is Kind.FAULT:
-            self._handed.clear()
-            self._break(self.rank, words_of(packet.contents[: packet.head.body]))
-        elif self.rank == 0 and packet.kind is Kind.RESET and not self.is_whole:
-            self._tell_local(packet.head.epoch, self.fault or RingFault(None, self._missing()))
+            self._engine.clear()
+            self._fail(self.rank, words_of(packet.contents[: packet.head.body]))
+        elif self.rank == 0 and packet.kind is Kind.RESET and not self.is_healthy:
+            fault = self.fault or RingFault(None, self._missing())
+            self._send_local_fault(packet.head.epoch, fault)
         elif packet.kind is Kind.PING:
             if self.rank != 0:
                 await self._out.box.put(packet)
-        elif packet.head.epoch == self.epoch != self._void:
+        elif packet.head.epoch == self.epoch != self._failed_epoch:
             try:
                 signed = self._trails.outward(packet) if self._trails else packet
             except BadTrail as error:
-                return self._break(self.rank, str(error))
+                return self._fail(self.rank, str(error))
             await self._out.box.put(signed)
 
     def local_changed(self, words: str) -> None:
-        """Our own engine came, or is gone."""
-        self._handed.clear()
+        """Handle that our own engine connected (""), or disconnected (the reason)."""
+        self._engine.clear()
         if words:
-            self._break(self.rank, words)
+            self._fail(self.rank, words)
         else:
             self._changed.fire()
 
-    # -- losses ----------------------------------------------------------------------------------
+    # -- failures --------------------------------------------------------------------------------
 
-    def _out_changed(self, words: str) -> None:
-        after = (self.rank + 1) % len(self.plan.stages)
-        if words:
-            self._break(after, f"the line to stage {after}: {words}")
+    def _out_changed(self, reason: str) -> None:
+        if reason:
+            self._fail(self._next, f"the link to stage {self._next}: {reason}")
         else:
             self._changed.fire()
 
-    def _break(self, rank: int | None, words: str) -> None:
-        """Something of ours is lost: tell whom it concerns."""
-        logger.warning("stage %d: the ring broke: %s", self.rank, words)
+    def _fail(self, rank: int | None, reason: str) -> None:
+        """Handle a failure of stage `rank` detected here: tell the next stage, set the fault."""
+        logger.warning("stage %d: the ring failed: %s", self.rank, reason)
         if self.rank != 0:
-            self._forget(self.epoch)
-            self._out.box.put_only(self._fault_packet(self.epoch, RingFault(rank, words)))
-        self._lose(RingFault(rank, words))
+            self._drop_epoch(self.epoch)
+            self._out.box.put_only(self._fault_packet(self.epoch, RingFault(rank, reason)))
+        self._set_fault(RingFault(rank, reason))
 
-    def _lose(self, fault: RingFault) -> None:
-        """It is not whole; the first fault since it was is the one that counts."""
+    def _set_fault(self, fault: RingFault) -> None:
+        """Mark the ring failed.
+
+        Keeps the first fault since it was healthy, unless only a later one has a rank.
+        """
         if self.fault is None:
             self.fault = fault
             self._breaks += 1
             if self.rank == 0:
-                logger.warning("the ring broke: %s", fault.words)
-                self._forget(self.epoch)
-                self._tell_local(self.epoch, fault)
+                logger.warning("the ring failed: %s", fault.reason)
+                self._drop_epoch(self.epoch)
+                self._send_local_fault(self.epoch, fault)
         elif self.fault.rank is None:
             self.fault = fault
-        self._rounds.begin()
+        self._pings.reset()
         self._changed.fire()
 
-    def _forget(self, epoch: int) -> None:
-        """Nothing of that chain goes on."""
-        self._void = max(self._void, min(epoch, self.epoch))
+    def _drop_epoch(self, epoch: int) -> None:
+        """Drop all queued and later frames of `epoch` and older ones."""
+        self._failed_epoch = max(self._failed_epoch, min(epoch, self.epoch))
 
-        def over(one: Packet) -> bool:
-            return one.kind not in (Kind.PING, Kind.FAULT) and one.head.epoch <= self._void
+        def failed(one: Packet) -> bool:
+            return one.kind not in (Kind.PING, Kind.FAULT) and one.head.epoch <= self._failed_epoch
 
-        self._out.box.drop(over)
-        self._local.box.drop(over)
+        self._out.box.drop(failed)
+        self._local.box.drop(failed)
 
-    def _tell_local(self, epoch: int, fault: RingFault) -> None:
+    def _send_local_fault(self, epoch: int, fault: RingFault) -> None:
         self._local.box.put_only(self._fault_packet(epoch, fault))
 
     def _fault_packet(self, epoch: int, fault: RingFault) -> Packet:
         rank = len(self.plan.stages) if fault.rank is None else fault.rank
-        return packet(fault_frame(max(0, epoch), rank, fault.words), self._local.limits)
+        return packet(fault_frame(max(0, epoch), rank, fault.reason), self._local.limits)
 
-    # -- time ------------------------------------------------------------------------------------
+    # -- timeouts --------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         while True:
@@ -486,44 +501,49 @@ class Ring:
             now = time.monotonic()
             if self.rank == 0:
                 self._ping(now)
-            elif self._handed.silent_s(now) > self._stall_s:
-                self._handed.clear()
-                self._break(
+            elif self._engine.silent_s(now) > self._stall_s:
+                self._engine.clear()
+                self._fail(
                     self.rank,
-                    f"the engine of stage {self.rank} gave nothing for {self._stall_s:g} s",
+                    f"the engine of stage {self.rank} did not answer for {self._stall_s:g} s",
                 )
 
     def _ping(self, now: float) -> None:
-        """Stage 0: send one round now and then; it has to come back."""
+        """Send a ping from stage 0 when one is due; fail the ring when pings do not return."""
         if not self._complete():
             return
-        if self.is_whole and self._rounds.silent_s(now) > RING_PATIENCE * self._stall_s:
-            return self._lose(
-                RingFault(None, f"nothing came round for {self._rounds.silent_s(now):.0f} s")
+        if self.is_healthy and self._pings.silent_s(now) > RING_PATIENCE * self._stall_s:
+            return self._set_fault(
+                RingFault(None, f"no frame returned for {self._pings.silent_s(now):.0f} s")
             )
-        number = self._rounds.next(now, whole=self.is_whole)
+        number = self._pings.next(now, healthy=self.is_healthy)
         if number is not None:
             frame = Frame(Kind.PING, max(0, self.epoch), number)
             self._out.box.put_first(packet(frame, self._local.limits))
-            self._rounds.sent(number, now)
+            self._pings.record_send(number, now)
 
     def _complete(self) -> bool:
+        """Return whether both links and the engine are connected."""
         return self._out.up and self._in is not None and self._local.connected
 
     def _missing(self) -> str:
         """Describe the missing connection."""
-        before, after = self._before(), (self.rank + 1) % len(self.plan.stages)
         if not self._local.connected:
             return "the engine has not connected yet"
         if not self._out.up:
-            return f"no line to stage {after}: {self._out.why}"
+            return f"no link to stage {self._next}: {self._out.why}"
         if self._in is None:
-            return f"no line from stage {before} yet"
-        return "no ping has come round yet"
+            return f"no link from stage {self._previous} yet"
+        return "no ping has returned yet"
 
     def _generation(self) -> int:
-        """The part of an epoch that the plan decides; the rest is the time in tenths of seconds."""
+        """Return the plan's part of an epoch number; the rest is the time in tenths of a second."""
         return self.plan.generation % 2**GENERATION_BITS
 
-    def _before(self) -> int:
+    @property
+    def _previous(self) -> int:
         return (self.rank - 1) % len(self.plan.stages)
+
+    @property
+    def _next(self) -> int:
+        return (self.rank + 1) % len(self.plan.stages)

@@ -1,6 +1,6 @@
-"""Serve a stage that does not schedule: take a frame, carry it out, pass on the result.
+"""Serve a later stage: receive frames, execute them in order, send the results.
 
-Everything in order. After a fault nothing more of that chain is computed, until a RESET begins another one.
+After a fault nothing more of that ring epoch is computed, until a RESET begins a new one.
 """
 
 import logging
@@ -17,59 +17,42 @@ from .ports import DEPTH, Port, PortClosed
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two looks whether anything leaves any more."""
+CHECK_S = 1.0
+"""Interval between checks that the sending thread is alive."""
 FLUSH_S = 1.0
-"""How long last words may take to leave."""
+"""Longest wait of close() for queued answers to be sent."""
 
 
 Later = Callable[[], Frame]
-"""Waits for a micro-batch that a device computes, in another thread. Raises EngineError."""
+"""Waits for a micro-batch that a device computes; called in the sending thread. Raises EngineError."""
 
 
 class StageCompute(Protocol):
-    """What a stage that does not schedule computes with; see stage_loop.py. Called by one thread."""
+    """The computation of a later stage. Called by one thread."""
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         ...
 
     def switch(self, version: int) -> None:
-        """Write the weights that were prepared for `version`. Raises EngineError if none were."""
+        """Apply the weights prepared for `version`. Raises EngineError if there are none."""
         ...
 
     def step(self, frame: Frame) -> "Frame | Later":
-        """Compute a micro-batch: the frame for the next stage, or the drawn tokens. Raises EngineError.
+        """Compute a micro-batch; return the frame for the next stage, or the sampled tokens.
 
-        A stage on a device may return a function that waits for it: the next micro-batch is begun meanwhile.
+        On a device, may return a function that waits for the result, so that the next micro-batch can begin.
+        Raises EngineError.
         """
         ...
 
 
-@dataclass
-class LoopStats:
-    """How a stage spent its time."""
+def serve(port: Port, compute: StageCompute, *, rank: int) -> None:
+    """Execute the frames received on `port` until it closes; always closes it.
 
-    steps: int = 0
-    busy_s: float = 0.0
-    """Computing micro-batches."""
-    idle_s: float = 0.0
-    """Between two micro-batches of one chain, with nothing to do."""
-
-    @property
-    def stall_share(self) -> float:
-        """Share of the time in which it had nothing to do, 0 to 1."""
-        whole = self.busy_s + self.idle_s
-        return self.idle_s / whole if whole else 0.0
-
-
-def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | None = None) -> None:
-    """Carry out the frames that come through `port` until it closes; it is closed on every way out.
-
-    An EngineError becomes a FAULT of that chain. Any other error is a bug: it is raised, and the
-    other end of the port sees it close.
+    An EngineError becomes a FAULT of the ring epoch. Any other exception is a bug and is raised.
     """
-    loop = _Loop(compute, rank, stats or LoopStats())
+    loop = _Loop(compute, rank)
     sender = _Sender(port, loop)
     try:
         while True:
@@ -81,8 +64,8 @@ def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | No
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A micro-batch that a device computes."""
+class _Computing:
+    """A micro-batch that a device is computing."""
 
     frame: Frame
     later: Later
@@ -90,28 +73,28 @@ class _Begun:
 
 
 class _Sender:
-    """Sends answers in order; waits for device and port, so that the computing thread need not."""
+    """Sends answers in order, waiting for device and port in place of the computing thread."""
 
     def __init__(self, port: Port, loop: "_Loop") -> None:
         self._port = port
         self._loop = loop
-        self._queue: queue.SimpleQueue[Frame | _Begun | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Frame | _Computing | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(DEPTH)
         self._bug: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="primerl-answers", daemon=True)
         self._thread.start()
 
-    def put(self, answer: Frame | _Begun | None) -> None:
-        """Send it behind earlier answers; None is nothing. Waits while too much waits. Raises PortClosed."""
+    def put(self, answer: Frame | _Computing | None) -> None:
+        """Queue an answer (None: no answer), waiting while the queue is full. Raises PortClosed."""
         if answer is None:
             return
-        while not self._room.acquire(timeout=LOOK_S):
+        while not self._room.acquire(timeout=CHECK_S):
             if not self._thread.is_alive():
-                raise PortClosed("nothing can be sent any more")
+                raise PortClosed("the sending thread has ended")
         self._queue.put(answer)
 
     def close(self) -> None:
-        """Close the port behind the answers that can leave in time. Raises the error of the sending thread."""
+        """Send queued answers within FLUSH_S, close the port, raise the thread's error, if any."""
         self._queue.put(None)
         self._thread.join(FLUSH_S)
         self._port.close()
@@ -123,7 +106,7 @@ class _Sender:
         try:
             while (one := self._queue.get()) is not None:
                 self._room.release()
-                answer = self._loop.finish(one) if isinstance(one, _Begun) else one
+                answer = self._loop.finish(one) if isinstance(one, _Computing) else one
                 if answer is not None:
                     self._port.send(answer)
         except PortClosed:
@@ -134,43 +117,45 @@ class _Sender:
 
 
 class _Loop:
-    """Which chain it is, and whether it is still of use. finish() may be called by another thread."""
+    """Executes frames and tracks the ring epoch and its failure.
 
-    def __init__(self, compute: StageCompute, rank: int, stats: LoopStats) -> None:
+    finish() may run in another thread.
+    """
+
+    def __init__(self, compute: StageCompute, rank: int) -> None:
         self._compute = compute
         self._rank = rank
-        self._stats = stats
         self._epoch = -1
-        self._broken = -1
-        """The newest chain that cannot go on."""
+        self._failed = -1
+        """Newest epoch that failed."""
         self._done: float | None = None
-        """When the last micro-batch of this chain was; waiting for the first one is not idling."""
+        """Time when the last micro-batch of this epoch ended."""
 
-    def answer(self, frame: Frame) -> Frame | _Begun | None:
-        """What to send for `frame`; None for what belongs to another chain."""
+    def answer(self, frame: Frame) -> Frame | _Computing | None:
+        """Execute `frame` and return the answer; None for frames of another epoch."""
         if frame.kind in (Kind.PING, Kind.FAULT, Kind.DRAWN):
             return frame
         if frame.kind is Kind.RESET:
             if frame.epoch <= self._epoch:
                 return None
             self._epoch, self._done = frame.epoch, None
-        elif frame.epoch != self._epoch or self._broken == self._epoch:
+        elif frame.epoch != self._epoch or self._failed == self._epoch:
             return None
         try:
-            return self._do(frame)
+            return self._execute(frame)
         except EngineError as error:
-            return self._break(frame.epoch, error)
+            return self._fail(frame.epoch, error)
 
-    def finish(self, begun: _Begun) -> Frame | None:
-        """Wait for a micro-batch that was begun: its answer; None if its chain is of no use any more."""
-        if self._broken == begun.frame.epoch:
+    def finish(self, computing: _Computing) -> Frame | None:
+        """Wait for a micro-batch and return its answer; None if its epoch failed meanwhile."""
+        if self._failed == computing.frame.epoch:
             return None
         try:
-            return self._timed(begun.frame, begun.later(), begun.at)
+            return self._timed(computing.frame, computing.later(), computing.at)
         except EngineError as error:
-            return self._break(begun.frame.epoch, error)
+            return self._fail(computing.frame.epoch, error)
 
-    def _do(self, frame: Frame) -> Frame | _Begun:
+    def _execute(self, frame: Frame) -> Frame | _Computing:
         if frame.kind is Kind.RESET:
             self._compute.reset()
             return frame
@@ -181,23 +166,22 @@ class _Loop:
         answer = self._compute.step(frame)
         if isinstance(answer, Frame):
             return self._timed(frame, answer, begin)
-        return _Begun(frame, answer, begin)
+        return _Computing(frame, answer, begin)
 
     def _timed(self, frame: Frame, answer: Frame, at: float) -> Frame:
-        """`answer` with how long it took, from when those before it were done; until then it waited."""
+        """Add the micro-batch's compute and waiting time to `answer`.
+
+        It waited from `at` until the previous micro-batch ended, and was computed from then on.
+        """
         before, now = self._done, time.monotonic()
         begin = at if before is None else max(at, before)
         if frame.epoch == self._epoch:
             self._done = now
-        self._stats.steps += 1
-        self._stats.busy_s += now - begin
-        if before is not None:
-            self._stats.idle_s += begin - before
         busy = max(frame.busy_us, int((now - begin) * 1e6))
         waited = frame.waited_us + int((begin - at) * 1e6)
         return replace(answer, busy_us=busy, waited_us=waited)
 
-    def _break(self, epoch: int, error: EngineError) -> Frame:
-        logger.warning("stage %d cannot go on: %s", self._rank, error)
-        self._broken = max(self._broken, epoch)
+    def _fail(self, epoch: int, error: EngineError) -> Frame:
+        logger.warning("stage %d failed: %s", self._rank, error)
+        self._failed = max(self._failed, epoch)
         return fault_frame(epoch, self._rank, str(error))

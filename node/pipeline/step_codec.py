@@ -1,11 +1,11 @@
-"""Encode what stage 0 tells the others of a step: which sequences, how many tokens of each, in which blocks.
+"""Encode the schedule of a step for the later stages: sequences, tokens, cache blocks.
 
-No token travels, and nothing is pickled. A stage that reads it trusts nothing: `Sequences` checks every
-number against the plan and against the steps before, for a block that does not exist would be written to.
-
-Parts come by the hundred a step and hold numbers only, so the garbage collector does not look at them. A
-sequence that vLLM resumes after a preemption is a new one to the other stages: so no stage has to remember
-it, and one that has just taken another's place knows as much as all others.
+- No token ids are sent and nothing is pickled.
+- The schedule is untrusted: KnownSequences checks every number against the plan and the earlier steps, as an
+  invalid block number would be written to.
+- A step has hundreds of parts, which hold numbers only: they are excluded from garbage collection.
+- A sequence that vLLM resumes after a preemption is sent as a new one, so later stages keep no preempted state,
+  and a stage that replaces another one needs none.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Key = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Blocks = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)], ...]
 REMEMBERED = 8
-"""A stage remembers this many times max_sequences: preempted ones are not told of before they end."""
+"""Limit of known sequences, as a multiple of max_sequences: preempted ones stay known until they end."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
-    """A sequence that the stages behind do not know, or have to compute anew."""
+    """A sequence that is new to the later stages, or has to be recomputed."""
 
     key: Key
     """Stage 0's number of the request."""
     tokens: Count
-    """How long it is now."""
+    """Current length in tokens."""
     computed: Count
-    """Tokens of it that lie in its blocks already: another sequence's, which begins with the same ones."""
+    """Tokens already in the cache, by prefix sharing."""
     scheduled: Count
     blocks: Blocks
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -42,29 +42,29 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False)
 
 
 class ContinuedSequence(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """A sequence that goes on."""
+    """A sequence that continues from an earlier step."""
 
     key: Key
     tokens: Count
     computed: Count
     scheduled: Count
     blocks: Blocks
-    """New ones, behind those that it has."""
+    """Blocks appended in this step."""
 
 
 SequencePart = NewSequence | ContinuedSequence
 
 
 class StageStep(msgspec.Struct, frozen=True, array_like=True):
-    """One micro-batch; rows of states are in the order of `parts`."""
+    """The schedule of a micro-batch; rows of its states are in the order of `parts`."""
 
     parts: tuple[SequencePart, ...]
     ended: tuple[Key, ...] = ()
-    """Sequences that are over."""
+    """Sequences that have ended."""
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What the last stage drew: a token for every part that draws, in their order."""
+    """The tokens that the last stage sampled: one for every part with draws(), in order."""
 
     tokens: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31)], ...]
 
@@ -74,37 +74,37 @@ _DRAWN = msgspec.msgpack.Decoder(DrawnTokens)
 
 
 def draws(part: SequencePart) -> bool:
-    """Whether its last token is computed now, and so the next one drawn."""
+    """Return whether the step computes the part's last token, so that the next token is sampled."""
     return part.computed + part.scheduled == part.tokens
 
 
 def encode(message: StageStep | DrawnTokens) -> bytes:
-    """The body of a frame."""
+    """Encode the body of a frame."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_step(body: bytes) -> StageStep:
-    """Raises EngineError."""
+    """Decode a schedule. Raises EngineError."""
     try:
         return _STEPS.decode(body)
     except msgspec.DecodeError as error:
-        raise EngineError(f"stage 0 sent no step ({error})") from error
+        raise EngineError(f"stage 0 sent an invalid step ({error})") from error
 
 
 def decode_drawn(body: bytes) -> DrawnTokens:
-    """Raises EngineError."""
+    """Decode sampled tokens. Raises EngineError."""
     try:
         return _DRAWN.decode(body)
     except msgspec.DecodeError as error:
-        raise EngineError(f"the last stage sent no tokens ({error})") from error
+        raise EngineError(f"the last stage sent invalid tokens ({error})") from error
 
 
 @dataclass
 class KnownSequence:
-    """What a stage knows of a sequence."""
+    """A later stage's state of a sequence."""
 
     name: str
-    """For vLLM: another one each time that it is computed anew."""
+    """Request id for vLLM; a new one each time the sequence is recomputed."""
     length: int
     """Tokens computed so far."""
     tokens: int
@@ -112,7 +112,7 @@ class KnownSequence:
 
 
 class KnownSequences:
-    """The sequences of a chain, as a stage behind stage 0 sees them."""
+    """The sequences of a ring epoch, as a later stage tracks them."""
 
     def __init__(self, shape: PipelineShape) -> None:
         self._shape = shape
@@ -121,37 +121,39 @@ class KnownSequences:
         self._serial = 0
 
     def names(self) -> list[str]:
-        """Of all that are known."""
+        """Return the names of all known sequences."""
         return [one.name for one in self._known.values()]
 
-    def forget(self) -> None:
-        """A new chain begins."""
+    def reset(self) -> None:
+        """Drop all sequences, for a new ring epoch."""
         self._known.clear()
 
-    def take(self, step: StageStep) -> tuple[list[str], list[str]]:
-        """The names of the parts, and those of the sequences that are over. Raises EngineError.
+    def apply(self, step: StageStep) -> tuple[list[str], list[str]]:
+        """Apply a schedule; return the names of its parts and of the sequences that ended.
 
-        After an error the chain is of no use: parts taken before it stay taken.
+        Raises EngineError. The state is then partly updated, so the ring epoch must end.
         """
         self._check_size(step)
-        over = [self._known.pop(key).name for key in step.ended if key in self._known]
+        ended = [self._known.pop(key).name for key in step.ended if key in self._known]
         names: list[str] = []
         for part in step.parts:
             if isinstance(part, NewSequence):
                 if (old := self._known.pop(part.key, None)) is not None:
-                    over.append(old.name)
+                    ended.append(old.name)
                 names.append(self._begin(part))
             else:
-                names.append(self._go_on(part))
+                names.append(self._continue(part))
         if len(self._known) > REMEMBERED * self._shape.max_sequences:
-            raise EngineError("stage 0 never ends its sequences")
-        return names, over
+            raise EngineError("stage 0 does not end its sequences")
+        return names, ended
 
     def _check_size(self, step: StageStep) -> None:
         if not 0 < len(step.parts) <= self._shape.max_sequences:
-            raise EngineError(f"a step of {len(step.parts)} sequences is not in the plan")
+            raise EngineError(
+                f"a step has {len(step.parts)} sequences, the plan allows 1 to {self._shape.max_sequences}"
+            )
         if len({part.key for part in step.parts}) != len(step.parts):
-            raise EngineError("a step names a sequence twice")
+            raise EngineError("a step contains a sequence twice")
         if sum(part.scheduled for part in step.parts) > self._shape.max_step_tokens:
             raise EngineError("a step has more tokens than the plan allows")
 
@@ -162,22 +164,22 @@ class KnownSequences:
         self._known[part.key] = one
         return one.name
 
-    def _go_on(self, part: ContinuedSequence) -> str:
+    def _continue(self, part: ContinuedSequence) -> str:
         one = self._known.get(part.key)
         if one is None or part.computed != one.length or not one.tokens <= part.tokens:
-            raise EngineError(f"sequence {part.key} goes on where it did not stop")
+            raise EngineError(f"sequence {part.key} does not continue where it stopped")
         if part.tokens > one.tokens + 1:
-            raise EngineError(f"sequence {part.key} grew by more than the token that was drawn")
+            raise EngineError(f"sequence {part.key} grew by more than one sampled token")
         self._grow(one, part)
         return one.name
 
     def _grow(self, one: KnownSequence, part: SequencePart) -> None:
         end = part.computed + part.scheduled
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
-            raise EngineError(f"sequence {part.key} is cut wrongly")
-        # block 0 is vLLM's own: values that are never read are written there
+            raise EngineError(f"sequence {part.key} has invalid token counts")
+        # vLLM reserves block 0 for writes that are never read
         if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:
-            raise EngineError(f"sequence {part.key} has a block that there is not")
+            raise EngineError(f"sequence {part.key} has a block that does not exist")
         one.blocks += len(part.blocks)
         if one.blocks * self._shape.block_size < end or one.blocks > self._most_blocks:
             raise EngineError(f"sequence {part.key} has the wrong number of blocks")
@@ -185,16 +187,16 @@ class KnownSequences:
 
 
 def check_drawn(drawn: DrawnTokens, count: int, vocab_size: int) -> None:
-    """Raise EngineError for tokens that are not `count` of the vocabulary."""
+    """Check that there are `count` tokens, all in the vocabulary. Raises EngineError."""
     if len(drawn.tokens) != count:
-        raise EngineError("the last stage drew for other sequences than it was asked for")
+        raise EngineError(f"the last stage sampled {len(drawn.tokens)} tokens, not {count}")
     if drawn.tokens and max(drawn.tokens) >= vocab_size:
-        raise EngineError("the last stage drew a token that there is not")
+        raise EngineError("the last stage sampled a token outside the vocabulary")
 
 
 @dataclass(frozen=True)
 class SequenceSampling:
-    """What stays the same of a request."""
+    """The constant fields of a request."""
 
     key: int
     seed: int
@@ -202,31 +204,32 @@ class SequenceSampling:
     top_k: int
     top_p: float
     prompt: int
-    """Tokens of it."""
+    """Length of the prompt in tokens."""
 
 
 class StepEncoder:
-    """Sees every output of the scheduler, in order."""
+    """Converts the outputs of vLLM's scheduler to StageSteps; must see every output, in order."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, SequenceSampling] = {}
+        self._requests: dict[str, SequenceSampling] = {}
         self._ended: list[int] = []
 
     def skip(self, output: Any) -> None:
-        """Note a step without a token: its ended sequences are named in the next step."""
+        """Record an output without tokens: its ended sequences go into the next step."""
         for name in output.finished_req_ids:
-            if (asked := self._asked.pop(name, None)) is not None:
-                self._ended.append(asked.key)
-
-    def forget(self) -> None:
-        """Begin a new chain, whose stages know no sequence."""
-        self._ended.clear()
+            if (request := self._requests.pop(name, None)) is not None:
+                self._ended.append(request.key)
 
     def encode(self, output: Any) -> StageStep:
-        """Its parts are in the order of `output.num_scheduled_tokens`. Raises EngineError."""
+        """Encode an output; parts are in the order of `output.num_scheduled_tokens`.
+
+        Raises EngineError.
+        """
         self.skip(output)
         if getattr(output, "kv_cache_block_copies", None):
-            raise EngineError("this model's cache is copied block by block, which no pipeline does")
+            raise EngineError(
+                "this model copies cache block by block, which pipelines do not support: choose another model"
+            )
         scheduled: dict[str, int] = output.num_scheduled_tokens
         parts = {new.req_id: self._new(new, scheduled) for new in output.scheduled_new_reqs}
         parts |= self._cached(output.scheduled_cached_reqs, scheduled)
@@ -236,45 +239,50 @@ class StepEncoder:
     def _new(self, new: Any, scheduled: dict[str, int]) -> SequencePart:
         key, seed, temperature, top_k, top_p, *_ = new.sampling_params.extra_args[SAMPLING]
         tokens = len(new.prompt_token_ids)
-        asked = SequenceSampling(key, seed, temperature, top_k, top_p, tokens)
-        self._asked[new.req_id] = asked
+        request = SequenceSampling(key, seed, temperature, top_k, top_p, tokens)
+        self._requests[new.req_id] = request
         computed, count = new.num_computed_tokens, scheduled[new.req_id]
-        return _as_new(asked, tokens, computed, count, _only(new.block_ids))
+        return _as_new(request, tokens, computed, count, _single_group(new.block_ids))
 
     def _cached(self, cached: Any, scheduled: dict[str, int]) -> dict[str, SequencePart]:
         parts: dict[str, SequencePart] = {}
         for index, name in enumerate(cached.req_ids):
-            asked, count = self._asked[name], scheduled[name]
-            tokens = asked.prompt + cached.num_output_tokens[index]
+            request, count = self._requests[name], scheduled[name]
+            tokens = request.prompt + cached.num_output_tokens[index]
             computed = cached.num_computed_tokens[index]
-            blocks = _only(cached.new_block_ids[index])
+            blocks = _single_group(cached.new_block_ids[index])
             if name in cached.resumed_req_ids:
-                parts[name] = _as_new(asked, tokens, computed, count, blocks)
+                parts[name] = _as_new(request, tokens, computed, count, blocks)
             else:
-                parts[name] = ContinuedSequence(asked.key, tokens, computed, count, blocks)
+                parts[name] = ContinuedSequence(request.key, tokens, computed, count, blocks)
         return parts
 
 
 def _as_new(
-    asked: SequenceSampling, tokens: int, computed: int, scheduled: int, blocks: tuple[int, ...]
+    request: SequenceSampling, tokens: int, computed: int, scheduled: int, blocks: tuple[int, ...]
 ) -> NewSequence:
     return NewSequence(
-        asked.key,
+        request.key,
         tokens,
         computed,
         scheduled,
         blocks,
-        asked.seed,
-        asked.temperature,
-        asked.top_k,
-        asked.top_p,
+        request.seed,
+        request.temperature,
+        request.top_k,
+        request.top_p,
     )
 
 
-def _only(groups: Any) -> tuple[int, ...]:
-    """The blocks of the one group of layers that there is; None: no new ones."""
+def _single_group(groups: Any) -> tuple[int, ...]:
+    """Return the blocks of the only KV cache group; vLLM's None means no new ones.
+
+    Raises EngineError.
+    """
     if groups is None:
         return ()
     if len(groups) != 1:
-        raise EngineError("this model has several kinds of caches, which no pipeline here has")
+        raise EngineError(
+            "this model has several kinds of caches, which pipelines do not support: choose another model"
+        )
     return tuple(groups[0])

@@ -1,7 +1,8 @@
-"""Trails between daemons: every stage signs what it and those before it said of a step; stage 0 checks it all.
+"""Signed fingerprint trails: every stage signs the fingerprints up to its own.
 
-Without signatures any later stage could change what an earlier one had said, and have it named for what it did
-not do. Those who compute never see a signature: it is put on behind them, and taken off before them.
+Stage 0 verifies all signatures. Without signatures a later stage could alter an earlier one's fingerprints and
+shift the blame to it. Signatures exist between nodes only: they are removed before a frame goes to the engine,
+and added after it returns.
 """
 
 import msgspec
@@ -11,40 +12,43 @@ from ...protocol.pipelines import PipelinePlan
 from .frames import PREFIX_BYTES, Kind, Packet
 
 ROW = 8
-"""Bytes of one state's fingerprint (node/inference/fingerprint.py)."""
+"""Bytes of one row's fingerprint (node/inference/fingerprint.py)."""
 
 
 class BadTrail(Exception):
-    """A trail of another size than the rows and boundaries that it is of."""
+    """A trail of the wrong size, or with altered contents or a wrong signature."""
 
 
 def append(trail: bytes, own: bytes) -> bytes:
-    """The trail with this stage's fingerprints: `own` holds ROW bytes for each row, none for no row."""
+    """Append this stage's fingerprints `own`, ROW bytes per row; may be empty."""
     if len(own) % ROW:
-        raise ValueError(f"{len(own)} bytes are no rows of {ROW}: a bug of this stage")
+        raise ValueError(f"{len(own)} bytes are not rows of {ROW} bytes: a bug of this stage")
     return trail + own
 
 
 def latest(trail: bytes, rows: int, count: int) -> bytes:
-    """What the last one of `count` stages so far says of its rows. Raises BadTrail."""
+    """Return the fingerprints of the last of `count` stages. Raises BadTrail."""
     check(trail, rows, count)
     return trail[len(trail) - rows * ROW :]
 
 
 def check(trail: bytes, rows: int, count: int) -> None:
-    """Raise BadTrail for one that is not of `rows` rows at `count` boundaries."""
+    """Check that a trail holds `rows` rows for each of `count` boundaries. Raises BadTrail."""
     if len(trail) != rows * count * ROW:
         raise BadTrail(f"{len(trail)} bytes of fingerprints for {rows} rows at {count} boundaries")
 
 
 DOMAIN = b"primerl boundary\x00"
-"""No envelope begins like this."""
+"""Prefix of signed bytes, which no envelope has."""
 MAX_WAITING = 256
-"""Steps that an engine may be behind: more than are ever in flight."""
+"""Most steps in the engine at a time; more than are ever in flight."""
 
 
 class SignedTrails:
-    """Of one plan, at one stage. A step whose rows lead to no token has no trail, and nothing to sign."""
+    """Adds and removes trail signatures on one stage of a plan.
+
+    Steps that sample no token have no trail.
+    """
 
     def __init__(self, key: SecretKey, run: bytes, plan: PipelinePlan, rank: int) -> None:
         self._key = key
@@ -60,36 +64,37 @@ class SignedTrails:
         )
         self._epoch = -1
         self._waiting: dict[int, tuple[bytes, bytes]] = {}
-        """Number of a step -> its trail as it came, and without signatures."""
+        """Step number -> (trail as received, the same without signatures)."""
 
     def inward(self, packet: Packet) -> Packet:
-        """`packet` from the stage before, for our own engine. Raises BadTrail."""
+        """Remove the signatures from the previous stage's packet, for our engine. Raises BadTrail."""
         if packet.kind not in (Kind.STEP, Kind.DRAWN) or not packet.head.trail:
             return packet
         trail = _trail(packet)
         if self._rank == 0:
-            plain = self._checked(packet, trail)
+            plain = self._verified(packet, trail)
         else:
-            plain = b"".join(_parted(trail, self._rank))
+            plain = b"".join(_split(trail, self._rank))
             self._keep(packet, trail, plain)
-        return _with(packet, plain)
+        return _with_trail(packet, plain)
 
     def outward(self, packet: Packet) -> Packet:
-        """`packet` from our own engine, for the stage after. Raises BadTrail."""
+        """Restore and add signatures on our engine's packet, for the next stage. Raises BadTrail."""
         if packet.kind not in (Kind.STEP, Kind.DRAWN) or not packet.head.trail:
             return packet
         trail = _trail(packet)
-        came, plain = b"", b""
+        received, plain = b"", b""
         if self._rank > 0:
             if packet.head.epoch != self._epoch or packet.head.number not in self._waiting:
-                raise BadTrail("our engine gave a trail that did not come with its step")
-            came, plain = self._waiting.pop(packet.head.number)
+                raise BadTrail("our engine returned a trail for a step that had none")
+            received, plain = self._waiting.pop(packet.head.number)
         if not trail.startswith(plain):
-            raise BadTrail("our engine changed what the stages before it said")
+            raise BadTrail("our engine changed the fingerprints of earlier stages")
         if self._rank == len(self._nodes) - 1:
-            return _with(packet, came)
-        said = came + trail[len(plain) :]
-        return _with(packet, said + self._key.sign(self._message(packet, self._rank, said)))
+            return _with_trail(packet, received)
+        claims = received + trail[len(plain) :]
+        signature = self._key.sign(self._message(packet, self._rank, claims))
+        return _with_trail(packet, claims + signature)
 
     def _keep(self, packet: Packet, trail: bytes, plain: bytes) -> None:
         if packet.head.epoch != self._epoch:
@@ -99,22 +104,22 @@ class SignedTrails:
         if len(self._waiting) > MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
 
-    def _checked(self, packet: Packet, trail: bytes) -> bytes:
-        """Without signatures, which all are their stages'."""
-        parts = _parted(trail, len(self._nodes) - 1)
+    def _verified(self, packet: Packet, trail: bytes) -> bytes:
+        """Verify all signatures; return the trail without them. Raises BadTrail."""
+        parts = _split(trail, len(self._nodes) - 1)
         end = 0
         for rank, part in enumerate(parts):
             end += len(part)
             signature = trail[end : end + SIGNATURE_BYTES]
             if not verify(self._nodes[rank], signature, self._message(packet, rank, trail[:end])):
-                raise BadTrail(f"what stage {rank} said of its states was changed behind it")
+                raise BadTrail(f"the fingerprints of stage {rank} were changed by a later stage")
             end += SIGNATURE_BYTES
         return b"".join(parts)
 
-    def _message(self, packet: Packet, rank: int, said: bytes) -> bytes:
+    def _message(self, packet: Packet, rank: int, claims: bytes) -> bytes:
         head = packet.head
         where = (rank, head.epoch, head.number)
-        return b"".join([self._about, *(one.to_bytes(8, "big") for one in where), said])
+        return b"".join([self._about, *(one.to_bytes(8, "big") for one in where), claims])
 
 
 def _trail(packet: Packet) -> bytes:
@@ -122,8 +127,8 @@ def _trail(packet: Packet) -> bytes:
     return packet.contents[body : body + packet.head.trail]
 
 
-def _with(packet: Packet, trail: bytes) -> Packet:
-    """The same packet with another trail."""
+def _with_trail(packet: Packet, trail: bytes) -> Packet:
+    """Return a copy of `packet` with this trail."""
     head, contents = packet.head, packet.contents
     raw = msgspec.msgpack.encode(msgspec.structs.replace(head, trail=len(trail)))
     after = head.body + head.trail
@@ -134,10 +139,13 @@ def _with(packet: Packet, trail: bytes) -> Packet:
     )
 
 
-def _parted(trail: bytes, stages: int) -> list[bytes]:
-    """What each of `stages` stages said, the signature behind it left out. Raises BadTrail."""
+def _split(trail: bytes, stages: int) -> list[bytes]:
+    """Split a signed trail into the fingerprints of each stage, without signatures.
+
+    Raises BadTrail.
+    """
     size, odd = divmod(len(trail), stages)
     rows, half = divmod(size - SIGNATURE_BYTES, ROW)
     if odd or half or rows < 1:
-        raise BadTrail(f"{len(trail)} bytes are no signed trail of {stages} stages")
+        raise BadTrail(f"{len(trail)} bytes are not a signed trail of {stages} stages")
     return [trail[at : at + rows * ROW] for at in range(0, len(trail), size)]

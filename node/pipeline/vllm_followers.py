@@ -1,8 +1,10 @@
-"""Ranks of a stage in processes of their own, which another process of this host commands.
+"""Follower processes: tensor-parallel ranks commanded by another process of this host.
 
-Of stage 0 these are all ranks, so that its scheduler has a process to itself; elsewhere all but the first.
-Every rank is told the same in the same order, as what one computes waits for the others; so one that fails or
-ends, ends all of them. They are this machine's own processes, the only ones that take objects from each other.
+- On stage 0 all ranks are followers, so that the scheduler has a process to itself; elsewhere all but the
+  first.
+- Every rank gets the same calls in the same order, as collectives wait for all ranks. A rank that fails or ends
+  therefore ends all of them.
+- These pipes carry pickled objects, which is safe between our own processes of one machine only.
 """
 
 import itertools
@@ -24,19 +26,19 @@ from ..ops.errors import EngineError, named_line
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1800.0
-"""For a large model to be compiled; a rank that dies meanwhile is noticed at once."""
+"""Longest wait for an answer: compiling a large model takes minutes. A rank that dies is noticed at once."""
 JOIN_S = 5.0
 FAILED = 70
 """Exit code of a rank that ends because another one did."""
 
 Call = Callable[[str, Sequence[Any]], Any]
-"""Does what a method of the worker does."""
+"""Calls a method of the worker by name."""
 Main = Callable[..., None]
-"""main(rank, turns, beside, *arguments) of a follower's process; it can be found by its name."""
+"""main(rank, ordered, concurrent, *arguments) of a follower's process; importable by name."""
 
 
 class RankPipes:
-    """A pipe to each follower, at whose other end a thread carries out orders one after the other."""
+    """One pipe to each follower; a thread at its other end executes the calls in order."""
 
     def __init__(self, pipes: Sequence[Connection], answer_s: float = ANSWER_S) -> None:
         self._pipes = pipes
@@ -44,22 +46,25 @@ class RankPipes:
         self._numbers = itertools.count(1)
         self._sending, self._reading = threading.Lock(), threading.Lock()
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Have all of them do it without waiting; one that cannot ends."""
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method on all followers without waiting; a follower where it fails ends."""
         with self._sending:
             self._send(self._pipes, 0, method, arguments)
 
-    def tell_first(self, method: str, *arguments: Any) -> None:
-        """As tell(), but only the first of them."""
+    def notify_first(self, method: str, *arguments: Any) -> None:
+        """Call a method on the first follower without waiting, like notify()."""
         with self._sending:
             self._send(self._pipes[:1], 0, method, arguments)
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What each of them answers. Raises EngineError if one refused, RuntimeError if one failed."""
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all followers; return their results.
+
+        Raises EngineError if one raised it, RuntimeError if one failed otherwise or did not answer in time.
+        """
         return self.begin(method, *arguments)()
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        """Ask; the returned function waits for the answers, and is called before anything else is asked."""
+        """Begin a call(); the returned function waits for the results. Run it before the next call."""
         with self._sending:
             number = next(self._numbers)
             self._send(self._pipes, number, method, arguments)
@@ -75,64 +80,66 @@ class RankPipes:
 
     def _answers(self, number: int, method: str) -> list[Any]:
         with self._reading:
-            found = [self._answer(pipe, number, method) for pipe in self._pipes]
-        for fault, refused, _ in found:
+            answers = [self._answer(pipe, number, method) for pipe in self._pipes]
+        for fault, refused, _ in answers:
             if fault:
                 raise (
                     EngineError(fault) if refused else RuntimeError(f"another rank failed: {fault}")
                 )
-        return [value for _, _, value in found]
+        return [value for _, _, value in answers]
 
     def _answer(self, pipe: Connection, number: int, method: str) -> tuple[str, bool, Any]:
         until = time.monotonic() + self._answer_s
         while pipe.poll(max(0.0, until - time.monotonic())):
-            found, *answer = pipe.recv()
-            if found == number:  # and not of a question whose asker gave up
+            answered, *answer = pipe.recv()
+            if answered == number:  # skip answers to calls that were given up
                 return tuple(answer)
         raise RuntimeError(f"another rank did not answer {method} in {self._answer_s:.0f} s")
 
 
 class Followers:
-    """start() first, close() last."""
+    """Starts and watches the follower processes. Call start() first, close() last."""
 
     def __init__(
         self, count: int, lost: Callable[[], None] | None = None, *, first: int = 1
     ) -> None:
-        """Ranks `first` and up. `lost` is called in a thread of its own when one of them ends; else this
-        process ends too."""
+        """Manage ranks `first` to `first + count - 1`.
+
+        `lost` is called in a thread of its own when one of them ends; by default this process then ends too.
+        """
         self._count, self._first = count, first
         self._lost = lost or _end
         self._closing = False
         self._processes: list[Any] = []
-        self.turns = RankPipes(())
-        """For work that all ranks do together, in one order: steps, and weight writes between steps."""
-        self.beside = RankPipes(())
-        """For work outside the steps, in a thread of its own."""
+        self.ordered = RankPipes(())
+        """For calls that all ranks execute in one order: steps, and weight writes between steps."""
+        self.concurrent = RankPipes(())
+        """For calls that run beside the steps, in a thread of their own."""
 
     def __len__(self) -> int:
         return self._count
 
     def start(self, main: Main, *arguments: Any) -> None:
-        """Start the processes; nothing is waited for."""
+        """Start the processes without waiting for them."""
         context = multiprocessing.get_context("spawn")
-        lines: tuple[list[Connection], list[Connection]] = ([], [])
+        pipes: tuple[list[Connection], list[Connection]] = ([], [])
         for rank in range(self._first, self._first + self._count):
-            pairs = [context.Pipe() for _ in lines]
+            pairs = [context.Pipe() for _ in pipes]
             theirs = [pair[1] for pair in pairs]
             process = context.Process(
                 target=main, args=(rank, *theirs, *arguments), name=f"rank {rank}", daemon=True
             )
             process.start()
             self._processes.append(process)
-            for line, (ours, other) in zip(lines, pairs, strict=True):
-                line.append(ours)
+            for own, (ours, other) in zip(pipes, pairs, strict=True):
+                own.append(ours)
                 other.close()
-        self.turns, self.beside = map(RankPipes, lines)
+        self.ordered, self.concurrent = map(RankPipes, pipes)
         if self._processes:
             threading.Thread(target=self._watch, name="primerl-ranks", daemon=True).start()
 
     def close(self) -> None:
-        """End them by force: they keep nothing."""
+        """Kill the processes, which have no state to save."""
         self._closing = True
         for process in self._processes:
             process.kill()
@@ -145,8 +152,11 @@ class Followers:
             self._lost()
 
 
-def obey(pipe: Connection, call: Call) -> None:
-    """Carry out the orders that come through `pipe` until it ends. Raises what `call` raises for a tell()."""
+def serve_calls(pipe: Connection, call: Call) -> None:
+    """Execute the calls that arrive on `pipe` until it closes.
+
+    Raises the errors of notify() calls.
+    """
     while True:
         try:
             number, method, arguments = pipe.recv()
@@ -159,7 +169,7 @@ def obey(pipe: Connection, call: Call) -> None:
             answer = number, "", False, call(method, arguments)
         except EngineError as error:
             answer = number, str(error), True, None
-        except Exception as error:  # any exception of vLLM's: the asking rank has to hear of it
+        except Exception as error:  # vLLM raises anything: the caller has to get it
             traceback.print_exc()
             words = named_line(error)
             answer = number, words, False, None
@@ -167,10 +177,10 @@ def obey(pipe: Connection, call: Call) -> None:
 
 
 def end_with_first() -> None:
-    """End this process, a follower, with the one that started it, whatever it is waiting for."""
+    """End this follower when the process that started it ends, even while it is blocked."""
     first = multiprocessing.parent_process()
     if first is None:
-        raise EngineError("this is not a rank that another one has started")
+        raise EngineError("this process was not started by another rank")
 
     def watch() -> None:
         connection.wait([first.sentinel])
@@ -180,6 +190,6 @@ def end_with_first() -> None:
 
 
 def _end() -> None:
-    sys.stderr.write("a rank of this stage has ended: all end, as none can go on without it\n")
+    sys.stderr.write("a rank of this stage has ended: all its ranks end\n")
     sys.stderr.flush()
     os._exit(FAILED)

@@ -1,9 +1,9 @@
-"""The two processes of a pipeline that a node starts: stage 0's engine, and the worker of a later stage.
+"""Child processes of pipeline stages: vLLM's engine for stage 0, its worker for others.
 
-HeadCore is all of vLLM's engine, with some layers. StageCore is vLLM's worker alone. It schedules nothing:
-each micro-batch comes down the ring with its own schedule (stage_loop.py), in a thread of its own, and weights
-are written when the ring says so. With engine.tp this process is the first of the stage's ranks, and speaks for
-all of them. Run as `python -m ... head` or `stage`; both answer through inference/host.py.
+HeadCore runs all of vLLM's engine with the first layers. StageCore runs vLLM's worker without a scheduler: each
+micro-batch arrives with its schedule (stage_loop.py, in a thread of its own), and weights are applied on a
+SWITCH frame. With engine.tp this process is the first rank of the stage and answers for all ranks. Run as
+`python -m ... head` or `stage`; both serve the protocol of inference/host.py.
 """
 
 import asyncio
@@ -33,24 +33,29 @@ from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
 from .frames import FrameLimits
-from .place import START_SHARE, StagePlace, check_placed, environment_of, placed_arguments
+from .place import (
+    NOT_STAGE_0,
+    START_SHARE,
+    StagePlace,
+    check_placed,
+    environment_of,
+    placed_arguments,
+)
 from .ports import Port, PortClosed, SocketPort
-from .stage_loop import LoopStats, serve
+from .stage_loop import serve
 from .vllm_followers import FAILED
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two questions how the work is cut into lanes."""
+LANES_POLL_S = 1.0
+"""Interval at which the micro-batch figures are read."""
 STAGING_POLL_S = 0.005
-AGAIN_S = 0.2
-"""Before the node's process is connected to again."""
-NOT_HERE = "tokens are asked of stage 0 of a pipeline, and this is another one"
+RECONNECT_S = 0.2
 
 
 @dataclass(frozen=True)
 class HeadStats(EngineStats):
-    """With how its work is cut, see Busy."""
+    """Engine stats with stage 0's micro-batch figures; see EngineBusy."""
 
     lanes: int = 0
     in_flight: int = 0
@@ -63,52 +68,54 @@ class HeadCore(VllmCore):
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         super().__init__(config)
         self._place = place
-        self._cut: list[float] = [0, 0, 0.0]
-        self._looking: asyncio.Task[None] | None = None
+        self._lane_stats: list[float] = [0, 0, 0.0]
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See VllmCore."""
         await super().start(model_dir, fingerprint=fingerprint)
-        self._looking = asyncio.create_task(self._look(), name="lanes")
+        self._polling = asyncio.create_task(self._poll_lanes(), name="lanes")
 
     def stats(self) -> EngineStats:
-        """How busy it is, and how its work is cut."""
-        lanes, in_flight, stall_share = self._cut
-        cut: dict[str, Any] = {
+        """Return the engine's stats with its micro-batch figures."""
+        lanes, in_flight, stall_share = self._lane_stats
+        figures: dict[str, Any] = {
             "lanes": int(lanes),
             "in_flight": int(in_flight),
             "stall_share": round(stall_share, 2),
         }
-        return HeadStats(**vars(super().stats()) | cut)
+        return HeadStats(**vars(super().stats()) | figures)
 
     async def close(self) -> None:
-        """End it."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        """Close the engine."""
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait([self._polling])
         await super().close()
 
     def stuck_s(self) -> float:
-        """Never: while the ring is broken nothing comes, and that is no fault of this process.
+        """Return 0: without a healthy ring no tokens arrive, which is not this process's fault.
 
-        RingClient gives a chain up on which nothing comes back, and the ring has deadlines of its own.
+        RingClient gives up a ring epoch that stalls, and the ring has its own deadlines.
         """
         return 0.0
 
     async def rejoin(self, epoch: int) -> None:
-        """Begin a chain; sequences in flight are computed again from their tokens. Raises EngineError."""
+        """Begin a ring epoch; sequences in flight are recomputed from their tokens.
+
+        Raises EngineError.
+        """
         self._require_alive()
         async with self._paused():
             (fault,) = await self._rpc("primerl_rejoin", epoch)
         if fault:
             raise EngineError(fault)
 
-    async def _look(self) -> None:
-        """The engine's process counts them; it is asked now and then."""
+    async def _poll_lanes(self) -> None:
         while not self._fault:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LANES_POLL_S)
             with contextlib.suppress(EngineError):
-                (self._cut,) = await self._rpc("primerl_lanes")
+                (self._lane_stats,) = await self._rpc("primerl_lanes")
 
     def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
         check_placed(self._config, self._place, shape)
@@ -133,7 +140,6 @@ class StageCore:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._fault = ""
-        self._stats = LoopStats()
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM's worker with dummy weights. Raises EngineError, UsageError."""
@@ -151,11 +157,11 @@ class StageCore:
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
-        fit = judge(await self._call(self._ranks().beside, "primerl_check", path))
+        fit = judge(await self._call(self._ranks().call_concurrently, "primerl_check", path))
         return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
-        """At once before the first chain; then it waits for its SWITCH."""
+        """Load a full state: at once before the first ring epoch, later on its SWITCH."""
         self._ranks()
         await self._call(self._steps.load, version, path)
         return Written(0.0, 0.0)
@@ -163,36 +169,36 @@ class StageCore:
     async def stage(self, path: str) -> WeightsFault:
         """See Replica."""
         ranks = self._ranks()
-        await self._call(ranks.beside, "primerl_stage", path)
+        await self._call(ranks.call_concurrently, "primerl_stage", path)
         fault = await self._call(_staged, ranks)
         return WeightsFault(fault, [])
 
     async def write(self, version: int) -> Written:
-        """As load()."""
+        """Write the staged update: at once before the first ring epoch, later on its SWITCH."""
         self._ranks()
         await self._call(self._steps.write, version)
         return Written(0.0, 0.0)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Never."""
-        raise EngineError(NOT_HERE)
+        """Raise EngineError: only stage 0 generates."""
+        raise EngineError(NOT_STAGE_0)
 
     def stats(self) -> EngineStats:
-        """Nothing is counted here."""
+        """Return empty stats: a later stage counts nothing."""
         return EngineStats()
 
     def stuck_s(self) -> float:
-        """Stage 0's business, and the ring's."""
+        """Return 0: stage 0 and the ring detect stalls."""
         return 0.0
 
     async def sleep(self) -> None:
-        """Never asked for."""
+        """Do nothing: stages do not sleep (check_placed())."""
 
     async def wake(self) -> None:
-        """Never asked for."""
+        """Do nothing: stages do not sleep (check_placed())."""
 
     async def close(self) -> None:
-        """End it."""
+        """Close the port and end the ranks."""
         self._closing = True
         if self._port is not None:
             self._port.close()
@@ -206,9 +212,7 @@ class StageCore:
             return await asyncio.to_thread(work, *arguments)
         except EngineError:
             raise
-        except (
-            Exception
-        ) as error:  # any exception of vLLM's: which weights are in there is unknown then
+        except Exception as error:  # vLLM raises anything; its weights are in an unknown state then
             self._fault = f"failed ({type(error).__name__} {error})"
             raise EngineLost(f"vLLM {self._fault}") from error
 
@@ -245,23 +249,23 @@ class StageCore:
                 except PortClosed as error:
                     logger.warning("the node's end of the pipeline cannot be reached: %s", error)
                 else:
-                    serve(self._port, self._steps, rank=self._place.rank, stats=self._stats)
+                    serve(self._port, self._steps, rank=self._place.rank)
                 if not self._closing:
-                    time.sleep(AGAIN_S)
-        except BaseException:  # a bug, or a device that is lost: the node starts another process
+                    time.sleep(RECONNECT_S)
+        except BaseException:  # a bug or a lost device: the node starts another process
             traceback.print_exc()
             os._exit(FAILED)
 
 
 def _staged(ranks: Any) -> str:
-    """Wait until an update is ready on all ranks: what went wrong, "" if nothing."""
-    while None in (faults := ranks.beside("primerl_staged")):
+    """Wait until all ranks have staged an update; return the first fault, "" for none."""
+    while None in (faults := ranks.call_concurrently("primerl_staged")):
         time.sleep(STAGING_POLL_S)
     return next(filter(None, faults), "")
 
 
 def _executor(arguments: dict[str, Any]) -> Any:
-    """A worker that holds its layers and an empty cache: what vLLM's engine does before it schedules."""
+    """Make an executor with its layers and an empty cache, as vLLM's engine does."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
     from vllm.v1.engine.core import EngineCore  # pyright: ignore
 

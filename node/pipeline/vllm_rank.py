@@ -1,12 +1,11 @@
-"""One rank of a stage: vLLM's worker, its executor, and the process of a rank that follows another one.
+"""One rank of a stage: vLLM's worker, its executor, and the process of a follower rank.
 
-vLLM loads this module by name (`worker_cls`) before it builds the model. For the worker the pipeline is as
-the plan says; for torch.distributed its stage is alone. Layers, weights and keys follow from the pipeline
-group alone, whose peers are behind the node's lines; nothing of vLLM ever sends to them. For vLLM ranks
-are numbered stage by stage, as if every stage had as many as this one.
+vLLM loads this module by name (`worker_cls`) before it builds the model. vLLM's worker sees the plan's pipeline
+group, from which its layers and weights follow, while torch.distributed sees this stage's ranks only: vLLM
+never sends to other stages. Ranks are numbered stage by stage, as if every stage had as many ranks as this one.
 
-vLLM's own executor for several ranks has all workers in other processes; here the first rank of a later
-stage has the port, and its worker is in the same process.
+vLLM's multi-process executor runs all workers in other processes. Here the first rank of a later stage owns the
+port, and its worker runs in the same process.
 """
 
 import contextlib
@@ -28,8 +27,8 @@ from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ..ops.errors import EngineError
 from .place import StagePlace, check_passes, read_place
-from .vllm_followers import FAILED, Followers, end_with_first, obey
-from .vllm_runner import LaneBatches, remember_making
+from .vllm_followers import FAILED, Followers, end_with_first, serve_calls
+from .vllm_runner import LaneBatches, record_batch_arguments
 
 _state: Any = parallel_state
 _platform: Any = current_platform
@@ -51,7 +50,7 @@ _WorkerBase: Any = _worker()
 
 
 class FarGroup(_Coordinator):
-    """A pipeline group whose other members are on other nodes."""
+    """A pipeline-parallel group whose other members are on other nodes."""
 
     def __init__(self, alone: Any, rank: int, size: int) -> None:
         self.__dict__.update(alone.__dict__)
@@ -60,21 +59,24 @@ class FarGroup(_Coordinator):
         self.world_size = size
 
     def destroy(self) -> None:
-        """It holds nothing of its own."""
+        """Do nothing: the group has no resources of its own."""
 
 
 class StageWorker(_WorkerBase):
-    """One rank of a stage."""
+    """vLLM's worker as one rank of a stage."""
 
     def init_device(self) -> None:
-        """As vLLM's own, in a world of this stage's ranks."""
+        """Initialize the device, and torch.distributed with this stage's ranks only."""
         with _alone(sys.modules[_WorkerBase.__module__], self.parallel_config, self.rank):
             super().init_device()
 
 
 @contextlib.contextmanager
 def _alone(module: Any, parallel: Any, rank: int) -> Generator[None]:
-    """While vLLM's worker of `module` sets up its groups there is but one stage, and then the stage's group."""
+    """While vLLM's worker of `module` sets up its groups, show it one stage only.
+
+    Then set the FarGroup.
+    """
     whole, stages = parallel.world_size, parallel.pipeline_parallel_size
     stage, member = divmod(rank, parallel.tensor_parallel_size)
     begin = getattr(module, _INIT)
@@ -100,59 +102,59 @@ _settle_settings: Any = enable_envs_cache
 
 
 class RankExecutor(_ExecutorBase):
-    """One rank of a stage: its worker is in this process."""
+    """Executor of one rank of a stage, with its worker in this process."""
 
     supports_pp = True
     place: StagePlace
     _member = 0
-    """Which of its stage's ranks it is."""
+    """This rank's number within its stage."""
     _method: str
-    """Where they meet, for torch.distributed."""
+    """init_method of torch.distributed."""
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """A step is scheduled when the tokens of the one before are there."""
+        """Return False: a lane is scheduled only after its previous tokens have returned."""
         return False
 
     @property
     def worker(self) -> Any:
-        """vLLM's worker itself."""
+        """vLLM's worker, without its wrapper."""
         return self.driver_worker.worker
 
     def settle_thread(self) -> None:
-        """Call it in the thread that computes: which device is meant is a matter of each thread."""
+        """Set the calling thread's device; call it in each thread that computes."""
         if self.worker.device.type != "cpu":
             torch.accelerator.set_device_index(self.worker.device)
 
     def _init_executor(self) -> None:
         self.place = read_place(os.environ)
         check_passes(self.vllm_config.compilation_config)
-        remember_making(gpu_model_runner)
+        record_batch_arguments(gpu_model_runner)
         super()._init_executor()
         runner = self.worker.model_runner
         LaneBatches(runner, self.place.shape.micro_batches).install()
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
-            # steps are not waited for: what the device still reads of one must not be written over by the next
-            runner.prepare_inputs_event = torch.cuda.Event(blocking=True)  # as vLLM's own
-        _settle_settings()  # as in vLLM's own: they are asked for in every step
+            # steps are not waited for: the next one must not overwrite inputs that the device still reads
+            runner.prepare_inputs_event = torch.cuda.Event(blocking=True)  # as vLLM does
+        _settle_settings()  # caches them as vLLM does, since every step reads them
 
     def _distributed_args(self) -> tuple[str, int, int]:
         first = self.place.rank * self.parallel_config.tensor_parallel_size
         return self._method, first + self._member, self._member
 
 
-def meeting_place(executor: Any) -> str:
-    """Where the ranks of a stage meet, for torch.distributed; `executor` is vLLM's."""
+def init_method(executor: Any) -> str:
+    """Choose the init_method of torch.distributed for a stage's ranks; `executor` is vLLM's."""
     method: str = _ExecutorBase._distributed_args(executor)[0]
     if method.startswith("file:"):
         return method
-    # in 0.25: an address that others can reach
+    # vLLM 0.25 chooses an address that other hosts can reach: take the loopback instead
     here, port = _network.get_loopback_ip(), _network.get_open_port()
     return _network.get_distributed_init_method(here, port)
 
 
 class FollowerExecutor(RankExecutor):
-    """Of a rank that is told what to do (follow())."""
+    """Executor of a follower rank; see follow()."""
 
     def __init__(self, config: Any, member: int, method: str) -> None:
         self._member, self._method = member, method
@@ -160,7 +162,7 @@ class FollowerExecutor(RankExecutor):
 
 
 class StageExecutor(RankExecutor):
-    """The first rank of a stage: it commands the others."""
+    """Executor of a stage's first rank, which commands the others."""
 
     followers: Followers
 
@@ -173,52 +175,59 @@ class StageExecutor(RankExecutor):
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """On all ranks, their answers in order."""
+        """Call a method on all ranks; return the results in order."""
         if not len(self.followers):
             return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
         if kwargs or non_block or single_value:
-            raise EngineError(f"vLLM calls {method} in a way that several ranks do not know")
-        others = self.followers.turns.begin(method, *args)
+            raise EngineError(
+                f"vLLM calls {method} with options that pipeline stages do not support: use the vLLM release "
+                "that the installation page names"
+            )
+        others = self.followers.ordered.begin(method, *args)
         own = super().collective_rpc(method, timeout, args)
         return [*own, *others()]
 
-    def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """Call on all ranks outside the steps, on this one last: a version that it has, all have."""
-        others = self.followers.beside.ask(method, *arguments)
+    def call_concurrently(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks beside the steps, on this one last.
+
+        The order ensures that a version that this rank has is on all ranks.
+        """
+        others = self.followers.concurrent.call(method, *arguments)
         return [getattr(self.worker, method)(*arguments), *others]
 
     def shutdown(self) -> None:
-        """End the others first."""
+        """End the followers, then this rank."""
         if hasattr(self, "followers"):
             self.followers.close()
         super().shutdown()
 
     def _init_executor(self) -> None:
-        self._method = meeting_place(self)
+        self._method = init_method(self)
         self.followers = Followers(self.parallel_config.tensor_parallel_size - 1)
         try:
             self.followers.start(follow, self.vllm_config, self._method)
             super()._init_executor()
-        except BaseException:  # also when interrupted: they would wait for this one
+        except BaseException:  # on interrupts too: the followers would wait for this process
             self.followers.close()
             raise
 
 
 def follow(
     rank: int,
-    turns: Connection,
-    beside: Connection,
+    ordered: Connection,
+    concurrent: Connection,
     config: Any,
     method: str,
     handles: Connection | None = None,
 ) -> None:
-    """Compute as rank `rank` of its stage with vLLM's `config`, together with the ranks that meet at `method`.
+    """Run rank `rank` of a stage with vLLM's `config`.
 
-    Through `handles` the first rank of stage 0 is given the socket that it writes to.
+    `method` is the init_method of torch.distributed. The first rank of stage 0 receives the socket that it
+    sends to through `handles`.
     """
     try:
-        _compute(rank, turns, beside, config, method, handles)
-    except BaseException:  # the others cannot go on without this one
+        _compute(rank, ordered, concurrent, config, method, handles)
+    except BaseException:  # the other ranks cannot continue without this one
         traceback.print_exc()
         os._exit(FAILED)
     os._exit(0)
@@ -226,8 +235,8 @@ def follow(
 
 def _compute(
     rank: int,
-    turns: Connection,
-    beside: Connection,
+    ordered: Connection,
+    concurrent: Connection,
     config: Any,
     method: str,
     handles: Connection | None,
@@ -238,12 +247,12 @@ def _compute(
         executor.worker.primerl_handles(handles)
 
     def call(name: str, arguments: Any) -> Any:
-        (found,) = executor.collective_rpc(name, args=tuple(arguments))
-        return found
+        (result,) = executor.collective_rpc(name, args=tuple(arguments))
+        return result
 
-    def work_beside() -> None:
+    def serve_concurrent() -> None:
         executor.settle_thread()
-        obey(beside, call)
+        serve_calls(concurrent, call)
 
-    threading.Thread(target=work_beside, name="primerl-beside", daemon=True).start()
-    obey(turns, call)
+    threading.Thread(target=serve_concurrent, name="primerl-concurrent", daemon=True).start()
+    serve_calls(ordered, call)

@@ -1,4 +1,4 @@
-"""Record tokens on a pipeline: the last stage tells those that it drew, stage 0 keeps them for collect()."""
+"""Record sampled tokens: the last stage sends them, stage 0 keeps them for collect()."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,118 +15,121 @@ from .trails import ROW, BadTrail, check
 
 Floats = NDArray[np.float32]
 ROUNDING = 1e-3
-"""A logprob is at most 0; anything up to this is put down to rounding."""
+"""Logprobs above 0 by up to this much are accepted as rounding."""
 
 
 class StepTokens:
-    """The tokens of a step on their way to the host, not waited for yet."""
+    """The tokens of a step and their records, being copied to the host."""
 
-    def __init__(self, ids: Sequence[str], tokens: Tensor, numbers: Tensor) -> None:
-        """Of the sequences `ids`, whose rows these are."""
+    def __init__(self, ids: Sequence[str], tokens: Tensor, records: Tensor) -> None:
+        """`tokens` [n] and `records` [n, columns] are of the sequences `ids` [n]."""
         self._ids = list(ids)
-        self._tokens, self._numbers = download(tokens), download(numbers)
+        self._tokens, self._records = download(tokens), download(records)
         self._mark = Mark(tokens.device)
 
     def wait(self, names: Sequence[str]) -> tuple[tuple[int, ...], Floats]:
-        """Tokens, and numbers [n, columns], of these sequences in this order."""
+        """Wait for the copy.
+
+        Return tokens and records [n, columns] of the sequences `names`, in order.
+        """
         self._mark.wait()
         where = dict(zip(self._ids, range(len(self._ids)), strict=True))
         rows = [where[name] for name in names]
-        return tuple(self._tokens.numpy()[rows].tolist()), self._numbers.numpy()[rows]
+        return tuple(self._tokens.numpy()[rows].tolist()), self._records.numpy()[rows]
 
 
 class LastStageRecorder(Recorder):
-    """In the last stage: tells each token, and keeps none."""
+    """Recorder of the last stage: samples tokens and returns their records."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._numbers: Tensor | None = None
+        self._records: Tensor | None = None
         self._lanes: dict[str, StepRequests] = {}
-        """First sequence of a lane -> its batch: lanes take turns."""
+        """First sequence of a lane -> the lane's batch."""
 
-    def tell(self, step: SampledStep, logits: Tensor) -> StepTokens:
-        """Draw in a step whose logits [n, vocabulary] are these, in fp32; the device is not waited for."""
+    def sample(self, step: SampledStep, logits: Tensor) -> StepTokens:
+        """Sample a step's tokens from logits [n, vocabulary] fp32; does not wait for the device."""
         self._batch = self._lanes.get(step.ids[0])
         self.begin(step)
-        assert self._batch is not None  # begin() makes it
+        assert self._batch is not None  # set by begin()
         self._lanes[step.ids[0]] = self._batch
         tokens = self.draw(logits)
-        assert self._numbers is not None  # and draw() these
-        return StepTokens(step.ids, tokens, self._numbers)
+        assert self._records is not None  # set by draw()
+        return StepTokens(step.ids, tokens, self._records)
 
-    def leave(self, names: Sequence[str]) -> None:
-        """These sequences are over."""
+    def release(self, names: Sequence[str]) -> None:
+        """Release the slots of ended sequences."""
         for name in names:
             self._lanes.pop(name, None)
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
     def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
-        self._numbers = self._project(step.hidden, logprobs)
+        self._records = self._project(step.hidden, logprobs)
 
 
 def number_of(name: str) -> int:
-    """The number under which a sequence of that name is admitted (step_codec.py makes names of them)."""
+    """Return the serial number in a sequence name (step_codec.py): its key in the recorder."""
     return int(name.rpartition("-")[2])
 
 
 class HeadRecorder(Recorder):
-    """In stage 0: told of every token that came back; it answers collect()."""
+    """Recorder of stage 0: keeps the records of returned tokens for collect()."""
 
     def __init__(self, *, boundaries: int, length: int, requests: int, **named: Any) -> None:
-        """`boundaries`: of how many a fingerprint comes with each token."""
+        """`boundaries`: number of boundary fingerprints that come with each token."""
         super().__init__(torch.device("cpu"), length=length, requests=requests, **named)
         self._count = boundaries
-        self._crossed = np.empty((requests, length, boundaries * ROW), np.uint8)
+        self._fingerprints = np.empty((requests, length, boundaries * ROW), np.uint8)
 
     @property
     def columns(self) -> int:
-        """Numbers that come with every token."""
+        """Elements of a token's record."""
         return self._columns
 
-    def file(
+    def record(
         self, names: Sequence[str], lengths: Sequence[int], rows: Floats, trail: bytes
     ) -> None:
-        """Keep `rows` [n, columns]: for each sequence, the record of the token drawn at that length.
+        """Keep the records `rows` [n, columns] of tokens sampled at these sequence lengths.
 
-        `trail` holds their fingerprints, or nothing. Raises EngineError for another shape.
+        `trail` holds the boundary fingerprints, or is empty. Raises EngineError for invalid values or shapes.
         """
         if rows.dtype != np.float32 or rows.shape != (len(names), self._columns):
-            raise EngineError("the last stage sent other numbers than asked for")
+            raise EngineError("the last stage sent records of the wrong shape or dtype")
         if not np.isfinite(rows).all():
-            raise EngineError("the last stage sent numbers that are none: are the weights finite?")
+            raise EngineError("the last stage sent records that are not finite: check the weights")
         if (rows[:, 0] > ROUNDING).any():
-            raise EngineError("the last stage sent a logprob above 0: it is no sampler's")
-        crossed = self._split(trail, len(names))
+            raise EngineError("the last stage sent a logprob above 0")
+        fingerprints = self._split(trail, len(names))
         slots = self._slots
         where = np.fromiter((slots.of.get(name, -1) for name in names), np.int64, len(names))
-        known = np.flatnonzero(where >= 0)  # others were given up
+        known = np.flatnonzero(where >= 0)  # the others were given up
         where = where[known]
         at = np.fromiter(lengths, np.int64, len(names))[known] - slots.prompts[where]
         if (at > slots.drawn[where]).any() or (at < 0).any():
-            raise EngineError("a token came back out of turn")
+            raise EngineError("a token returned out of order")
         slots.drawn[where] = slots.filed[where] = at + 1
         slots.stamp(where, at, self.version)
         self._rows[where, at] = rows[known]
-        self._crossed[where, at] = crossed[known]
+        self._fingerprints[where, at] = fingerprints[known]
 
     def _split(self, trail: bytes, rows: int) -> NDArray[np.uint8]:
-        """[rows, boundaries x 8]"""
+        """Split a trail into [rows, boundaries x 8] bytes. Raises EngineError."""
         try:
             check(trail, rows, self._count)
         except BadTrail as error:
-            raise EngineError(f"the last stage sent no trail of this plan ({error})") from error
+            raise EngineError(f"the last stage sent an invalid trail ({error})") from error
         parts = np.frombuffer(trail, np.uint8).reshape(self._count, rows, ROW)
         return parts.transpose(1, 0, 2).reshape(rows, self._count * ROW)
 
     def _grow(self) -> None:
-        old = self._crossed
+        old = self._fingerprints
         super()._grow()
-        self._crossed = np.empty((self._slots.size, *old.shape[1:]), np.uint8)
+        self._fingerprints = np.empty((self._slots.size, *old.shape[1:]), np.uint8)
         for slot in self._slots.of.values():
-            self._crossed[slot] = old[slot]
+            self._fingerprints[slot] = old[slot]
 
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
-        crossed = self._crossed[slot, :count].reshape(count, self._count, ROW)
-        boundaries = [crossed[:, one].tobytes() for one in range(self._count)]
+        fingerprints = self._fingerprints[slot, :count].reshape(count, self._count, ROW)
+        boundaries = [fingerprints[:, one].tobytes() for one in range(self._count)]
         return [*super()._collected(key, slot, count), boundaries]

@@ -1,6 +1,7 @@
-"""Run steps inside vLLM's workers at a stage: those told and those that come down the ring; keep weights.
+"""Run pipeline steps inside vLLM's workers, and apply prepared weights.
 
-vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
+HeadExtension serves the ranks of stage 0, StageExtension those of later stages; StageSteps executes the frames
+of a later stage. vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
 import contextlib
@@ -45,52 +46,53 @@ from .step_codec import (
 )
 from .vllm_recorders import LastStageRecorder, StepTokens, number_of
 from .vllm_runner import (
+    IncomingStates,
     Ints,
     OutgoingStates,
     StateBuffers,
-    drawing,
     gather,
-    leaving,
     order_of,
+    residual_stream,
     rows_of,
+    sampled_rows,
 )
 
 
 class HeadExtension(WorkerExtension):
-    """As everywhere, but that nothing is drawn here."""
+    """Extension of stage 0's workers, which sample nothing and send states to the next stage."""
 
     _primerl_place: StagePlace
     _primerl_handles: Connection
     _primerl_outlet: SocketOutlet | None = None
-    """Of the first rank."""
+    """On the first rank only."""
 
     def primerl_handles(self, handles: Connection) -> None:
-        """Be the first rank; sockets come through `handles`."""
+        """Make this the first rank, which receives sockets through `handles`."""
         self._primerl_place, self._primerl_handles = read_place(os.environ), handles
         self._primerl_outlet = SocketOutlet(FrameLimits.of(self._primerl_place.shape))
 
     def primerl_connect(self) -> None:
-        """Send through the socket that waits in `handles`."""
-        assert self._primerl_outlet is not None, "only the first rank is asked"
-        with socket.socket(fileno=recv_handle(self._primerl_handles)) as given:
-            self._primerl_outlet.connect(given)
+        """Receive a socket from the handles, and send later frames through it."""
+        assert self._primerl_outlet is not None, "called on the first rank only"
+        with socket.socket(fileno=recv_handle(self._primerl_handles)) as received:
+            self._primerl_outlet.connect(received)
 
     def primerl_finish(self) -> None:
-        """End that connection behind the steps computed before."""
-        assert self._primerl_outlet is not None, "only the first rank is asked"
+        """Close the connection after the steps computed so far."""
+        assert self._primerl_outlet is not None, "called on the first rank only"
         self._primerl_outlet.finish()
 
     def primerl_pass(self, frame: Frame) -> None:
-        """Send `frame` as it is, behind the steps computed before."""
-        assert self._primerl_outlet is not None, "only the first rank is asked"
+        """Send `frame` unchanged, after the steps computed so far."""
+        assert self._primerl_outlet is not None, "called on the first rank only"
         self._primerl_outlet.put(frame)
 
     def primerl_compute(
-        self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
+        self, output: Any, frame: Frame | None = None, rows: Ints | None = None
     ) -> None:
-        """Compute this rank's part of a step; `frame` goes to the other stages, None: nothing is sent.
+        """Compute this rank's part of a step, and send its states in `frame` (None: send nothing).
 
-        The rows `drawing` lead to tokens; None: all.
+        Tokens are sampled from the `rows` of the states; None for all.
         """
         began, runner = time.monotonic(), self.model_runner
         with torch.inference_mode():
@@ -99,12 +101,10 @@ class HeadExtension(WorkerExtension):
                 return
             counts = output.num_scheduled_tokens
             index = gather(order_of(runner), list(counts), counts)
-            stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
+            stream = residual_stream(found.tensors, output.total_num_scheduled_tokens, index)
             shape = self._primerl_place.shape
-            departure = OutgoingStates(
-                stream, drawing, shape.encoding, proven=bool(shape.fingerprint)
-            )
-        self._primerl_outlet.put(frame, departure.wait, began)
+            outgoing = OutgoingStates(stream, rows, shape.encoding, proven=bool(shape.fingerprint))
+        self._primerl_outlet.put(frame, outgoing.wait, began)
 
 
 MOST_PREPARED = 4
@@ -112,64 +112,64 @@ _Output: Any = SchedulerOutput
 _New: Any = NewRequestData
 _Cached: Any = CachedRequestData
 _Sampling: Any = SamplingParams
-_BROKEN = (RuntimeError, ValueError, KeyError, IndexError, AssertionError, TypeError)
+_STEP_ERRORS = (RuntimeError, ValueError, KeyError, IndexError, AssertionError, TypeError)
 
 
 class StageExtension(WorkerExtension):
-    """As everywhere, but that weights are written when the ring says so."""
+    """Extension of a later stage's workers: weights are prepared, and applied on a SWITCH frame."""
 
     primerl_recorder_type = LastStageRecorder
     _primerl_prepared: list[tuple[int, Staged]]
     _primerl_version: int
     _primerl_place: StagePlace
-    _primerl_arrivals: StateBuffers
+    _primerl_buffers: StateBuffers
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
-        """Draw as in a whole engine; keep nothing here."""
+        """Set up sampling as in a single engine, but without keeping records; see WorkerExtension."""
         self._primerl_prepared, self._primerl_version = [], -1
         if fault := super().primerl_record(fingerprint, served):
             return fault
         place = self._primerl_place = read_place(os.environ)
         dtype = self.vllm_config.model_config.dtype
-        self._primerl_arrivals = StateBuffers(self.model_runner, place.shape.hidden_size, dtype)
+        self._primerl_buffers = StateBuffers(self.model_runner, place.shape.hidden_size, dtype)
         return ""
 
     # -- steps, on every rank ----------------------------------------------------------------------
 
-    def primerl_forget(self, over: list[str]) -> None:
-        """Forget all sequences, which are these."""
-        self._primerl_leave(over)
+    def primerl_forget(self, names: list[str]) -> None:
+        """Drop all sequences, whose names are given."""
+        self._primerl_release(names)
         with torch.inference_mode():
             self.model_runner.execute_model_state = None
-            self.model_runner.execute_model(_output((), [], over), None)
+            self.model_runner.execute_model(_output((), [], names), None)
 
     def primerl_step(self, output: Any, stream: torch.Tensor) -> Any:
-        """Compute a step whose states are `stream`, in the order of `output`; what the runner gives."""
-        self._primerl_leave(list(output.finished_req_ids))
+        """Compute a step from states in the order of `output`; return the runner's result."""
+        self._primerl_release(list(output.finished_req_ids))
         counts = output.num_scheduled_tokens
-        arrival = self._primerl_arrivals.lay(stream, list(counts), counts)
-        return self.model_runner.execute_model(output, arrival)
+        incoming = IncomingStates(self._primerl_buffers, stream, list(counts), counts)
+        return self.model_runner.execute_model(output, incoming)
 
     def primerl_compute(self, output: Any, tensors: tuple[Array, ...]) -> None:
-        """The part of a rank that follows: the first one has looked at everything, and answers for all."""
+        """Compute a follower rank's part of a step, which the first rank has checked."""
         with torch.inference_mode():
             self.primerl_step(output, self.primerl_unpack(tensors))
-            self.model_runner.execute_model_state = None  # the first one draws
+            self.model_runner.execute_model_state = None  # the first rank samples
 
     def primerl_draw(self) -> StepTokens:
-        """What the step that was computed draws.
+        """Sample the tokens of the computed step. Raises EngineError.
 
-        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and they are not read here.
+        Not by the runner's sample_tokens(), which waits for the tokens and keeps them for its next step.
         """
         runner: Any = self.model_runner
         state, runner.execute_model_state = runner.execute_model_state, None
         recorder = self._primerl_recorder
         if state is None or state.logits is None or not isinstance(recorder, LastStageRecorder):
-            raise EngineError("vLLM computed nothing that could be drawn from")
-        return recorder.tell(read_step(runner, state), state.logits.float())
+            raise EngineError("vLLM computed no logits to sample from")
+        return recorder.sample(read_step(runner, state), state.logits.float())
 
     def primerl_unpack(self, tensors: tuple[Array, ...]) -> torch.Tensor:
-        """The states that a frame holds. Raises EngineError."""
+        """Decode the states of a frame. Raises EngineError."""
         shape = self._primerl_place.shape
         return activations.unpack(
             tensors,
@@ -179,16 +179,21 @@ class StageExtension(WorkerExtension):
             width=shape.hidden_size,
         )
 
-    def _primerl_leave(self, names: list[str]) -> None:
-        if isinstance(self._primerl_recorder, LastStageRecorder):  # of the last stage
-            self._primerl_recorder.leave(names)
+    def _primerl_release(self, names: list[str]) -> None:
+        if isinstance(self._primerl_recorder, LastStageRecorder):  # on the last stage
+            self._primerl_recorder.release(names)
 
     # -- weights -----------------------------------------------------------------------------------
 
     def primerl_prepare(self, version: int, path: str = "") -> None:
-        """Keep a whole state of a file, or the staged update, for primerl_switch(). Raises EngineError."""
+        """Keep the full state in a file, or the staged update, for primerl_switch().
+
+        Raises EngineError.
+        """
         if len(self._primerl_prepared) >= MOST_PREPARED:
-            raise EngineError("too many versions wait for their moment: the pipeline stands still")
+            raise EngineError(
+                f"{MOST_PREPARED} versions are prepared and not switched to: the pipeline is stuck"
+            )
         if path:
             staged = Staged([], list(PolicyFile(path).unmerged()))
         else:
@@ -197,18 +202,21 @@ class StageExtension(WorkerExtension):
         self._primerl_prepared.append((version, staged))
 
     def primerl_find(self, version: int) -> int:
-        """Find `version` among the prepared ones; -1 if it is in effect. Raises EngineError if neither."""
+        """Return the index of `version` among the prepared ones; -1 if it is in effect.
+
+        Raises EngineError.
+        """
         versions = [one for one, _ in self._primerl_prepared]
         if version in versions:
             return versions.index(version)
         if version != self._primerl_version:
             raise EngineError(
-                f"policy {version} is not here: {self._primerl_version} is, {versions} wait"
+                f"policy {version} is not here: {self._primerl_version} is in effect, {versions} are prepared"
             )
         return -1
 
     def primerl_switch(self, version: int) -> None:
-        """Write the prepared versions up to `version`. Raises EngineError if it was not prepared."""
+        """Apply the prepared versions up to `version`. Raises EngineError if it was not prepared."""
         index = self.primerl_find(version)
         if index < 0:
             return
@@ -223,18 +231,22 @@ class StageExtension(WorkerExtension):
 
 
 class StageSteps:
-    """Implements StageCompute on the ranks of a stage; the weights' side is called by another thread."""
+    """Implements StageCompute on the ranks of a stage.
+
+    load() and write() are called by another thread.
+    """
 
     def __init__(self, place: StagePlace, ranks: Any) -> None:
-        """`ranks`: the executor of vllm_rank.py."""
+        """`ranks` is the StageExecutor of vllm_rank.py."""
         self._place, self._ranks = place, ranks
         self._worker = ranks.worker
         self._runner = self._worker.model_runner
         self._sequences = KnownSequences(place.shape)
-        self._over: list[str] = []
-        """Ended sequences that vLLM has not been told of yet."""
+        self._ended: list[str] = []
+        """Ended sequences that vLLM does not know of yet."""
         self._turn = threading.Lock()
-        self._chained = False
+        self._joined = False
+        """Whether a ring epoch has begun."""
         self._parameters = _Sampling(temperature=0.0, max_tokens=1, detokenize=False)
 
     @property
@@ -245,126 +257,134 @@ class StageSteps:
     # -- weights -----------------------------------------------------------------------------------
 
     def load(self, version: int, path: str) -> None:
-        """Write a whole state, or keep it for SWITCH once there was a chain."""
+        """Load a full state; after the first ring epoch began, prepare it for its SWITCH."""
         with self._turn:
-            if not self._chained:
+            if not self._joined:
                 self._ranks.collective_rpc("primerl_load", args=(version, path))
                 return
-        self._ranks.beside("primerl_prepare", version, path)
+        self._ranks.call_concurrently("primerl_prepare", version, path)
 
     def write(self, version: int) -> None:
-        """Write the staged update, or keep it for its SWITCH."""
+        """Write the staged update; after the first ring epoch began, prepare it for its SWITCH."""
         with self._turn:
-            if not self._chained:
+            if not self._joined:
                 self._ranks.collective_rpc("primerl_write", args=(version,))
                 return
-        self._ranks.beside("primerl_prepare", version)
+        self._ranks.call_concurrently("primerl_prepare", version)
 
     # -- the ring ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         with self._turn:
-            self._chained = True
-            over = [*self._sequences.names(), *self._over]
-            self._sequences.forget()
-            self._ranks.collective_rpc("primerl_forget", args=(over,))
-            self._over.clear()
+            self._joined = True
+            names = [*self._sequences.names(), *self._ended]
+            self._sequences.reset()
+            self._ranks.collective_rpc("primerl_forget", args=(names,))
+            self._ended.clear()
 
     def switch(self, version: int) -> None:
         """See StageCompute."""
         with self._turn:
-            self._worker.primerl_find(version)  # a version that is here is on all ranks
+            self._worker.primerl_find(version)  # a version that this rank has is on all ranks
             self._ranks.collective_rpc("primerl_switch", args=(version,))
 
     def step(self, frame: Frame) -> Later:
-        """See StageCompute. Where ranks wait for each other, what vLLM raises is raised: none can go on."""
-        judged = contextlib.nullcontext if len(self._ranks.followers) else _judged
+        """See StageCompute.
+
+        With several ranks vLLM's errors are raised: the other ranks wait in a collective.
+        """
+        errors = contextlib.nullcontext if len(self._ranks.followers) else _engine_errors
         with self._turn, torch.inference_mode():
-            with _judged():
-                step, stream = decode_step(frame.body), self._arrived(frame)
+            with _engine_errors():
+                step = decode_step(frame.body)
+                stream = self._worker.primerl_unpack(frame.tensors)
                 claimed = self._claimed(frame, step, stream)
-                names, over = self._sequences.take(step)
-            self._over += over
-            output = _output(step.parts, names, self._over, self._parameters)
-            self._ranks.followers.turns.tell("primerl_compute", output, frame.tensors)
-            with judged():
-                found = self._worker.primerl_step(output, stream)
-                self._over.clear()
+                names, ended = self._sequences.apply(step)
+            self._ended += ended
+            output = _output(step.parts, names, self._ended, self._parameters)
+            self._ranks.followers.ordered.notify("primerl_compute", output, frame.tensors)
+            with errors():
+                result = self._worker.primerl_step(output, stream)
+                self._ended.clear()
                 if self._place.last:
-                    answer = self._drawn(frame, step, names)
+                    answer = self._sample(frame, step, names)
                 else:
-                    answer = self._sent(frame, step, names, found)
-                check = self._checked(
-                    claimed, step, stream
-                )  # the device has enough to do meanwhile
+                    answer = self._send(frame, step, names, result)
+                # queued last, so that the device does not wait for it
+                check = self._fingerprint_check(claimed, step, stream)
 
         def later() -> Frame:
-            with judged():
-                found = answer()
+            with errors():
+                made = answer()
                 check()
-                return found
+                return made
 
         return later
 
-    def _arrived(self, frame: Frame) -> torch.Tensor:
-        return self._worker.primerl_unpack(frame.tensors)
-
     def _claimed(self, frame: Frame, step: StageStep, stream: torch.Tensor) -> bytes | None:
-        """The fingerprints that the stage before stated; None where the plan has none.
+        """Return the previous stage's fingerprints; None if the plan has none.
 
-        Raises EngineError for states that are not the step's.
+        Raises EngineError if states or trail do not match the step.
         """
         if len(stream) != sum(part.scheduled for part in step.parts):
-            raise EngineError("the stage before sent other states than the step has tokens")
+            raise EngineError("the previous stage sent states that do not match the step's tokens")
         if not self._place.shape.fingerprint:
             return None
         rank, count = self._place.rank, sum(map(draws, step.parts))
         try:
             return trails.latest(frame.trail, count, rank)
         except trails.BadTrail as error:
-            raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
+            raise EngineError(f"stage {rank - 1} sent an invalid trail ({error})") from error
 
-    def _checked(
+    def _fingerprint_check(
         self, claimed: bytes | None, step: StageStep, stream: torch.Tensor
     ) -> Callable[[], None]:
-        """The returned function waits for the device, and raises EngineError if the fingerprints are of
-        other states."""
+        """Fingerprint the received states; return a function that waits and compares.
+
+        That function raises EngineError if the fingerprints differ.
+        """
         if claimed is None:
             return lambda: None
-        own, mark = download(project(rows_of(stream, drawing(step.parts)))), Mark(stream.device)
+        rows = rows_of(stream, sampled_rows(step.parts))
+        own, mark = download(project(rows)), Mark(stream.device)
 
         def check() -> None:
             mark.wait()
             if not agrees(claimed, own.numpy()):
                 raise EngineError(
-                    f"stage {self._place.rank - 1} sent other states than it signed for"
+                    f"stage {self._place.rank - 1} sent states that do not match its fingerprints"
                 )
 
         return check
 
-    def _sent(self, frame: Frame, step: StageStep, names: list[str], found: Any) -> Later:
+    def _send(self, frame: Frame, step: StageStep, names: list[str], result: Any) -> Later:
+        """Begin to copy the states to the host.
+
+        Return a function that waits and makes the STEP frame.
+        """
         counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
         index = gather(order_of(self._runner), names, counts)
-        stream = leaving(found.tensors, sum(counts.values()), index)
+        stream = residual_stream(result.tensors, sum(counts.values()), index)
         shape = self._place.shape
-        departure = OutgoingStates(
-            stream, drawing(step.parts), shape.encoding, proven=bool(shape.fingerprint)
+        outgoing = OutgoingStates(
+            stream, sampled_rows(step.parts), shape.encoding, proven=bool(shape.fingerprint)
         )
 
         def later() -> Frame:
-            packed, own = departure.wait()
+            packed, own = outgoing.wait()
             trail = trails.append(frame.trail, own)
             return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
 
         return later
 
-    def _drawn(self, frame: Frame, step: StageStep, names: list[str]) -> Later:
-        told = self._worker.primerl_draw()
+    def _sample(self, frame: Frame, step: StageStep, names: list[str]) -> Later:
+        """Sample the step's tokens; return a function that waits for them and makes the DRAWN frame."""
+        sampled = self._worker.primerl_draw()
         wanted = [name for name, part in zip(names, step.parts, strict=True) if draws(part)]
 
         def later() -> Frame:
-            tokens, rows = told.wait(wanted)
+            tokens, rows = sampled.wait(wanted)
             body = encode(DrawnTokens(tokens))
             return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
 
@@ -372,21 +392,24 @@ class StageSteps:
 
 
 @contextlib.contextmanager
-def _judged() -> Generator[None]:
-    """What vLLM raises in a step, as EngineError: after a reset it is of use again."""
+def _engine_errors() -> Generator[None]:
+    """Convert vLLM's errors in a step to EngineError: a RESET makes the worker usable again."""
     try:
         yield
-    except _BROKEN as error:
+    except _STEP_ERRORS as error:
         raise EngineError(f"vLLM failed in a step ({type(error).__name__} {error})") from error
 
 
 def _output(
     parts: tuple[NewSequence | ContinuedSequence, ...],
     names: list[str],
-    over: list[str],
+    ended: list[str],
     parameters: Any = None,
 ) -> Any:
-    """A step in vLLM's words. Of tokens only the number is true: no stage but the first reads them."""
+    """Make vLLM's SchedulerOutput of a step.
+
+    Token ids are placeholders: only stage 0 reads them.
+    """
     new: list[Any] = []
     cached = _Cached.make_empty()
     for name, part in zip(names, parts, strict=True):
@@ -404,8 +427,8 @@ def _output(
     output.scheduled_cached_reqs = cached
     output.num_scheduled_tokens = scheduled
     output.total_num_scheduled_tokens = sum(scheduled.values())
-    output.finished_req_ids = set(over)
-    output.num_common_prefix_blocks = [0]  # a shortcut of some kernels: never taken here
+    output.finished_req_ids = set(ended)
+    output.num_common_prefix_blocks = [0]  # no cascade attention
     return output
 
 

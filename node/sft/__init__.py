@@ -1,1 +1,1 @@
-"""Supervised fine-tuning: rows of demonstrations become training samples."""
+"""Supervised fine-tuning on rows of demonstrations."""

@@ -1,11 +1,11 @@
-"""Demonstrations as numbered training samples, in batches: of files, a hub data set, or an environment's tasks.
+"""Read demonstrations from files, a hub or an environment, as numbered samples in batches.
 
-- Number n is the same sample whenever it is read, and a batch is a function of the cursor alone: a resumed run
-  reads what an unbroken one would have read.
-- Rows stay on disk, in Arrow files that `datasets` writes once and maps into memory. It is imported here alone,
-  lazily; it runs no code of a data set.
-- Files of JSON lines are read as text and parsed row by row: a row that is no JSON, or of another shape than
-  its neighbours, costs itself and not its file.
+- Sample n is the same whenever it is read, and a batch is a function of the cursor alone, so a resumed run
+  reads the same batches as an uninterrupted one.
+- Rows stay on disk, in Arrow files that `datasets` writes once and memory-maps. `datasets` is imported here
+  only, lazily, and runs no code of a data set.
+- Files of JSON lines are read as text and parsed row by row: a row that is invalid JSON, or of another schema,
+  is skipped and does not spoil its file.
 """
 
 import asyncio
@@ -42,24 +42,24 @@ logger = logging.getLogger(__name__)
 
 KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 LINE = "line"
-"""The column of a table that holds rows as JSON text."""
+"""Name of the column that holds a row as JSON text."""
 MIB = 1 << 20
 MAX_LIST_BYTES = 2 << 30
-"""Of a .json list, which is read whole, once; more has to be JSON lines."""
+"""Size limit of a .json list, which is read into memory once; larger data must be JSON lines."""
 TASKS_AT_ONCE = 32
-"""Tasks that an environment is asked for together."""
+"""Number of tasks requested from an environment concurrently."""
 GRACE_ROWS = 1000
-"""The share of bad rows is taken of at least this many rows, or of all where there are fewer."""
+"""Smallest denominator of the share of bad rows, or the number of rows where that is less."""
 LOGGED_BAD_ROWS = 10
 ORDER = "order 2\n"
-"""Of epoch_order(), in the identity of data: a run that began in another order is not resumed."""
+"""Version of epoch_order(), part of the data's identity: runs of another order are not resumed."""
 
 TOO_LONG, UNTRAINED, HELD_OUT, BLANK = "too_long", "untrained", "held_out", "blank"
 UNCOUNTED = frozenset({HELD_OUT, BLANK})
 
 
 class SkippedRow(Exception):
-    """A sound row that gives no sample: TOO_LONG, HELD_OUT, BLANK, or without a learned role (UNTRAINED)."""
+    """A valid row without a sample: TOO_LONG, HELD_OUT, BLANK or UNTRAINED (no trained role)."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -87,19 +87,24 @@ class Table:
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
-    """List the data files that `names` are or hold, sorted within a directory. Raises UsageError."""
+    """List the data files in `names`, files or directories; sorted within a directory.
+
+    Raises UsageError.
+    """
     found: list[Path] = []
     for name in names:
         path = Path(name).expanduser()
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
             if not inside:
-                raise UsageError(f"{path} holds no data ({', '.join(KINDS)}): correct data.files")
+                raise UsageError(
+                    f"{path} holds no data files ({', '.join(KINDS)}): correct data.files"
+                )
             found.extend(inside)
         elif not path.is_file():
-            raise UsageError(f"no such file or directory: {path}; a hub id belongs into data.hub")
+            raise UsageError(f"no such file or directory: {path}; give a hub id as data.hub")
         elif not _kind(path):
-            raise UsageError(f"{path} is none of {', '.join(KINDS)}: convert it to .jsonl")
+            raise UsageError(f"{path} is not one of {', '.join(KINDS)}: convert it to .jsonl")
         else:
             found.append(path)
     return found
@@ -122,22 +127,22 @@ def read_file(path: Path, cache: Path) -> Table:
                 _list_rows, features=features, gen_kwargs=source, **where
             )
         else:
-            # bytes that are no UTF-8 become escapes that are no JSON: a bad row
+            # invalid UTF-8 becomes escapes that are not valid JSON: a bad row
             rows = library.Dataset.from_text(
                 escape(str(path)), features=features, encoding_errors="backslashreplace", **where
             )
     except (
         Exception
-    ) as error:  # builders raise what the file's format raises: pyarrow's, zlib's, ...
+    ) as error:  # builders raise any error of the format's library: pyarrow, zlib, ...
         raise StorageError(
-            f"cannot read {path} ({_told(error)}): mend it or fetch it again; its copy in {cache} "
-            "needs disk, too"
+            f"cannot read {path} ({_cause(error)}): repair it or download it again, and check that there is "
+            f"disk space for its copy in {cache}"
         ) from error
     return Table(str(path), rows, seen.st_size)
 
 
 def read_hub(data: RowsConfig, split: str) -> Table:
-    """Open a split of a data set of the hub, downloaded into the user's cache. Raises NodeError."""
+    """Open a split of a hub data set, downloaded into the user's cache. Raises NodeError."""
     from datasets.exceptions import DataFilesNotFoundError, DatasetsError
 
     name = data.hub
@@ -147,7 +152,7 @@ def read_hub(data: RowsConfig, split: str) -> Table:
         )
     except DataFilesNotFoundError as error:
         raise UsageError(
-            f"data set {name!r} has no data files: convert it, and use data.files"
+            f"data set {name!r} has no data files: convert it and give data.files"
         ) from error
     except OSError as error:  # connection errors, offline mode and an id that the hub does not have
         raise NetworkError(
@@ -156,7 +161,7 @@ def read_hub(data: RowsConfig, split: str) -> Table:
         ) from error
     except DatasetsError as error:
         raise StorageError(
-            f"data set {name!r} makes no table ({_told(error)}): download its files and name them in "
+            f"data set {name!r} cannot be read as a table ({_cause(error)}): download its files and give "
             "data.files, which reads row by row"
         ) from error
     except (ValueError, RuntimeError) as error:  # an unknown split or subset; a loading script
@@ -168,7 +173,7 @@ def read_hub(data: RowsConfig, split: str) -> Table:
 
 
 def _datasets() -> Any:
-    """Import the library; it draws no progress bars and counts no downloads."""
+    """Import `datasets` without progress bars and download counts."""
     import datasets
     from datasets import config
 
@@ -179,7 +184,7 @@ def _datasets() -> Any:
 
 
 def _kind(path: Path) -> str:
-    """Return the path's ending, if it is one of KINDS; else nothing."""
+    """Return the path's extension if it is one of KINDS, else ""."""
     name = path.name.lower()
     return next((one for one in sorted(KINDS, key=len, reverse=True) if name.endswith(one)), "")
 
@@ -189,7 +194,7 @@ def _open(path: Path) -> Any:
 
 
 def _is_list(path: Path) -> bool:
-    """Say whether a .json file is one list; many hold JSON lines."""
+    """Return whether a .json file is one list; many hold JSON lines instead."""
     if _kind(path) not in (".json", ".json.gz"):
         return False
     with _open(path) as file:
@@ -197,17 +202,17 @@ def _is_list(path: Path) -> bool:
 
 
 def _list_rows(path: str, stamp: object) -> Iterator[dict[str, str]]:
-    """Yield the rows of a JSON list as text; `stamp` makes a changed file another one in the cache."""
+    """Yield the rows of a JSON list as text; `stamp` gives a changed file another cache key."""
     with _open(Path(path)) as file:
         data = file.read(MAX_LIST_BYTES)
     if len(data) == MAX_LIST_BYTES:
-        raise ValueError("it is too large for one JSON list: convert it to .jsonl")
+        raise ValueError("the JSON list is too large: convert it to .jsonl")
     for row in json.loads(data):
         yield {LINE: json.dumps(row)}
 
 
-def _told(error: Exception) -> str:
-    """Return the cause in one line: the library's own error says only that one occurred."""
+def _cause(error: Exception) -> str:
+    """Format the cause in one line: the library's own error only says that one occurred."""
     return one_line(error.__cause__ or error)
 
 
@@ -215,11 +220,11 @@ def _told(error: Exception) -> str:
 
 
 class Examples(Protocol):
-    """Numbered samples: RowExamples, TaskExamples."""
+    """Numbered samples. Implementations: RowExamples, TaskExamples."""
 
     @property
     def size(self) -> int | None:
-        """Rows of an epoch; None: they never end."""
+        """Rows of an epoch; None if endless."""
         ...
 
     def sample(self, index: int) -> Sample:
@@ -227,16 +232,16 @@ class Examples(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Name that row for a person."""
+        """Format the row's location for messages."""
         ...
 
     def identity(self) -> str:
-        """Return text that is equal for equal data; a run resumes on no other."""
+        """Return a text that identifies the data; a run resumes on equal data only."""
         ...
 
 
 class RowExamples:
-    """Rows of several tables, numbered through in their order; with a `holdout` those on one side of it."""
+    """Rows of several tables, numbered consecutively; with a `holdout`, those on one side of it."""
 
     def __init__(
         self,
@@ -247,9 +252,9 @@ class RowExamples:
         holdout: float = 0.0,
         held_out: bool = False,
     ) -> None:
-        """`holdout`: the share of rows held out; `held_out`: give those rows, and skip the others.
+        """`holdout`: share of rows held out; `held_out`: give those rows and skip the others.
 
-        Raises UsageError if there is no row at all.
+        Raises UsageError if there are no rows.
         """
         self._config = config
         self._tables = [table for table in tables if len(table.rows)]
@@ -263,7 +268,7 @@ class RowExamples:
 
     @property
     def size(self) -> int | None:
-        """Rows of all tables, blank and held-out ones too."""
+        """Rows of all tables, including blank and held-out ones."""
         return self._firsts[-1]
 
     def read(self, index: int) -> bytes:
@@ -285,12 +290,12 @@ class RowExamples:
         return make_sample(self._tokenizer.tokens(row), self._config)
 
     def where(self, index: int) -> str:
-        """Name a row: file:line, counted from 1, or the row's number in a table."""
+        """Format a row's location: file:line, or table:row, counted from 1."""
         table, inside = self._find(index)
         return f"{table.label}:{inside + 1}"
 
     def identity(self) -> str:
-        """Digest the names, rows and bytes of all tables: a run resumes on no others."""
+        """Digest the names, row counts and sizes of all tables."""
         parts = [f"{Path(one.label).name} {len(one.rows)} {one.size}\n" for one in self._tables]
         return digest_parts([part.encode() for part in (ORDER, *parts)]).hex()
 
@@ -301,11 +306,11 @@ class RowExamples:
         return self._tables[place], index - self._firsts[place]
 
 
-_Shown = Demonstration | EnvironmentFailed | None
+_Result = Demonstration | EnvironmentFailed | None
 
 
 class TaskExamples:
-    """Demonstrations of a running environment's tasks."""
+    """Demonstrations of the tasks of a running environment."""
 
     def __init__(
         self,
@@ -316,39 +321,41 @@ class TaskExamples:
         split: Split,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Sample i is of task `first` + i of `split`. The environment runs in `loop`; sample() is called in
-        another thread."""
+        """Sample i comes from task `first` + i of `split`.
+
+        The environment runs in `loop`; sample() must be called in another thread.
+        """
         self._config = config
         self._environment = environment
         self._first = first
         self._split: Split = split
         self._loop = loop
         self._block = -1
-        self._demonstrations: list[_Shown] = []
+        self._demonstrations: list[_Result] = []
 
     @property
     def size(self) -> int | None:
-        """Tasks are taken as endless; a taskset that is not begins again by itself."""
+        """None: tasks count as endless; a finite taskset starts over by itself."""
         return None
 
     def sample(self, index: int) -> Sample:
         """Make the sample of a task's demonstration. Raises BadRow, SkippedRow, UsageError."""
         block, place = divmod(index, TASKS_AT_ONCE)
         if block != self._block:
-            asked = asyncio.run_coroutine_threadsafe(self._ask(block), self._loop)
-            self._demonstrations, self._block = asked.result(), block
-        found = self._demonstrations[place]
-        if isinstance(found, EnvironmentFailed):
-            raise BadRow("environment", str(found)) from found
-        if found is None:
-            raise UsageError(f"{self._environment.name} has no demonstrations: use data.files")
-        return make_sample(Tokens(found.token_ids, found.sampled), self._config)
+            loading = asyncio.run_coroutine_threadsafe(self._load(block), self._loop)
+            self._demonstrations, self._block = loading.result(), block
+        result = self._demonstrations[place]
+        if isinstance(result, EnvironmentFailed):
+            raise BadRow("environment", str(result)) from result
+        if result is None:
+            raise UsageError(f"{self._environment.name} has no demonstrations: give data.files")
+        return make_sample(Tokens(result.token_ids, result.sampled), self._config)
 
-    async def _ask(self, block: int) -> list[_Shown]:
+    async def _load(self, block: int) -> list[_Result]:
         first = self._first + block * TASKS_AT_ONCE
-        return await asyncio.gather(*map(self._one, range(first, first + TASKS_AT_ONCE)))
+        return await asyncio.gather(*map(self._load_one, range(first, first + TASKS_AT_ONCE)))
 
-    async def _one(self, index: int) -> _Shown:
+    async def _load_one(self, index: int) -> _Result:
         environment = self._environment
         try:
             return await environment.demonstration(await environment.task(index, self._split))
@@ -356,7 +363,7 @@ class TaskExamples:
             return error
 
     def where(self, index: int) -> str:
-        """Name a row: environment:task."""
+        """Format a row's location: environment:task."""
         return f"{self._environment.name}:{self._first + index}"
 
     def identity(self) -> str:
@@ -365,8 +372,7 @@ class TaskExamples:
 
 
 def is_held_out(data: bytes, share: float) -> bool:
-    """Say whether the row with these bytes is one of the held-out `share`: a row that occurs twice is on one
-    side only."""
+    """Return whether a row is held out, by a hash of its bytes (equal for all copies)."""
     return int.from_bytes(derive("sft holdout", data.strip())[:8], "little") < int(share * 2**64)
 
 
@@ -379,7 +385,7 @@ def make_sample(tokens: Tokens, config: SftConfig) -> Sample:
         token_ids, mask = token_ids[:limit], mask[:limit]
         if config.data.too_long == "drop" or not any(mask[1:]):
             raise SkippedRow(TOO_LONG)
-    # the first token has nothing before it that could have predicted it
+    # no token precedes the first one to predict it
     return Sample(token_ids, [False, *mask[1:]], [0.0] * len(token_ids), 1.0)
 
 
@@ -388,20 +394,23 @@ def make_sample(tokens: Tokens, config: SftConfig) -> Sample:
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to learn from, and samples to measure with."""
+    """Training examples and validation samples."""
 
     training: Examples
     validation: Sequence[Sample]
 
 
 def check_files(config: SftConfig) -> None:
-    """Check that there is something to learn from, before a model is fetched. Raises UsageError."""
+    """Check that the config names data that exists, before a model is downloaded.
+
+    Raises UsageError.
+    """
     data = config.data
     if data.files:
         find_files(data.files)
     elif not data.hub and data.environment is None:
         raise UsageError(
-            "nothing to learn from: give --data.files FILE, --data.hub ID or --data.environment.id ID"
+            "no training data: give --data.files FILE, --data.hub ID or --data.environment.id ID"
         )
     find_files(config.validation.files)
 
@@ -409,7 +418,7 @@ def check_files(config: SftConfig) -> None:
 def open_tasks(
     config: SftConfig, environment: Environment, first: int, loop: asyncio.AbstractEventLoop
 ) -> Data:
-    """Open a running environment's demonstrations: training tasks from `first` on, held-out ones from 0 on.
+    """Open a running environment's demonstrations: training tasks `first`.., held-out tasks 0..
 
     The environment runs in `loop`; call this, and read the data, in another thread.
     """
@@ -438,7 +447,7 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
     samples = first_samples(held_out, wanted.rows)
     if not samples:
         raise UsageError(
-            "validation holds no sample: raise validation.fraction, or give validation.files"
+            "the validation data has no samples: raise validation.fraction, or give validation.files"
         )
     return Data(training, samples)
 
@@ -458,7 +467,7 @@ def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:
 
 
 def check_mixed(config: MixedSftConfig) -> None:
-    """Check that the files of training.sft are there. Raises UsageError."""
+    """Check that the files of training.sft exist. Raises UsageError."""
     try:
         find_files(config.files)
     except UsageError as error:
@@ -466,7 +475,10 @@ def check_mixed(config: MixedSftConfig) -> None:
 
 
 def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader | None":
-    """Open the demonstrations of training.sft, if there are. Blocks, as open_rows(). Raises NodeError."""
+    """Open the demonstrations of training.sft, if configured. Blocks, as open_rows().
+
+    Raises NodeError.
+    """
     mixed = config.training.sft
     if mixed is None:
         return None
@@ -481,7 +493,7 @@ def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader 
 
 
 def first_samples(examples: Examples, most: int) -> Sequence[Sample]:
-    """Read the first samples in the order of the data, for validation; leave out bad and skipped rows."""
+    """Read the first samples in data order, for validation, without bad and skipped rows."""
     found: list[Sample] = []
     end = most if examples.size is None else examples.size
     for index in range(end):
@@ -498,35 +510,35 @@ def first_samples(examples: Examples, most: int) -> Sequence[Sample]:
 
 
 class DataCursor(msgspec.Struct, frozen=True):
-    """A place in the data: the next row is number `index` in the order of `epoch`."""
+    """A position in the data: the next row is number `index` in the order of `epoch`."""
 
     epoch: int = 0
     index: int = 0
     rows: int = 0
-    """Rows read, over all epochs; held-out and blank ones not counted."""
+    """Rows read, over all epochs, without held-out and blank ones."""
     samples: int = 0
     tokens: int = 0
-    """Tokens of all samples, trained or context."""
+    """Tokens of all samples, trained and context."""
     skipped: dict[str, int] = {}
-    """Rows that gave no sample, by reason."""
+    """Reason -> rows that gave no sample."""
     bad: int = 0
-    """Those of them that are bad."""
+    """Number of bad rows, which are included in `skipped`."""
 
     def counted(self, reason: str, *, bad: bool) -> "DataCursor":
-        """Count one more row that gave no sample."""
+        """Return a cursor that counts one more skipped row."""
         skipped = {**self.skipped, reason: self.skipped.get(reason, 0) + 1}
         return msgspec.structs.replace(
             self, rows=self.rows + 1, skipped=skipped, bad=self.bad + bad
         )
 
     def reasons(self) -> str:
-        """Say why how many rows gave no sample."""
+        """Format the counts of skipped rows by reason."""
         return ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
 
 
 @dataclass(frozen=True)
 class DataBatch:
-    """The samples of one step, and the cursor after them; no samples: the data have ended."""
+    """The samples of one step, and the cursor after them; no samples at the end of the data."""
 
     samples: list[Sample]
     cursor: DataCursor
@@ -542,7 +554,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 class BatchReader:
-    """Reads batches; calls for the same cursor give the same batch."""
+    """Reads batches; the same cursor always gives the same batch."""
 
     def __init__(self, examples: Examples, config: SftConfig) -> None:
         self._examples = examples
@@ -550,33 +562,33 @@ class BatchReader:
         self._shuffle = config.data.shuffle
         self._max_bad_rows = config.data.max_bad_rows
         self._max_epochs = config.max_epochs
-        """0 is no bound."""
+        """0: no limit."""
         self._order: Sequence[int] | NDArray[np.int64] = ()
         self._order_of = -1
 
     def batch(self, cursor: DataCursor, *, size: int, tokens: int = 0) -> DataBatch:
-        """Read the next `size` samples, or as many as make up `tokens` tokens, at least one.
+        """Read the next `size` samples, or, with `tokens`, as many as fit into that; at least one.
 
-        Raises RunFailed for too many bad rows, UsageError if a whole epoch holds no sample.
+        Raises RunFailed for too many bad rows, UsageError if a whole epoch gives no sample.
         """
         samples: list[Sample] = []
-        held, barren = 0, 0
+        total, skipped = 0, 0
         while not 0 < self._max_epochs <= cursor.epoch and (tokens or len(samples) < size):
             sample, after = self._next(cursor)
             if sample is None:
-                barren += 1
-                self._check_barren(barren, after)
+                skipped += 1
+                self._check_skipped(skipped, after)
             else:
-                held += len(sample.token_ids)
-                if samples and tokens and held > tokens:
+                total += len(sample.token_ids)
+                if samples and tokens and total > tokens:
                     break  # the row is read again for the next batch
                 samples.append(sample)
-                barren = 0
+                skipped = 0
             cursor = after
         return DataBatch(samples, cursor)
 
     def _next(self, cursor: DataCursor) -> tuple[Sample | None, DataCursor]:
-        """Read the sample at the cursor, if it gives one, and move the cursor on."""
+        """Read the sample at the cursor, None if the row is skipped; return it and the next cursor."""
         row = self._row(cursor)
         sample = None
         try:
@@ -615,31 +627,37 @@ class BatchReader:
         if seen.bad > self._max_bad_rows * max(seen.rows, known):
             raise RunFailed(
                 f"{seen.bad} of {seen.rows} rows are bad ({seen.reasons()}), the last at {where}: "
-                f"{error}; mend the data, or raise data.max_bad_rows"
+                f"{error}; repair the data, or raise data.max_bad_rows"
             )
 
-    def _check_barren(self, barren: int, seen: DataCursor) -> None:
-        if barren < (self._examples.size or GRACE_ROWS):
+    def _check_skipped(self, skipped: int, seen: DataCursor) -> None:
+        if skipped < (self._examples.size or GRACE_ROWS):
             return
         raise UsageError(
-            f"none of {barren} rows gives a sample ({seen.reasons() or HELD_OUT}): see "
+            f"none of {skipped} rows gives a sample ({seen.reasons() or HELD_OUT}): check "
             "training.seq_len, data.too_long and data.loss_roles"
         )
 
 
 class MixedReader:
-    """Reads the demonstrations of training.sft, a share of what a step reads; the caller keeps the cursor."""
+    """Reads the demonstrations that training.sft mixes into each step.
+
+    The caller keeps the cursor.
+    """
 
     def __init__(self, examples: Examples, config: SftConfig, share: float) -> None:
-        """`share` is that of demonstrations in a step's tokens, above 0 and below 1."""
+        """`share`: fraction of a step's tokens that are demonstrations, above 0 and below 1."""
         self._reader = BatchReader(examples, config)
         self._factor = share / (1 - share)
         self.identity = examples.identity()
-        """Of the data that a cursor is a place in."""
+        """Identity of the data that cursors refer to."""
 
     def batch(self, cursor: DataCursor, tokens: int) -> DataBatch:
-        """Read the demonstrations of a step whose rollouts have `tokens` tokens: as many whole rows as their
-        share has room for, at least one. Raises RunFailed, UsageError, as BatchReader.batch()."""
+        """Read the demonstrations of a step whose rollouts have `tokens` tokens.
+
+        As many whole rows as fit into their share, at least one. Raises RunFailed, UsageError, as
+        BatchReader.batch().
+        """
         room = max(1, round(self._factor * tokens))
-        found = self._reader.batch(cursor, size=1, tokens=room)
-        return DataBatch([replace(one, given=True) for one in found.samples], found.cursor)
+        batch = self._reader.batch(cursor, size=1, tokens=room)
+        return DataBatch([replace(one, given=True) for one in batch.samples], batch.cursor)

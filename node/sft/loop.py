@@ -1,8 +1,8 @@
-"""The loop of supervised learning: a batch, a step, now and then a measurement and a checkpoint.
+"""Run supervised fine-tuning: batches, steps, validation and checkpoints.
 
-- The next batch depends on the cursor of the last checkpoint alone; a batch that was read ahead and not trained
+- The next batch depends only on the cursor of the last checkpoint; a batch that was prefetched and not trained
   is read again.
-- A checkpoint holds the cursor of its step, and the validation figures so far.
+- A checkpoint holds the cursor of its step, and the validation losses so far.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from .data import BatchReader, Data, DataBatch, DataCursor
 logger = logging.getLogger(__name__)
 
 CURSOR = "cursor"
-"""The part of a checkpoint that holds SftState."""
+"""Name of the checkpoint part that holds SftState."""
 WINDOW = 20
-"""Steps whose mean is the loss of the summary."""
+"""Steps over which the summary averages the loss."""
 MAX_SKIPPED = 10
-"""Steps in a row without a finite gradient that end the run."""
+"""Consecutive steps without a finite gradient after which the run fails."""
 
 
 @dataclass(frozen=True)
 class SftProgress:
-    """The figures that a view shows after every step."""
+    """Progress figures, reported after every step."""
 
     step: int
     max_steps: int
@@ -52,22 +52,22 @@ Watch = Callable[[SftProgress], None]
 
 
 class SftState(msgspec.Struct, frozen=True):
-    """Everything that a checkpoint holds beside the learner."""
+    """The part of a checkpoint beside the learner's state."""
 
     cursor: DataCursor
     identity: str
-    """Of the data that the cursor walks."""
+    """Identity of the data that the cursor refers to."""
     validation: list[tuple[int, float]] = []
-    """(step, loss) so far."""
+    """(step, validation loss) so far."""
     losses: list[float] = []
-    """Of the last steps."""
+    """Training losses of the last WINDOW steps."""
     line: dict[str, float | None] = {}
-    """Metrics of the step: a run that goes on from it may find that they were not written."""
+    """Metrics of the step, for a resumed run whose metrics file lacks them."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was found whole; a backend loads `directory`."""
+    """A complete checkpoint; the backend loads `directory`."""
 
     step: int
     state: SftState
@@ -75,7 +75,7 @@ class Restored:
 
 
 class SftLoop:
-    """Trains with a started backend, from the last checkpoint or the beginning, to the end."""
+    """Trains with a started backend, from a checkpoint or from step 0, to the end."""
 
     def __init__(
         self,
@@ -104,7 +104,10 @@ class SftLoop:
         self._stopping = False
 
     async def run(self, resume: ResumeConfig | None) -> dict[str, object]:
-        """Train to max_steps or the end of the data, export; returns the summary. Raises NodeError."""
+        """Train to max_steps or the end of the data, then export. Returns the summary.
+
+        Raises NodeError.
+        """
         if resume is not None:
             await self._restore(resume)
         monitors = await asyncio.to_thread(Monitors.of_run, self._config, "sft")
@@ -112,7 +115,7 @@ class SftLoop:
         try:
             await asyncio.to_thread(metrics.go_back, self._step or -1, self._state.line)
             if not self._state.validation and self._data.validation:
-                metrics.write(0, await self._measured())
+                metrics.write(0, await self._validate())
             await self._train_or_stop(metrics)
             await self._checkpoints.finish()
         finally:
@@ -121,7 +124,7 @@ class SftLoop:
         return await self._finish()
 
     async def _train_or_stop(self, metrics: MetricsLog) -> None:
-        """Train; when cancelled, finish the step in progress and leave a checkpoint of it."""
+        """Train; on cancellation, finish the step in progress and write a checkpoint of it."""
         training = asyncio.create_task(self._train(metrics), name="sft training")
         try:
             await asyncio.shield(training)
@@ -129,7 +132,7 @@ class SftLoop:
             self._stopping = True
             await training
             await self._save_last()
-            logger.info("stopped after step %d; --resume goes on there", self._step)
+            logger.info("stopped after step %d; --resume continues there", self._step)
             raise
 
     async def _train(self, metrics: MetricsLog) -> None:
@@ -150,14 +153,14 @@ class SftLoop:
                 if not batch.samples:
                     logger.info("the data ended after step %d", self._step)
                     break
-                ahead = read(batch.cursor)  # in a thread, while this one is trained
-                await self._turn(batch, waited, metrics)
+                ahead = read(batch.cursor)  # prefetched in a thread while this one is trained
+                await self._train_step(batch, waited, metrics)
         finally:
             await asyncio.wait([ahead])
             ahead.exception()  # retrieved, so that asyncio does not report it
 
-    async def _turn(self, data: DataBatch, waited: float, metrics: MetricsLog) -> None:
-        """Train one step; measure, save and export where its number is due."""
+    async def _train_step(self, data: DataBatch, waited: float, metrics: MetricsLog) -> None:
+        """Train one step; validate, save and export when they are due."""
         started = time.monotonic()
         with self._clock.phase("train"):
             figures = await self._backend.step(TrainBatch(self._step + 1, data.samples, "ce"))
@@ -165,10 +168,10 @@ class SftLoop:
         seconds = time.monotonic() - started
         values = self._figures(data, figures.values, seconds, waited)
         self._check_finite(values)
-        self._note(data.cursor, values["loss/mean"])
+        self._update_state(data.cursor, values["loss/mean"])
         last = self._step == self._config.max_steps
         if self._data.validation and (last or self._due(self._config.validation.interval)):
-            values |= await self._measured()
+            values |= await self._validate()
         line = {**values, "time": round(time.time(), 3)}
         self._state = msgspec.structs.replace(self._state, line=line)
         if last or self._due(self._config.checkpoint.interval):
@@ -176,12 +179,12 @@ class SftLoop:
         if not last and self._due(self._config.checkpoint.weights_interval):
             await self._export()
         metrics.write(self._step, values)
-        self._tell(values)
+        self._report(values)
 
     def _figures(
         self, data: DataBatch, figures: dict[str, float], seconds: float, waited: float
     ) -> dict[str, float]:
-        """Add the figures of the data to the backend's."""
+        """Join the backend's metrics with those of the data."""
         cursor = data.cursor
         tokens = sum(len(sample.token_ids) for sample in data.samples)
         return {
@@ -202,15 +205,15 @@ class SftLoop:
         self._skipped = self._skipped + 1 if values.get("optim/skipped") else 0
         if self._skipped >= MAX_SKIPPED:
             raise RunFailed(
-                f"{MAX_SKIPPED} steps in a row had no finite gradient: lower training.lr, or go on "
+                f"{MAX_SKIPPED} steps in a row had no finite gradient: lower training.lr, or resume "
                 "from an earlier checkpoint"
             )
 
-    def _note(self, cursor: DataCursor, loss: float) -> None:
+    def _update_state(self, cursor: DataCursor, loss: float) -> None:
         losses = [*self._state.losses, loss][-WINDOW:]
         self._state = msgspec.structs.replace(self._state, cursor=cursor, losses=losses)
 
-    def _tell(self, values: dict[str, float]) -> None:
+    def _report(self, values: dict[str, float]) -> None:
         measured = self._state.validation
         progress = SftProgress(
             step=self._step,
@@ -231,18 +234,18 @@ class SftLoop:
         )
         self._watch(progress)
 
-    async def _measured(self) -> dict[str, float]:
-        """Measure cross entropy on the validation samples, and keep it in the state."""
+    async def _validate(self) -> dict[str, float]:
+        """Compute the validation loss, add it to the state, and return its metrics."""
         with self._clock.phase("validation"):
-            found = await self._backend.evaluate(self._data.validation)
-        loss = found["loss/mean"]
+            figures = await self._backend.evaluate(self._data.validation)
+        loss = figures["loss/mean"]
         history = [*self._state.validation, (self._step, loss)]
         self._state = msgspec.structs.replace(self._state, validation=history)
         logger.info("step %d | validation loss %.4f", self._step, loss)
-        return {"val/loss": loss, "val/tokens": found["tokens"]}
+        return {"val/loss": loss, "val/tokens": figures["tokens"]}
 
     async def _save(self) -> float:
-        """Write a checkpoint; returns the seconds that it took."""
+        """Write a checkpoint; return the seconds it took."""
         started = time.monotonic()
         with self._clock.phase("checkpoint"):
             part = msgspec.json.encode(self._state)
@@ -252,7 +255,7 @@ class SftLoop:
         return round(time.monotonic() - started, 4)
 
     async def _save_last(self) -> None:
-        """Write a durable checkpoint of the last step, if there is none."""
+        """Write a checkpoint of the last step, unless there is one, and wait until it is durable."""
         await self._checkpoints.finish()
         if self._step and await asyncio.to_thread(self._checkpoints.latest) != self._step:
             await self._save()
@@ -261,17 +264,17 @@ class SftLoop:
     async def _restore(self, resume: ResumeConfig) -> None:
         found = await restore(resume, self._checkpoints, self._identity)
         if found is None:
-            logger.warning("no checkpoint: beginning at step 0")
+            logger.warning("no checkpoint: starting at step 0")
             return
         await self._backend.load(found.directory)
         self._state, self._step = found.state, found.step
         logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.state.cursor))
 
     async def _finish(self) -> dict[str, object]:
-        """Measure, save and export the last step, where that is not done; return the summary."""
+        """Validate, save and export the last step, as far as not done yet; return the summary."""
         config = self._config
         if self._data.validation and self._state.validation[-1][0] != self._step:
-            await self._measured()
+            await self._validate()
         await self._save_last()
         weights = await self._export()
         saved = self._state
@@ -292,7 +295,7 @@ class SftLoop:
         }
 
     async def _export(self) -> Path:
-        """Write the weights of this step; returns where."""
+        """Export the weights of the current step; return their directory."""
         weights = weights_dir(self._config.run_dir, self._step)
         with self._clock.phase("export"):
             await self._backend.export(weights)
@@ -308,9 +311,10 @@ class SftLoop:
 
 
 async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Restored | None:
-    """Find the checkpoint that `resume` asks for, and set later ones aside; None if this run has none yet.
+    """Read the checkpoint that `resume` selects and set later ones aside.
 
-    Raises UsageError for a step or a run that has none, and for other data; StorageError.
+    None if this run has none. Raises UsageError if the selected step or run has none, or its data differ;
+    StorageError.
     """
     source = own
     if resume.dir is not None:
@@ -323,15 +327,15 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
         state = msgspec.json.decode(parts[CURSOR], type=SftState)
     except (KeyError, msgspec.DecodeError) as error:
         raise StorageError(
-            f"checkpoint {step} is none of `sft`: resume it with the command that wrote it"
+            f"checkpoint {step} was not written by `sft`: resume it with the command that wrote it"
         ) from error
     if state.identity != identity:
         if resume.dir is None:
             raise UsageError(
-                "the data are not those that the run began with: give the same, or --resume.dir and "
-                "another --name"
+                "the data differ from those that the run began with: give the same data, or --resume.dir "
+                "and another --name"
             )
-        logger.warning("the data are others than those of %s: read from the start", resume.dir)
+        logger.warning("the data differ from those of %s: reading from the start", resume.dir)
         state = SftState(DataCursor(), identity)
     if source is own:
         own.set_aside(step)
@@ -346,7 +350,7 @@ async def _find(resume: ResumeConfig, source: Checkpoints) -> tuple[int, dict[st
         if resume.step not in known:
             steps = ", ".join(map(str, known)) or "none"
             raise UsageError(
-                f"no checkpoint of step {resume.step} in {source.directory} (there are: {steps})"
+                f"no checkpoint of step {resume.step} in {source.directory} (existing steps: {steps})"
             )
         return resume.step, await source.read(resume.step)
     found = await source.read_newest()

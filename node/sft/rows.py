@@ -1,6 +1,6 @@
-"""Check a row of a data set, and read it as a conversation or as a prompt and its completion.
+"""Parse a row of a data set as a conversation, or as a prompt with its completion.
 
-Foreign data: every shape is checked here, once, and a row that does not fit is a BadRow with a reason.
+Rows are untrusted: every field is checked here, once, and an invalid row raises BadRow with a reason.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 Message = dict[str, Any]
-"""role and content (text), where they are there: reasoning_content, tool_calls, name, tool_call_id."""
+"""role and content (text); optional: reasoning_content, tool_calls, name, tool_call_id."""
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 ALIASES = {"developer": "system", "function": "tool"}
@@ -19,7 +19,7 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class BadRow(Exception):
-    """A row that cannot be learned from; it is counted by `reason`, the text says why."""
+    """An invalid row, counted by `reason`; the message has the details."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -28,7 +28,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order; `trained` says of each whether its role decides, or it is context only."""
+    """Messages in order; `trained[i]` is false where message i is context whatever its role."""
 
     messages: list[Message]
     trained: list[bool]
@@ -44,11 +44,11 @@ class RawText:
 
 
 def read_row(data: bytes, *, strings: Literal["chat", "raw"] = "chat") -> Conversation | RawText:
-    """Read the row in one line of JSON. Raises BadRow."""
+    """Parse a row from one line of JSON. Raises BadRow."""
     try:
         row: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadRow("not_json", f"this is no JSON ({error})") from error
+        raise BadRow("not_json", f"invalid JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadRow("not_json", "a row must be a JSON object")
     fields = cast(dict[str, Any], row)
@@ -66,29 +66,32 @@ def _pair(row: Mapping[str, Any], strings: Literal["chat", "raw"]) -> Conversati
         if isinstance(prompt, str) and isinstance(completion, str):
             return RawText(prompt, completion)
         raise BadRow("fields", 'data.strings = "raw" needs prompt and completion to be text')
-    before, context = _messages(_said_by("user", prompt), "prompt", trained=False)
-    after, trained = _messages(_said_by("assistant", completion), "completion", trained=True)
+    before, context = _messages(_as_messages("user", prompt), "prompt", trained=False)
+    after, trained = _messages(_as_messages("assistant", completion), "completion", trained=True)
     return Conversation([*before, *after], [*context, *trained], _tools(row.get("tools")))
 
 
-def _said_by(role: str, value: Any) -> Any:
-    """Text as the one message of `role`; text that holds a JSON list is still text."""
+def _as_messages(role: str, value: Any) -> Any:
+    """Wrap text as one message of `role`, even if it looks like a JSON list.
+
+    Return other values as they are.
+    """
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _messages(value: Any, field: str, *, trained: bool) -> tuple[list[Message], list[bool]]:
     value = _decoded(value, field)
     if not isinstance(value, list) or not value:
-        raise BadRow("messages", f"`{field}` must be a list of messages, and not empty")
+        raise BadRow("messages", f"`{field}` must be a non-empty list of messages")
     messages = [_message(one, f"{field}[{n}]") for n, one in enumerate(cast(list[Any], value))]
-    # `weight`: 0 is how other trainers' data say that a reply is context
+    # data for other trainers mark a reply as context by a `weight` of 0
     weights = [cast(Mapping[str, Any], one).get("weight") != 0 for one in cast(list[Any], value)]
     return messages, [trained and weight for weight in weights]
 
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
-        raise BadRow("messages", f"{where} is no message with role and content")
+        raise BadRow("messages", f"{where} is not a message with role and content")
     fields = cast(dict[str, Any], value)
     role = fields.get("role")
     role = ALIASES.get(role, role) if isinstance(role, str) else None
@@ -105,12 +108,12 @@ def _message(value: Any, where: str) -> Message:
         message["tool_calls"] = calls
     message |= {name: text for name in _CARRIED if isinstance(text := fields.get(name), str)}
     if role == "assistant" and message.keys() == {"role", "content"} and not message["content"]:
-        raise BadRow("empty", f"{where} says nothing")
+        raise BadRow("empty", f"{where} is empty")
     return message
 
 
 def _content(value: Any, where: str) -> str:
-    """Content as text; None (a reply of tool calls alone) is empty text."""
+    """Parse content as text; None (a reply of tool calls only) is empty text."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -120,13 +123,13 @@ def _content(value: Any, where: str) -> str:
         fields = cast(dict[str, Any], part) if isinstance(part, dict) else {}
         text = fields.get("text")
         if fields.get("type") not in TEXT_PARTS or not isinstance(text, str):
-            raise BadRow("content", f"{where}.content has a part that is no text")
+            raise BadRow("content", f"{where}.content has a part that is not text")
         parts.append(text)
     return "".join(parts)
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls, their arguments as objects where they are JSON: templates walk through them."""
+    """Parse tool calls; arguments in JSON become objects, as templates iterate over them."""
     calls: list[dict[str, Any]] = []
     given = _decoded(value, f"{where}.tool_calls") or []
     if not isinstance(given, list):
@@ -137,7 +140,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
         name = function.get("name")
         if not isinstance(name, str) or not name:
-            raise BadRow("tool_calls", f"{where} has a tool call without a function's name")
+            raise BadRow("tool_calls", f"{where} has a tool call without a function name")
         known: dict[str, Any] = {"type": "function"}
         if isinstance(call.get("id"), str):
             known["id"] = call["id"]
@@ -152,12 +155,12 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     try:
         decoded: Any = json.loads(value)
     except ValueError:
-        return value  # a model may generate text that is no JSON, and a template may print it
+        return value  # a model may generate invalid JSON, and a template may print it
     return decoded if isinstance(decoded, dict) else value
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Tool descriptions, also as JSON text, as tables of columns keep them."""
+    """Parse tool schemas, also from JSON text, as columnar formats store them."""
     found = _decoded(value, "tools") if value else None
     if not found:
         return None
@@ -169,7 +172,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_none(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of columns gives every tool the parameters of all others, as nulls."""
+    """Remove nulls: in columnar formats every tool has the parameters of all others as nulls."""
     return {
         key: _without_none(cast(Mapping[str, Any], value)) if isinstance(value, dict) else value
         for key, value in tool.items()
@@ -183,11 +186,11 @@ def _decoded(value: Any, where: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadRow("not_json", f"`{where}` is text, but no JSON ({error})") from error
+        raise BadRow("not_json", f"`{where}` is text, but not valid JSON ({error})") from error
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """List the names of the tools that a conversation offers."""
+    """List the names of a conversation's tools."""
     found: list[str] = []
     for tool in tools or ():
         inner = tool.get("function", tool)

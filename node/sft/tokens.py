@@ -1,8 +1,8 @@
-"""Conversations to tokens, exactly as rollouts are made of turns: by the model's chat template or its renderer.
+"""Tokenize conversations like rollouts, by the model's chat template or its renderer.
 
-By the template a conversation is one sequence: the prompt of its first reply, then reply, continuation, reply.
-A reply is rendered as the last message, so that its reasoning is in it, and is never rendered again as history.
-A renderer says of every token whether the model would have sampled it, which a chat template cannot.
+With the template a conversation is one sequence: prompt, reply, continuation, reply, ... A reply is rendered as
+the last message, which keeps its reasoning, and is never rendered again as history. A renderer also tells for
+every token whether the model would have sampled it, which a chat template cannot.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 OPAQUE = frozenset({"default", "template", "custom"})
-"""Renderers that know no more than the chat template, or would run code that a config names."""
+"""Renderers that add nothing to the chat template, or would run code named in a config."""
 _FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _MARK = "primerl-body-{}-is-here"
 TextOf = Callable[[Sequence[Message]], str]
@@ -29,27 +29,27 @@ TextOf = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A sequence and which of its tokens are trained; both lists have its length."""
+    """Token ids of a sequence and its training mask, of equal length."""
 
     token_ids: list[int] = field(default_factory=list[int])
     mask: list[bool] = field(default_factory=list[bool])
 
     def add(self, token_ids: Sequence[int], mask: Sequence[bool] | bool) -> None:
-        """Append, with one mask for all or one for each."""
+        """Append tokens with one mask value for all, or one for each."""
         self.token_ids.extend(token_ids)
         self.mask.extend([mask] * len(token_ids) if isinstance(mask, bool) else mask)
 
 
 class TemplateTokenizer:
-    """Tokenises rows with a model's chat template."""
+    """Tokenizes rows with a model's chat template."""
 
     def __init__(self, chat: ChatFormat, roles: frozenset[str]) -> None:
-        """`roles` are those that are learned."""
+        """`roles`: the roles whose messages are trained."""
         self._chat = chat
         self._roles = roles
 
     def tokens(self, row: Conversation | RawText) -> Tokens:
-        """Tokenise the row as one sequence. Raises BadRow."""
+        """Tokenize a row as one sequence. Raises BadRow."""
         try:
             return self._raw(row) if isinstance(row, RawText) else self._conversation(row)
         except EnvironmentFailed as error:
@@ -65,7 +65,7 @@ class TemplateTokenizer:
         messages = talk.messages
         replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not replies:
-            raise BadRow("no_reply", "no message is the assistant's")
+            raise BadRow("no_reply", "the conversation has no message of the assistant")
         tokens = Tokens()
         first = replies[0]
         prompt = self._text_of_prompt(talk)
@@ -77,7 +77,7 @@ class TemplateTokenizer:
             end = len(messages) if last else replies[place + 1]
             between, trained = messages[index + 1 : end], talk.trained[index + 1 : end]
             if last and not self._wanted(between, trained):
-                break  # messages after the last reply answer nothing
+                break  # untrained messages after the last reply are not needed
 
             def rest(given: Sequence[Message], stop: int = reply[-1]) -> str:
                 return self._chat.continuation_text(given, stop)
@@ -95,22 +95,22 @@ class TemplateTokenizer:
         return text_of
 
     def _reply(self, talk: Conversation, index: int) -> list[int]:
-        """Tokenise message `index` as the model would have sampled it, its stop token included."""
+        """Tokenize message `index` as the model would have sampled it, including its stop token."""
         chat, messages = self._chat, talk.messages
         before = chat.render(messages[:index], tools=talk.tools)
         whole = chat.render(messages[: index + 1], generate=False, tools=talk.tools)
         if not whole.startswith(before):
             raise BadRow(
                 "template",
-                "the chat template writes a reply in another way than its prompt begins one: name "
-                "the model's renderer in data.renderer",
+                "the chat template renders a reply differently from its generation prompt: name the "
+                "model's renderer in data.renderer",
             )
         text = whole[len(before) :]
         _check_kept(messages[index], text)
         token_ids = chat.encode(text)
         stops = [n for n, token in enumerate(token_ids) if token in chat.stop_token_ids]
         if len(stops) > 1:
-            raise BadRow("stop_token", f"messages[{index}] holds a stop token's text")
+            raise BadRow("stop_token", f"messages[{index}] contains the text of a stop token")
         return token_ids[: stops[0] + 1] if stops else [*token_ids, chat.stop_token_ids[0]]
 
     def _context(
@@ -120,7 +120,7 @@ class TemplateTokenizer:
         trained: Sequence[bool],
         text_of: TextOf,
     ) -> None:
-        """Append context; of roles that are learned the messages' own text is trained."""
+        """Append context; the contents of messages of trained roles are trained."""
         text = text_of(messages)
         wanted = self._wanted(messages, trained)
         token_ids, starts = self._chat.encode_places(text)
@@ -137,10 +137,10 @@ class TemplateTokenizer:
 
 
 class RendererTokenizer(TemplateTokenizer):
-    """Tokenises conversations with a renderer."""
+    """Tokenizes conversations with a renderer."""
 
     def __init__(self, renderer: "Renderer", chat: ChatFormat, roles: frozenset[str]) -> None:
-        """`chat` is of the same model; `roles` are those that are learned."""
+        """`chat` is of the same model; `roles`: the roles whose messages are trained."""
         super().__init__(chat, roles)
         self._renderer = renderer
 
@@ -166,8 +166,11 @@ class RendererTokenizer(TemplateTokenizer):
         return tokens
 
     def _check_reasoning(self, talk: Conversation, tokens: Tokens) -> None:
-        """Renderers drop the reasoning of earlier turns, as templates do of a history: to learn such a
-        reply would be to learn not to reason."""
+        """Refuse a row if the renderer dropped a trained reply's reasoning. Raises BadRow.
+
+        Renderers drop the reasoning of earlier turns; training on such a reply would teach the model not to
+        reason.
+        """
         learned = [
             str(message.get("reasoning_content", "")).strip()
             for message, trained in zip(talk.messages, talk.trained, strict=True)
@@ -190,10 +193,10 @@ class RendererTokenizer(TemplateTokenizer):
 def bodies(
     messages: Sequence[Message], wanted: Sequence[int], text: str, text_of: TextOf
 ) -> list[tuple[int, int]]:
-    """Find the contents of the messages `wanted` in `text`, as [first, end) of characters.
+    """Find the contents of the messages `wanted` in `text`, as character ranges [first, end).
 
-    The template is asked twice, the second time with marks for contents: the text around the marks must
-    stand in `text` too, or the row is refused.
+    Renders the messages again with marks in place of contents. The text around the marks must be equal to that
+    in `text`. Raises BadRow.
     """
     marks = {n: _MARK.format(n) for n in wanted}
     marked = [
@@ -217,7 +220,7 @@ def bodies(
 
 
 def _check_kept(message: Message, text: str) -> None:
-    """Check that the template leaves out nothing of the reply. Raises BadRow."""
+    """Check that the template renders all parts of a reply. Raises BadRow."""
     reasoning = str(message.get("reasoning_content", "")).strip()
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
     content = str(message["content"]).strip()
@@ -230,9 +233,9 @@ def _check_kept(message: Message, text: str) -> None:
 
 
 def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | None":
-    """Open the renderer `name`; with `auto` that of a model that the library knows by name, else None.
+    """Open the renderer `name`.
 
-    Raises UsageError.
+    With `auto` the one that the library has for this model, else None. Raises UsageError.
     """
     from renderers import create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -244,7 +247,9 @@ def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | No
             return None
         name = known
     if name in OPAQUE:
-        raise UsageError(f'data.renderer = "{name}" masks no better than "template": use that')
+        raise UsageError(
+            f'data.renderer = "{name}" adds nothing to the chat template: set it to "template"'
+        )
     tokenizer: Any = huggingface.load_tokenizer(model_dir)
     try:
         config: Any = config_from_name(name)

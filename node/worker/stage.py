@@ -229,7 +229,7 @@ class RingSupervisor:
         """Wait for that; False once another ring has taken its place."""
         looking = asyncio.create_task(self._keep_looking(turn))
         try:
-            found = await _unless_over(turn, _true(turn.ring.whole()))
+            found = await _unless_over(turn, _true(turn.ring.wait_healthy()))
         finally:
             looking.cancel()
             await asyncio.wait([looking])
@@ -258,14 +258,14 @@ class RingSupervisor:
         if silent:
             self._report(silent, "no answer")
         elif rank == 0 and fault is not None and waited_s >= self._stall_s and not starting:
-            self._report(self._node(fault), fault.words)
+            self._report(self._node(fault), fault.reason)
 
     async def _until_broken(self, turn: _Turn) -> None:
         began = time.monotonic()
-        fault = await _unless_over(turn, turn.ring.broken())
+        fault = await _unless_over(turn, turn.ring.wait_failed())
         if fault is None:
             return
-        logger.warning("the chain of %d stages broke: %s", len(self.plan.stages), fault.words)
+        logger.warning("the chain of %d stages broke: %s", len(self.plan.stages), fault.reason)
         fresh = self._newest()
         if fresh and fresh.name == self.planned.name and fresh.sealed != self.planned.sealed:
             self.use(fresh)
@@ -276,7 +276,7 @@ class RingSupervisor:
         self._breaks.update(nodes)
         if self._breaks[nodes[0]] >= MOST_BREAKS:
             self._breaks.clear()
-            self._report(nodes, fault.words)
+            self._report(nodes, fault.reason)
 
     def _report(self, nodes: Sequence[bytes], words: str) -> None:
         if nodes:

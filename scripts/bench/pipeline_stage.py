@@ -148,7 +148,7 @@ class Member:
         ring = self.ring = self._ring_of(Shaper(delay, rate) if delay or rate else None)
         await self._connected.enter_async_context(ring.running())
         async with asyncio.timeout(START_S):
-            await ring.whole()
+            await ring.wait_healthy()
             if self.rank == 0:
                 await self.engine.rejoin(ring.begin())  # pyright: ignore
         return {}

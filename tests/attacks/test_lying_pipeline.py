@@ -36,7 +36,7 @@ REQUESTS = [
 
 
 def weights(bits: int = 16) -> State:
-    """A tensor for every layer; a liar keeps only so many bits of each number."""
+    """Make a tensor for every layer; a liar keeps only `bits` bits of each element."""
     names = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(LAYERS))]
     keep = np.uint16(2**16 - 2 ** (16 - bits))
     return {
@@ -51,7 +51,7 @@ def plan(encoding: Encoding = "raw") -> PipelinePlan:
 
 
 async def generated(directory: Path, made_by: PipelinePlan, liar: int = -1) -> list[AuditItem]:
-    """What the pipeline says; the liar was given coarse weights."""
+    """Generate with a pipeline in which the liar has coarse weights."""
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
     engine = LocalPipeline(made_by)
     await engine.start(directory, fingerprint="projection")
@@ -70,7 +70,7 @@ async def generated(directory: Path, made_by: PipelinePlan, liar: int = -1) -> l
 
 
 def boundaries(made_by: PipelinePlan, said: Completion) -> list[BoundaryClaim]:
-    """As the trainer reads them."""
+    """Return the boundary fingerprints as the trainer reads them."""
     below = [stage.end for stage in made_by.stages[:-1]]
     return [
         BoundaryClaim(end, made_by.shape.encoding, part)

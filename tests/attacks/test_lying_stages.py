@@ -89,13 +89,13 @@ class Court:
         self.parted: list[bytes] = []
 
     def items(self, liar: int = -1, bits: int = 5) -> list[AuditItem]:
-        """The rollouts as the stages tell of them; the liar's weights are coarse."""
+        """Make rollouts as the stages report them; the liar's weights are coarse."""
         own = self.case.states[OWN]
         states = [coarse(own, bits) if rank == liar else own for rank in range(len(STAGES))]
         return [staged(self.case, text, states) for text in self._texts]
 
     async def judge(self, items: Sequence[AuditItem]) -> Verified:
-        """What a submission of these comes to."""
+        """Verify a submission of these rollouts."""
         episodes = [Episode([_branch(item)], Score(1.0)) for item in items]
         plan, parts = crossed([episodes])
         records = tuple(
@@ -137,14 +137,14 @@ def _branch(item: AuditItem) -> Branch:
 
 
 def blamed(verified: Verified) -> list[tuple[int, ...]]:
-    """Whom the verdict names, rollout by rollout."""
+    """Return the stage that each rollout's verdict blames."""
     assert isinstance(verified.verdict.pipeline, PipelineVerdict)
     assert verified.verdict.pipeline.stages == tuple(key.node_id for key in STAGES)
     return [one.stages for one in verified.verdict.pipeline.blamed]
 
 
 async def _texts(case: Case) -> list[AuditItem]:
-    """Drawn from the model by the seeds of the lease."""
+    """Sample texts from the model with the lease's seeds."""
     engine = HfEngine(FP32)
     await engine.start(case.model_dir, fingerprint="projection")
     requests = [
@@ -235,7 +235,7 @@ async def test_a_first_stage_that_says_nothing_of_its_stages_answers_for_them(
 async def test_a_liar_that_copies_what_was_said_before_it_is_named_all_the_same(
     court: Court,
 ) -> None:
-    """It knows what the stage before it said, and says the same of its own states."""
+    """The liar copies the previous stage's fingerprints for its own states."""
     copied = [
         replace(
             item,

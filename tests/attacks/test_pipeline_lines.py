@@ -1,4 +1,4 @@
-"""Whom a plan does not name, or not in that role, gets nothing; what is no frame ends the line it came on."""
+"""Attacks on pipeline links: peers without a role in a plan, invalid and oversized frames."""
 
 import asyncio
 import time
@@ -57,7 +57,7 @@ async def made() -> AsyncIterator[Chain]:
 
 
 class Rogue:
-    """A node that says to a stage whatever a test wants said."""
+    """A node that sends arbitrary messages to a stage."""
 
     def __init__(self, chain: Chain, node: Node) -> None:
         self.chain = chain
@@ -66,7 +66,7 @@ class Rogue:
 
     @classmethod
     async def join(cls, chain: Chain, key: SecretKey | None = None) -> "Rogue":
-        """A stranger, or somebody who has a key of the chain."""
+        """Add a stranger, or a node with a key of the plan."""
         return cls(chain, await chain.node(key or key_of(66)))
 
     async def connect(self, rank: int) -> Connection:
@@ -81,7 +81,7 @@ class Rogue:
         return await ask(await self.connect(rank), request, kind, deadline=DEADLINE_S)
 
     async def open(self, rank: int, plan: bytes | None = None, epoch: int = LATER) -> Stream:
-        """A line to a stage, accepted."""
+        """Open a link to a stage."""
         stream = await (await self.connect(rank)).open_stream()
         await send(stream, OpenLine(plan or sealed(self.chain.plan), epoch))
         await soon(receive_reply(stream, Accepted))
@@ -94,7 +94,7 @@ class Rogue:
 
 
 async def works(made: Chain) -> bool:
-    """Whether the chain still computes, if need be after beginning anew."""
+    """Check that the ring still computes, after a new epoch if needed."""
     epoch = await soon(made.begin())
     return (await soon(made.trip(epoch, 1))).number == 1
 
@@ -319,7 +319,7 @@ async def test_faults_without_end_fill_no_memory(made: Chain) -> None:
 
 
 async def test_a_lying_neighbour_speaks_for_nobody_else(made: Chain) -> None:
-    """Frames that a stage has no business to send are dropped: here stage 0 gets steps and wrong epochs."""
+    """Frames of the wrong kind are dropped: here stage 0 gets steps and wrong epochs."""
     epoch = await made.begin()
     rogue = await Rogue.join(made, made.keys[2])
     stream = await rogue.open(0)

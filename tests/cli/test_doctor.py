@@ -68,7 +68,7 @@ def test_a_plan_says_whether_worker_and_trainer_fit_and_by_how_much(cli: Cli, mo
     out = cli(*given, "24").out
     assert "WORKER: vllm, bfloat16, on the GPU, 24.0 GiB" in out
     assert "gpu_memory_utilization 0.92" in out
-    assert "fits, but only 40 of 256 sequences may reach 1024 tokens at once" in out
+    assert "fits, but only 40 of 256 sequences can reach 1024 tokens at once" in out
     assert "TRAINER: 2048 tokens a row" in out
     assert "does not fit: " in out
     ran = cli(*given, "16")
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     Path(model, "config.json").write_text(json.dumps(HYBRID))
     data = ["--data.files", "rows.jsonl"] if command == "sft" else []
     ran = cli(command, "--model.name", model, "--output-dir", str(home / "outputs"), *data, *dry)
-    ran.refused(2, "it has layers of linear_attention")
+    ran.refused(2, "it has layers of type linear_attention")
     assert not (home / "outputs").exists()
 
 

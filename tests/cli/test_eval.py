@@ -122,11 +122,11 @@ def test_adapters_are_merged_into_their_base(tmp_path: Path, weights: Path) -> N
     [
         (("--weights-dir", "WEIGHTS", "--steps", "5,7"), 2, "has no weights of step 7, only 5, 10"),
         (("--weights-dir", "nowhere"), 2, "there is no directory nowhere"),
-        ((), 2, "nothing to evaluate"),
-        (("--models", "a"), 2, "nothing to play"),
+        ((), 2, "no model to evaluate"),
+        (("--models", "a"), 2, "no environment to evaluate on"),
         (("--steps", "5,x", "--weights-dir", "WEIGHTS"), 2, "steps"),
         (("--models", "a", "--environments", '[{"id": "x", "prompt": 3}]'), 2, "environments"),
-        (("--endpoints", '[{"url": "http://h/v1", "model": "m"}]', "--steps", "1"), 2, "nothing to play"),
+        (("--endpoints", '[{"url": "http://h/v1", "model": "m"}]', "--steps", "1"), 2, "no environment"),
         (
             ("--weights-dir", "WEIGHTS", "--environments", '[{"id": "no-such-thing"}]'),
             2,

@@ -206,7 +206,7 @@ def test_every_key_without_a_counterpart_is_named_with_its_reason(tmp_path: Path
     }
     written = config.toml(["mine.toml"], "out.toml")
     assert "#   slurm.job_name = 'j': job scripts to edit are in scripts/slurm" in written
-    assert "mystery.key = 3: not known to be a key of prime-rl's" in written
+    assert "mystery.key = 3: not a known key of prime-rl" in written
     assert config.values == EXPECTED
 
 
@@ -238,7 +238,7 @@ def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: 
     [
         ('env = { taskset = { id = "a" }, agent = { harness = { id = "bash" } } }', "null alone"),
         ('env = { taskset = { id = "a" }, agent = { runtime = { type = "modal" } } }', "subprocess alone"),
-        ('env = { taskset = { id = "a" }, one = { harness = {} }, two = {} }', "one agent plays a rollout"),
+        ('env = { taskset = { id = "a" }, one = { harness = {} }, two = {} }', "a rollout has one agent"),
         ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
         ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
         ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "needs num_tasks"),
@@ -323,7 +323,9 @@ def test_two_keys_that_disagree_are_not_both_taken(tmp_path: Path) -> None:
     )
     config = convert(tmp_path, text)
     assert config.values["model"]["name"] == "org/a"
-    assert "inference.vllm.model = 'org/a-fp8': trainer.model.name says otherwise" in notes(config)
+    assert "inference.vllm.model = 'org/a-fp8': trainer.model.name has another value" in notes(
+        config
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,13 +451,13 @@ def test_a_run_of_2025_keeps_its_loss_its_data_and_its_lengths(tmp_path: Path) -
     ("text", "reason"),
     [
         ("a = ", "not valid TOML"),
-        ("", "no config of prime-rl's"),
-        ("colour = 'red'", "no config of prime-rl's"),
-        ("[orchestrator]\nbatch_size = 'many'", "batch_size must be a whole number"),
+        ("", "is not a config of prime-rl's"),
+        ("colour = 'red'", "is not a config of prime-rl's"),
+        ("[orchestrator]\nbatch_size = 'many'", "batch_size must be an integer"),
         ("[trainer.optim]\nlr = 'high'", "trainer.optim.lr: should be a valid number"),
         ("[orchestrator]\nenv = 'reverse-text'", "must be a list of tables"),
         ("[[orchestrator.train.source]]\nenv = { taskset = {} }", "names no environment"),
-        ("[[orchestrator.env]]\nid = 'a'\ncurriculum = 3", "is no value that prime-rl has"),
+        ("[[orchestrator.env]]\nid = 'a'\ncurriculum = 3", "is not a valid value in prime-rl"),
         ("model = 'org/m'\n[eval.client]\nbase_url = 'http://h/v1'", "no environment is named"),
     ],
 )

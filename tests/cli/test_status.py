@@ -164,10 +164,10 @@ def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
     assert lines_of(role="inference", engine=broken)["engine"].endswith(
         "restarted 2 times. Down: out of memory: lower it"
     )
-    stage = StageRow("ab", 1, 0, 2, "0-13", "whole", rtt_ms=20.0, lanes=4, in_flight=3)
+    stage = StageRow("ab", 1, 0, 2, "0-13", "healthy", rtt_ms=20.0, lanes=4, in_flight=3)
     stage = replace(stage, round_ms=44.4, stall_share=0.25, breaks=1, bytes_out=1000)
     assert lines_of(role="inference", stage=stage)["stage"] == (
-        "0 of 2, layers 0-13, whole, 3 of 4 micro-batches under way, 20 ms to the next, 44 ms round, "
+        "0 of 2, layers 0-13, healthy, 3 of 4 micro-batches under way, 20 ms to the next, 44 ms round, "
         "stalled 25%, broke 1 times, 1.0 kB out, 0 B in"
     )
 

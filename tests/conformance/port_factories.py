@@ -20,7 +20,7 @@ Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
 
 @contextmanager
 def memory(directory: Path) -> Generator[tuple[Port, Port]]:
-    """Two ends in memory."""
+    """Yield two ports in memory."""
     near, far = ring_cases.pair(depth=4)
     yield near, far
     near.close()
@@ -28,22 +28,22 @@ def memory(directory: Path) -> Generator[tuple[Port, Port]]:
 
 
 def socket_port(path: str, limits: FrameLimits) -> Port:
-    """Both directions by one process."""
+    """Yield two SocketPorts."""
     return SocketPort(path, limits, behind=3)
 
 
 def split_port(path: str, limits: FrameLimits) -> Port:
-    """As if two processes had it, of which one sends and one receives."""
+    """Make a SplitPort whose outlet is in this process."""
     return SplitPort(path, limits, SocketOutlet(limits))
 
 
 def sockets(directory: Path) -> AbstractContextManager[tuple[Port, Port]]:
-    """Two processes' ends."""
+    """Yield the two ports of connected processes."""
     return spliced(directory, socket_port)
 
 
 def split(directory: Path) -> AbstractContextManager[tuple[Port, Port]]:
-    """Two ends, each of two processes."""
+    """Yield two SplitPorts."""
     return spliced(directory, split_port)
 
 
@@ -51,7 +51,7 @@ def split(directory: Path) -> AbstractContextManager[tuple[Port, Port]]:
 def spliced(
     directory: Path, made: Callable[[str, FrameLimits], Port]
 ) -> Generator[tuple[Port, Port]]:
-    """Ends of Unix sockets, and between them somebody who passes bytes on, as a node does."""
+    """Yield two Unix sockets with a relay between them, like a node."""
     path = directory / "port.sock"
     limits = FrameLimits.of(SHAPE)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
@@ -76,7 +76,7 @@ def spliced(
 
 
 def splice(source: socket.socket, target: socket.socket) -> None:
-    """Pass bytes on until one side ends, then end the other."""
+    """Relay bytes until one side ends, then end the other."""
     try:
         while data := source.recv(1 << 16):
             target.sendall(data)

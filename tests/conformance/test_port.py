@@ -1,4 +1,4 @@
-"""What a process that computes may rely on, whatever its port is made of."""
+"""Conformance suite of Port."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""A server of the API over an engine that says what a test wants, and raw requests to it."""
+"""An API server over a scripted engine, and a raw HTTP client."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ KEY = "sesame-open"
 
 @dataclass
 class SayingEngine:
-    """Says `says` after every prompt of `after` tokens, byte by byte, then the end token.
+    """Generates the bytes of `says` after every prompt of `after` tokens, then the end token.
 
     What was said already is part of the prompt when a completion is asked for in pieces: so `after` has to
     be the length of the test's own prompt; None is whatever the first request has.
@@ -99,14 +99,14 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object, all of whose fields are there."""
+        """Return the reply's error object; check that it has all of OpenAI's fields."""
         found = self.json["error"]
         assert set(found) == {"message", "type", "param", "code"}
         return found
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, which ends as OpenAI's do."""
+        """Return the events of a stream; check that it ends with [DONE]."""
         parts = self.text.split("\n\n")
         assert parts[-2:] == ["data: [DONE]", ""]
         return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
@@ -114,7 +114,7 @@ class Reply:
 
 @dataclass
 class Client:
-    """Raw HTTP."""
+    """A raw HTTP client."""
 
     url: str
     http: aiohttp.ClientSession
@@ -154,7 +154,7 @@ async def api(
     proxied: ProxyTargets | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Client]:
-    """A running server and a client of it."""
+    """Run a server; yield a client of it."""
     chat = ChatFormat.load(model_dir, needs_template=False)
     served = Served(name, VOCABULARY, max_length, ApiConfig.model_validate({"port": 0, **settings}))
     own = EngineRoutes(engine, chat, served)
@@ -165,12 +165,12 @@ async def api(
 
 
 def chat_dir(directory: Path, **made: Any) -> Path:
-    """The files of a model with a chat template."""
+    """Write the files of a model with a chat template."""
     return make_chat_model(directory, **made)
 
 
 async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait for something that comes by itself."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(timeout):
         while True:
             if true():
@@ -204,7 +204,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 
 def tool_dir(directory: Path, template: str = TEMPLATE) -> Path:
-    """The files of a model of SHAPE, weights included."""
+    """Write the files of a model of SHAPE, including weights."""
     huggingface.create(directory, SHAPE, 3)
     (directory / "chat_template.jinja").write_text(template)
     return directory

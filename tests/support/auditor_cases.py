@@ -1,4 +1,4 @@
-"""Honest branches by a real engine, and what cheats make of them, for the tests of auditors."""
+"""Honest branches of a real engine, and forged ones, for the tests of auditors."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -49,15 +49,15 @@ class Case:
 
     @cached_property
     def item(self) -> AuditItem:
-        """One of them, of one reply."""
+        """Return item `number`, of one reply."""
         return self.honest[0]
 
     def forged(self, item: AuditItem, version: int = OWN) -> AuditItem:
-        """`item` with the logprobs and the proof that a prefill of its tokens gives."""
+        """Replace logprobs and proof of `item` by those of a prefill of its tokens."""
         return self.claimed(item, *self.prefill(item, version))
 
     def prefill(self, item: AuditItem, version: int = OWN) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens, the states [S, d] that led to them and their logprobs [S]."""
+        """Return hidden states [S, d] and logprobs [S] of the sampled tokens."""
         network = LanguageModel.build(
             self.model_dir, self.states[version], dtype=self.run.proofs.dtype, device="cpu"
         )
@@ -70,7 +70,7 @@ class Case:
             return led, logprobs.gather(1, tokens[:, None])[:, 0]
 
     def claimed(self, item: AuditItem, hidden: Tensor, logprobs: Tensor) -> AuditItem:
-        """`item` with these logprobs [S] and the proof of these hidden states [S, d]."""
+        """Replace logprobs [S] of `item`, and its proof by that of these hidden states [S, d]."""
         counts = [reply.end - reply.start for reply in item.replies]
         make = Projection().make
         proof = b"".join(make(part.float().numpy()) for part in hidden.split(counts))
@@ -78,7 +78,7 @@ class Case:
 
 
 def make_run(dtype: str) -> RunManifest:
-    """A run of that numerics class."""
+    """Make a run of this numerics class."""
     run = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, dtype=dtype))
     return played_otherwise(run, temperature=TEMPERATURE, max_tokens=LENGTH)
 
@@ -107,7 +107,7 @@ async def generate(
     temperature: float = TEMPERATURE,
     version: int = OWN,
 ) -> list[AuditItem]:
-    """Branches of all lengths under `state`, in one batch; `version` is what they claim."""
+    """Generate branches of all lengths with `state`, in one batch, that claim `version`."""
     options = {"dtype": dtype, "device": "cpu", "enable_return_routed_experts": True}
     engine = HfEngine(FP32.model_copy(update=options))
     await engine.start(model_dir, fingerprint="projection")
@@ -138,7 +138,7 @@ async def _play(engine: HfEngine, number: int, temperature: float, version: int)
 
 
 def item_of(request: GenerateRequest, completion: Completion, version: int) -> AuditItem:
-    """The branch of one reply."""
+    """Make the branch of one reply."""
     start, count = len(request.prompt), len(completion.token_ids)
     return AuditItem(
         token_ids=[*request.prompt, *completion.token_ids],
@@ -151,7 +151,7 @@ def item_of(request: GenerateRequest, completion: Completion, version: int) -> A
 
 
 def joined(first: AuditItem, second: AuditItem) -> AuditItem:
-    """The branch of `second`, which goes on where `first` ends, with the replies of both."""
+    """Make a branch of two replies; `second` continues where `first` ends."""
     return AuditItem(
         token_ids=second.token_ids,
         replies=[*first.replies, *second.replies],
@@ -163,14 +163,14 @@ def joined(first: AuditItem, second: AuditItem) -> AuditItem:
 
 
 def with_token(item: AuditItem, place: int, token: int) -> AuditItem:
-    """`item` with another token at `place`."""
+    """Replace the token of `item` at index `place`."""
     tokens = list(item.token_ids)
     tokens[place] = token
     return replace(item, token_ids=tokens)
 
 
 def measured(answers: Sequence[Measured | Unreadable]) -> list[Measured]:
-    """All of them, which must have been measured."""
+    """Return the measurements; fail if one is missing."""
     found = [one for one in answers if isinstance(one, Measured)]
     assert len(found) == len(answers), answers
     return found
@@ -182,12 +182,12 @@ CUTS = (1, 3)
 
 
 def make_deep(directory: Path, seed: int) -> State:
-    """A model of four layers."""
+    """Make a model of four layers."""
     return make_qwen3(directory, seed, DEEP)
 
 
 def coarse(state: State, bits: int) -> State:
-    """The same with the weights of its layers' matrices in so many bits, scaled row by row."""
+    """Quantize the layers' weight matrices to `bits` bits, with a scale per row."""
     most = 2 ** (bits - 1) - 1
     found = dict(state)
     for name, tensor in state.items():
@@ -200,7 +200,7 @@ def coarse(state: State, bits: int) -> State:
 
 
 class Sent:
-    """Layer hooks: round the states at the cuts as stages send them, and note their fingerprints."""
+    """Layer hooks that round states at stage boundaries, and record their fingerprints."""
 
     def __init__(self, cuts: Sequence[int], encoding: Encoding, led: torch.Tensor) -> None:
         self.layers = frozenset(cuts)
@@ -215,7 +215,7 @@ class Sent:
 
 
 def _mixed(states: Sequence[State], cuts: Sequence[int]) -> State:
-    """A state with the layers of each stage's own."""
+    """Join the layers of each stage's state to one state."""
     found = dict(states[0])
     for name in found:
         if name.startswith("model.layers."):
@@ -232,7 +232,7 @@ def staged(
     cuts: Sequence[int] = CUTS,
     encoding: Encoding = "raw",
 ) -> AuditItem:
-    """`item` as stages with these weights, one state each, would have told of it; its tokens stay."""
+    """Make `item` as stages with these weights would report it, with the same tokens."""
     places = [place for reply in item.replies for place in range(reply.start, reply.end)]
     network = LanguageModel.build(
         case.model_dir, _mixed(states, cuts), dtype=case.run.proofs.dtype, device="cpu"
@@ -255,7 +255,7 @@ def staged(
 
 
 def garbage(item: AuditItem, number: int) -> AuditItem:
-    """`item` with bytes at boundary `number` that are no fingerprints."""
+    """Replace the fingerprints at boundary `number` by random bytes."""
     boundaries = list(item.boundaries)
     size = len(boundaries[number].proof)
     noise = np.random.default_rng(0).bytes(size)

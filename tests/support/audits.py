@@ -47,7 +47,7 @@ GUILTY = msgspec.structs.replace(CLEAN, fingerprint=1.4)
 
 
 def branch(length: int = 4) -> Branch:
-    """Two tokens of prompt, the others sampled by version 3."""
+    """Make a branch with two prompt tokens, the others sampled by version 3."""
     return Branch(
         token_ids=[*range(5, 4 + length), 1],
         sampled=[False] * 2 + [True] * (length - 2),
@@ -59,7 +59,7 @@ def branch(length: int = 4) -> Branch:
 
 
 def chosen(group: int, index: int, branches: int = 1) -> AuditTarget:
-    """A rollout to audit."""
+    """Make a rollout to audit."""
     items = [AuditItem([5, 6, 1], [], [-0.5], [3], b"") for _ in range(branches)]
     return AuditTarget(
         CheckedRollout(group, index, [branch() for _ in range(branches)], 1.0), items
@@ -67,7 +67,7 @@ def chosen(group: int, index: int, branches: int = 1) -> AuditTarget:
 
 
 def call(*places: AuditTarget, sealed: bytes = b"bundle" * 100) -> AuditCall:
-    """An audit of these rollouts."""
+    """Make an audit call for these rollouts."""
     return AuditCall(
         sealed=sealed,
         digest=digest(sealed),
@@ -82,7 +82,7 @@ def call(*places: AuditTarget, sealed: bytes = b"bundle" * 100) -> AuditCall:
 
 
 class Own:
-    """The trainer's own audits: what they would find, and how often they were asked."""
+    """The trainer's own audits: scripted results, and a count of calls."""
 
     def __init__(self, *found: Measured | Unreadable, dead: bool = False) -> None:
         self.found = found or (CLEAN, CLEAN)
@@ -101,7 +101,7 @@ class Own:
 
 @dataclass
 class Told:
-    """A stream that keeps what was written to it."""
+    """A stream that records written bytes."""
 
     data: bytearray = field(default_factory=bytearray)
     broken: Exception | None = None
@@ -113,7 +113,7 @@ class Told:
         self.data += data
 
     async def read_exact(self, size: int) -> bytes:
-        """What was written, from the front."""
+        """Return the next bytes written."""
         taken = bytes(self.data[:size])
         del self.data[:size]
         return taken
@@ -126,7 +126,7 @@ class Told:
 
 
 def audit_queue(*validators: SecretKey, **settings: Any) -> AuditQueue:
-    """A queue that believes these validators."""
+    """Make a queue that trusts these validators."""
     nodes = [key.node_id for key in validators or (VALIDATOR,)]
     base: dict[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
     more: dict[str, Any] = {"timeout_s": 5.0, **settings}
@@ -140,7 +140,7 @@ async def request(
     term: int = 0,
     stream: Told | None = None,
 ) -> tuple[AuditJob | AuditWait, bytes]:
-    """One request: the reply and the bytes behind it. Raises what the queue refuses with."""
+    """Send one request; return the reply and the bytes after it. Raises the queue's refusal."""
     told = stream or Told()
     await audit_queue.hand_out(
         key.node_id, told, AuditRequest(term, tuple(versions), WorkerStats(3))
@@ -155,7 +155,7 @@ async def request(
 
 
 def report(job: AuditJob, /, *found: Measured | Unreadable, **changes: Any) -> AuditReport:
-    """An honest report of a job, but for `changes`."""
+    """Make an honest report of a job, with `changes`."""
     measured: list[MeasuredRow] = []
     unreadable: list[UnreadableRow] = []
     for place, one in zip(job.chosen, found or (CLEAN, CLEAN), strict=True):
@@ -170,14 +170,14 @@ def report(job: AuditJob, /, *found: Measured | Unreadable, **changes: Any) -> A
 
 
 def sealed(report: AuditReport, key: SecretKey = VALIDATOR, **changes: Any) -> AuditDone:
-    """A report as a validator says it."""
+    """Sign a report as a validator."""
     where: dict[str, Any] = {"recipient": TRAINER.node_id, "expires": NEVER, "run": RUN, **changes}
     purpose, run = where.pop("purpose", Purpose.AUDIT), where.pop("run")
     return AuditDone(seal(key, purpose, run, report, **where))
 
 
 async def serve(audit_queue: AuditQueue, key: SecretKey, *found: Measured | Unreadable) -> None:
-    """A validator that reports the same of every job, until it is cancelled or refused."""
+    """Run a validator that reports the same for every job, until it is cancelled or refused."""
     while True:
         reply, _ = await request(audit_queue, key)
         if isinstance(reply, AuditJob):
@@ -185,7 +185,7 @@ async def serve(audit_queue: AuditQueue, key: SecretKey, *found: Measured | Unre
 
 
 async def present(audit_queue: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
-    """The request of a validator that waits for a job, once the queue knows of it."""
+    """Send the request of a validator that waits for a job; return once the queue has it."""
     waiting = asyncio.create_task(request(audit_queue, key))
     await until(lambda: audit_queue.validators[key.node_id].waiting > 0)
     return waiting
@@ -198,7 +198,7 @@ Found = list[Measured | Unreadable]
 
 
 class BentAuditor(WitnessAuditor):
-    """Measures as it should, and then says what it is told to; counts what it was asked."""
+    """Measures correctly, but reports scripted results; counts its calls."""
 
     def __init__(
         self, fakes: Fakes, bend: Callable[[Found], Found] | None = None, dies: bool = False
@@ -228,7 +228,7 @@ class BentAuditor(WitnessAuditor):
 
 
 class AuditedSwarm(Swarm):
-    """A swarm whose trainer believes one validator, and whose trainer's own auditor counts."""
+    """A swarm whose trainer trusts one validator, and counts its own audits."""
 
     def __init__(
         self, directory: Path, model: Path, *, validators: Sequence[bytes] = (), **settings: Any
@@ -274,7 +274,7 @@ class AuditedSwarm(Swarm):
         return running
 
     async def seated(self, version: int = 0, key: SecretKey = VALIDATOR) -> None:
-        """Wait until the validator has asked for audits with a version that it holds."""
+        """Wait until the validator has requested audits for a version that it holds."""
         async with asyncio.timeout(100.0):
             while True:
                 rows = {row["id"]: row["version"] for row in await self.trainer.peers()}

@@ -1,4 +1,4 @@
-"""A trainer backend that only counts, for tests of what stands around it. No torch.
+"""A trainer backend that only counts, for tests of its callers. No torch.
 
 Its policy is a function of the model directory's name, the seed and the batches it was given, in order:
 two of them that saw the same agree, and any difference shows.
@@ -37,12 +37,12 @@ class CountingBackend:
         self._last: State | None = None
 
     async def start(self, model_dir: Path) -> None:
-        """Begin a history."""
+        """Start a new history."""
         self._model_dir = model_dir
         self._history = digest(f"seed {self._seed}".encode())
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Fold `batch` into the history; an empty one only counts."""
+        """Hash `batch` into the history; an empty one only increases the step."""
         self._running()
         if batch.step <= self._step:
             raise EngineError(
@@ -56,7 +56,7 @@ class CountingBackend:
         return StepMetrics({"tokens": float(tokens), "optim/skipped": 0.0})
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """A loss that is a function of the history: it falls with every step."""
+        """Return a loss that falls with every step."""
         self._running()
         tokens = sum(sum(sample.mask[1:]) for sample in samples)
         return {"loss/mean": 1.0 / (1 + self._step) if tokens else 0.0, "tokens": float(tokens)}
@@ -68,7 +68,7 @@ class CountingBackend:
         return {"history.weight": Tensor("BF16", (WORDS,), bits)}
 
     async def snapshot(self) -> Snapshot:
-        """The state, compared with the last one on the spot."""
+        """Make a snapshot of the state, with the changes since the last one."""
         base, state = self._last, await self.state()
         self._last = state
         if base is None:

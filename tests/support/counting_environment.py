@@ -1,4 +1,4 @@
-"""A tiny environment without any library, for tests: whoever is shown n answers n + 1, then STOP.
+"""A tiny environment without libraries: the right reply to n is n + 1, then STOP.
 
 Tokens are plain numbers; a task's number follows from its index and split alone.
 """
@@ -153,7 +153,7 @@ def _even(branches: Sequence[Branch]) -> Score:
 
 
 class DuelEnvironment(CountingEnvironment):
-    """Two agents answer the same question, one after the other: who has more right tokens wins."""
+    """Two agents answer the same question in turn; the one with more right tokens wins."""
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """See Environment."""

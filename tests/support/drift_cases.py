@@ -23,7 +23,7 @@ CHUNK = 1 << 22
 
 
 class Line:
-    """Versions 0, 1, 2, ... of some bf16 weights; deltas, snapshots at 0 and `snapshots`, all in `store`."""
+    """A chain of versions of bf16 weights in `store`: deltas, and snapshots at 0 and `snapshots`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Line:
         self._snapshots = snapshots
 
     def grow(self, count: int = 1, state: State | None = None) -> None:
-        """The next versions; `state`, if given, is the next one."""
+        """Append versions; `state`, if given, is the next one."""
         for _ in range(count):
             new = state if state is not None else self._next()
             self.states.append(new)
@@ -55,11 +55,11 @@ class Line:
             self.chain.add(manifest)
 
     def state(self, version: int) -> bytes:
-        """Digest of a version."""
+        """Return the digest of a version."""
         return self.manifests[version].state
 
     def single_bytes(self, base: int, target: int) -> int:
-        """Bytes of the deltas between two versions."""
+        """Return the bytes of all single deltas between two versions."""
         return sum(self.manifests[v].artifacts[0].size for v in range(base + 1, target + 1))
 
     def delta(self, base: int, target: int) -> bytes:
@@ -75,7 +75,7 @@ class Line:
     def put(
         self, payload: Sequence[bytes], base: int, state: bytes | None = None, kind: str = "delta"
     ) -> Artifact:
-        """An artifact of any chunks, put into the store."""
+        """Put an artifact of these chunks into the store."""
         return Artifact(
             kind="anchor" if kind == "anchor" else "delta",
             base_version=base,
@@ -102,7 +102,7 @@ class Line:
 
 @cache
 def drifted(words: int, share: float, version: int) -> State:
-    """The weights of a version: a share of those before it, one unit in the last place away."""
+    """Move a share of the previous version's weights by one unit in the last place."""
     if not version:
         return {"w": cases.like_a_model(1, words)}
     chance = np.random.default_rng(version)
@@ -114,7 +114,7 @@ def drifted(words: int, share: float, version: int) -> State:
 
 @cache
 def between(words: int, share: float, base: int, target: int) -> bytes:
-    """The delta between two versions."""
+    """Return the delta between two versions."""
     return b"".join(
         encode_delta(drifted(words, share, base), drifted(words, share, target)),
     )
@@ -144,7 +144,7 @@ class LineTrainer(HostileTrainer):
         return self
 
     async def tell(self, count: int = 1) -> None:
-        """Publish the next versions, as fast as one can."""
+        """Publish the next versions without delay."""
         self.recall(count)
         for manifest in self.line.manifests[-count:]:
             document = encode(manifest)
@@ -155,13 +155,13 @@ class LineTrainer(HostileTrainer):
             self._heads[manifest.version] = newest.digest
 
     def recall(self, count: int) -> None:
-        """Have the chunks of the next versions; for a trainer that published them before it was killed."""
+        """Restore the next versions' chunks, which the trainer published before it was killed."""
         self.line.grow(count)
         for manifest in self.line.manifests[-count:]:
             self.store.put(encode(manifest))
 
     async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
-        """Answer what a worker says."""
+        """Answer a worker's message."""
         if isinstance(request, Hello):
             self.records[peer] = request.record
         await super().reply(peer, stream, request)

@@ -1,6 +1,7 @@
-"""A child process for tests of the process layer: does what the body of a request says. Run as a program.
+"""A child process for tests of the process layer: executes the commands in request bodies.
 
-As it has no torch it is up at once. `socket` as its argument: it connects to a socket, else it uses pipes.
+Run as a program; it has no torch and starts at once. With the argument `socket` it connects to a socket,
+else it uses pipes.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ def read(body: bytes) -> ProcessMessage[str]:
 
 
 class Echo:
-    """Answers with what it was asked, unless that is a command."""
+    """Echoes request bodies, except commands."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -36,7 +37,7 @@ class Echo:
         self._tasks[request.number] = asyncio.create_task(self._answer(request))
 
     async def close(self) -> None:
-        """Say that the end was seen."""
+        """Report that the end was seen."""
         print("closed in peace", file=sys.stderr, flush=True)
 
     async def _answer(self, request: ProcessMessage[str]) -> None:
@@ -67,7 +68,7 @@ class Echo:
 
 
 def answer_at_socket() -> None:
-    """As Echo, one request after the other."""
+    """Serve like Echo over a socket, one request at a time."""
     parent = ParentSocket.open(os.environ, CONNECT_S, MAX_FRAME)
     try:
         while True:

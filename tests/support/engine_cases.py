@@ -20,13 +20,13 @@ FP32 = EngineConfig(device="cpu", max_model_len=MAX_LENGTH)
 
 
 def make_qwen3(directory: Path, seed: int, shape: ModelCreateConfig = SHAPE) -> State:
-    """Create a model in `directory`; its bf16 state, ten times as sharp as a random model."""
+    """Create a model in `directory`; return its bf16 state, ten times as sharp as a random one."""
     huggingface.create(directory, shape, seed)
     return sharp(huggingface.policy_state(huggingface.load_model(directory)))
 
 
 def make_llama(directory: Path, seed: int) -> State:
-    """The same for an architecture that only the general network computes."""
+    """Create a model of an architecture that only transformers' network computes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     huggingface.create(directory, SHAPE, seed)  # for the tokenizer and the stop tokens
@@ -49,7 +49,7 @@ def make_llama(directory: Path, seed: int) -> State:
 
 
 def sharp(state: State) -> State:
-    """Exactly 16 times the weights of the matrices: a distribution that differs between prompts."""
+    """Multiply the weight matrices by 16, so that distributions differ between prompts."""
     from primerl.node.models.tensors import from_torch, to_torch
 
     return {
@@ -112,7 +112,7 @@ def request(
 
 
 def varied_requests() -> list[GenerateRequest]:
-    """Requests that differ in everything: shared and other prompts, lengths, temperatures, stops."""
+    """Make requests with various prompts (some shared), lengths, temperatures and stops."""
     texts = ["abc", "abc", "a", "the longest prompt of them all", "abc", "xyz", "q", "xyz"]
     return [
         request(
@@ -127,7 +127,7 @@ def varied_requests() -> list[GenerateRequest]:
 
 
 async def started(engine: Engine, model_dir: Path, *states: State, fingerprint: str = "") -> Engine:
-    """`engine` with `states` loaded as versions 0, 1, ..."""
+    """Start `engine` and load `states` as versions 0, 1, ..."""
     await engine.start(model_dir, fingerprint=fingerprint)
     for version, state in enumerate(states):
         await engine.load(version, state)
@@ -135,7 +135,7 @@ async def started(engine: Engine, model_dir: Path, *states: State, fingerprint: 
 
 
 def blended(old: State, new: State, share: float, seed: int = 0) -> tuple[State, Changed]:
-    """`old` with `share` of its elements taken from `new`, and their positions.
+    """Take a `share` of elements from `new`, the rest from `old`; return also their positions.
 
     Vectors (norms, equal in all fresh models) change too, one of them as a whole; the first matrix
     of all does not change at all.

@@ -1,4 +1,4 @@
-"""Honest and bent rollouts by an engine, for the tests and the bench of exact numerics."""
+"""Honest and forged rollouts of an engine, for tests and benchmarks of exact numerics."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Text = Callable[[Sequence[int], int], list[int]]
 
 
 def altered(state: State, change: Weights, device: str = "cpu") -> State:
-    """A bf16 state whose layers' matrices are `change` of themselves (fp32, on `device`), rounded again."""
+    """Apply `change` to the layers' matrices in fp32 on `device`; return a bf16 state."""
     generator = torch.Generator(device).manual_seed(5)
     found = dict(state)
     for name, tensor in state.items():
@@ -111,18 +111,18 @@ def item_of(request: GenerateRequest, completion: Completion) -> AuditItem:
 
 
 async def play(engine: Engine, wanted: Sequence[GenerateRequest]) -> list[AuditItem]:
-    """The branches of honest replies to all of `wanted`, generated at once."""
+    """Generate honest replies to all of `wanted` concurrently; return their branches."""
     completions = await asyncio.gather(*map(engine.generate, wanted))
     return [item_of(*pair) for pair in zip(wanted, completions, strict=True)]
 
 
 def claiming(items: Sequence[AuditItem], version: int) -> list[AuditItem]:
-    """`items` that claim to be of `version`."""
+    """Make copies of `items` that claim `version`."""
     return [replace(item, versions=[version] * len(item.versions)) for item in items]
 
 
 def shifted(items: Sequence[AuditItem], nats: float) -> list[AuditItem]:
-    """`items` whose logprobs are so much higher."""
+    """Make copies of `items` with logprobs raised by this much."""
     return [replace(one, logprobs=[value + nats for value in one.logprobs]) for one in items]
 
 

@@ -1,4 +1,4 @@
-"""Bare nodes that only exchange chunks, in one process: an origin, honest workers, and some that are not."""
+"""Nodes that only exchange chunks, in one process: an origin, honest and hostile workers."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ KIB = 1024
 
 
 def node_id(name: str) -> bytes:
-    """The id of the node of that name."""
+    """Return the node id for a name."""
     return SecretKey.from_seed(digest(name.encode())).node_id
 
 
@@ -38,12 +38,12 @@ def payload(count: int, size: int = 64 * KIB, seed: int = 0) -> list[bytes]:
 
 
 def references(chunks: Sequence[bytes]) -> list[ChunkRef]:
-    """What a manifest says of them."""
+    """Make the manifest's references to these chunks."""
     return [ChunkRef(digest(chunk), len(chunk)) for chunk in chunks]
 
 
 def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
-    """Uplinks of so many bytes a second, by node; others have no limit."""
+    """Make uplinks with these rates, bytes/s by node; others are unlimited."""
     free_at: dict[bytes, float] = {}
 
     async def uplink(source: bytes, size: int) -> None:
@@ -57,7 +57,7 @@ def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
 
 
 async def until(true: Callable[[], object], timeout: float = 60.0) -> None:
-    """Wait for something that a test can see."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(timeout):
         while True:
             if true():
@@ -66,7 +66,7 @@ async def until(true: Callable[[], object], timeout: float = 60.0) -> None:
 
 
 class Bare:
-    """One node: it serves what it holds, or answers as `handler` does."""
+    """A node that serves its chunks, or answers by `handler`."""
 
     def __init__(
         self,
@@ -99,18 +99,18 @@ class Bare:
         )
 
     def hold(self, chunks: Sequence[bytes]) -> None:
-        """Put chunks into the store, as if they had been fetched."""
+        """Put chunks into the store, as if fetched."""
         for chunk in chunks:
             self.arrivals.arrived(self.store.put(chunk))
 
     def holds(self, chunks: Sequence[ChunkRef]) -> bool:
-        """Whether it has them all."""
+        """Return whether the store has all chunks."""
         return all(self.store.has(chunk.digest) for chunk in chunks)
 
     async def fetch(
         self, chunks: Sequence[ChunkRef], neighbours: Sequence["Bare"], origin: "Bare"
     ) -> None:
-        """As a worker does, knowing the addresses of those it names."""
+        """Fetch chunks as a worker does, given the addresses of named peers."""
         for one in [*neighbours, origin]:
             self.peers.hint(one.id, one.transport.addresses())
         others = [one.id for one in neighbours if one is not self]
@@ -126,7 +126,7 @@ class World:
         self._running: list[asyncio.Task[None]] = []
 
     def add(self, name: str, *, handler: Handler | None = None, **parts: object) -> Bare:
-        """A node that is up from now on."""
+        """Start a node."""
         bare = Bare(self.network, name, handler=handler, **parts)  # type: ignore[arg-type]
         self._running.append(asyncio.create_task(bare.router.run()))
         self._stack.push_async_callback(bare.transport.close)
@@ -149,10 +149,10 @@ class World:
 
 
 def copies_sent(origin: Bare, chunks: Sequence[ChunkRef]) -> float:
-    """How often the origin gave the artifact away."""
+    """Return how many copies of the artifact the origin has sent."""
     return sum(origin.server.served.values()) / sum(chunk.size for chunk in chunks)
 
 
 def bytes_of(counted: Counter[bytes], *nodes: Bare) -> int:
-    """What was counted for these nodes."""
+    """Return the byte counters of these nodes."""
     return sum(counted[node.id] for node in nodes)

@@ -1,4 +1,4 @@
-"""A process that measures nothing and does what the first token of an item says: to hang, to die, to lie.
+"""A fake audit process: an item's first token makes it hang, die or lie.
 
 Run as a program; only the measurer differs from the real one (verification/audit_process.py).
 """
@@ -52,7 +52,7 @@ class Fake:
         """There is none."""
 
     def _one(self, item: AuditItem) -> Measured:
-        """What came, and which process measured it."""
+        """Return a result that shows the item and this process."""
         kind, mark = item.token_ids
         found = len(self._states) if kind == COUNTS else mark
         return Measured(os.getpid(), found, 0.0, 0.0, 0.0, 0.0, 0.0)

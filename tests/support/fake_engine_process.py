@@ -1,4 +1,4 @@
-"""What the process that holds vLLM does, without vLLM: the first token of a prompt says how it goes wrong.
+"""A fake of vLLM's process: a prompt's first token selects how it fails.
 
 Run as a program by HostedEngine; frames, tasks and the end are those of the real one (node/inference/host.py).
 `engine.vllm` says how it starts and loads: see Fake.
@@ -79,7 +79,7 @@ class Fake:
         self._api = options
 
     async def serve_api(self, sleeper: Sleeper) -> None:
-        """Tell the model's name and the process to who connects."""
+        """Answer each connection with the model's name and this process id."""
 
         async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(f"{self._api.served_name} {os.getpid()}".encode())

@@ -1,4 +1,4 @@
-"""The process of an environment, without the library: task i is scored as word i of `args.moods` says.
+"""A fake environment process: word i of `args.moods` selects how task i is scored.
 
 Run as a program by HostedEnvironment; all but the environment is that of the real one (environments/host.py).
 """
@@ -117,7 +117,7 @@ def spin() -> None:
 
 
 async def behave(mood: str) -> None:
-    """What the code of a reward does."""
+    """Do what the reward code of this mood does."""
     match mood:
         case "raises":
             raise EnvironmentFailed("no such thing")
@@ -213,7 +213,7 @@ def share(nbytes: int) -> None:
 
 
 def steal() -> None:
-    """Read a file that is none of its business."""
+    """Read a file that the sandbox must hide."""
     SECRET.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""A rank that learns nothing and does what the first token of a step says: to die, to hang, to differ.
+"""A fake rank: a step's first token makes it die, hang or differ.
 
 Run by torchrun, or as the only one; the protocol, the groups and the deadlines are the real ones.
 """
@@ -88,7 +88,7 @@ class FakeLearner:
 
 
 def batch(number: int, kind: int) -> TrainBatch:
-    """Make a batch that has every rank do as `kind` says."""
+    """Make a batch that makes every rank behave as `kind`."""
     return TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
 
 

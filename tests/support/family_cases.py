@@ -1,4 +1,4 @@
-"""Families of models: a small random one of each, what it can do here, and the table of that in docs/models.md.
+"""Model families: a small random model of each, and the support table of docs/models.md.
 
 python -m support.family_cases      (prints the table)
 """

@@ -1,4 +1,4 @@
-"""Hidden states like those of trained models, and what happens to them.
+"""Hidden states that resemble those of trained models, honest and altered.
 
 What such states have and plain noise has not: heavy tails, channels of very different size (two of them
 massive), and a part that all tokens share. All three make unrelated texts look alike.
@@ -51,7 +51,7 @@ def ratio(compared: Compared) -> float:
 
 
 def changed(random: Random, states: Hidden, channels: tuple[Hidden, Hidden]) -> dict[str, Hidden]:
-    """What a cheat may have hidden states of, by name."""
+    """Hidden states that a cheat may use, by name."""
     return {
         "equal": states,
         "noise 0.1 %": noisy(random, states, 0.001),

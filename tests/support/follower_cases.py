@@ -1,4 +1,4 @@
-"""A rank that follows, without vLLM; as a program, a first rank that starts one and waits."""
+"""A follower rank without vLLM; as a program, a first rank that starts one and waits."""
 
 import os
 import threading
@@ -8,11 +8,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.pipeline.vllm_followers import Followers, end_with_first, obey
+from primerl.node.pipeline.vllm_followers import Followers, end_with_first, serve_calls
 
 
 class Worker:
-    """Adds up what it is told."""
+    """Records its calls and adds up numbers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -31,17 +31,17 @@ class Worker:
                 raise ValueError(f"nobody knows {method}")
 
 
-def follow(rank: int, turns: Connection, beside: Connection, name: str) -> None:
+def follow(rank: int, ordered: Connection, concurrent: Connection, name: str) -> None:
     """A follower's process."""
     end_with_first()
     worker = Worker(rank)
     worker.seen.append(name)
-    threading.Thread(target=obey, args=(beside, worker.call), daemon=True).start()
-    obey(turns, worker.call)
+    threading.Thread(target=serve_calls, args=(concurrent, worker.call), daemon=True).start()
+    serve_calls(ordered, worker.call)
 
 
 if __name__ == "__main__":
     followers = Followers(1)
     followers.start(follow, "x")
-    print(followers.turns.ask("pid")[0], flush=True)
+    print(followers.ordered.call("pid")[0], flush=True)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""What tests of kernels share. A module that imports this before any kernel is skipped where none can run."""
+"""Shared parts of kernel tests; importing it first skips a module on machines without GPU."""
 
 import warnings
 from collections.abc import Generator
@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 @contextmanager
 def no_waiting() -> Generator[None]:
-    """Anything that makes the host wait for the device is an error."""
+    """Raise an error where the host would wait for the device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Trainers and workers that break the protocol, driven by hand, against real nodes."""
+"""Hostile trainers and workers, driven step by step against real nodes."""
 
 import asyncio
 import time
@@ -93,7 +93,7 @@ def policy(seed: int, words: int = 64) -> State:
 
 
 def tensor_table(state: State) -> tuple[TensorInfo, ...]:
-    """What a manifest says of a state's tensors."""
+    """Make the manifest's tensor table of a state."""
     digests = prove(0, state).digests
     return tuple(
         TensorInfo(name, tensor.dtype, tensor.shape, digests[name])
@@ -157,7 +157,7 @@ class HostileTrainer:
         chunks: Sequence[bytes] | None = None,
         tensors: Sequence[TensorInfo] | None = None,
     ) -> bytes:
-        """The document of a snapshot of `state`, whose payload may be anything."""
+        """Make the manifest of a snapshot of `state`, with any payload."""
         pieces = [b"".join(encode_full(state))] if chunks is None else chunks
         artifact = Artifact(
             kind="anchor",
@@ -172,7 +172,7 @@ class HostileTrainer:
         return encode(PolicyManifest(self.run, version, whole, table, (artifact,)))
 
     def head(self, version: int, state: State, document: bytes, **changes: int) -> bytes:
-        """A sealed head that names `document`."""
+        """Make a sealed head for the manifest `document`."""
         now = int(time.time())
         head = PolicyHead(
             term=changes.get("term", 0),
@@ -193,7 +193,7 @@ class HostileTrainer:
         chunks: Sequence[bytes] | None = None,
         tensors: Sequence[TensorInfo] | None = None,
     ) -> HeadNotice:
-        """Tell of a version; with `chunks`, of one whose payload is not what it should be."""
+        """Publish a version; with `chunks`, one with a wrong payload."""
         document = self.manifest(version, state, chunks, tensors)
         notice = HeadNotice(self.head(version, state, document), document)
         await self.book.admit(notice)
@@ -207,7 +207,7 @@ class HostileTrainer:
         await self.reply(peer, stream, request)
 
     async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
-        """Answer what a worker says."""
+        """Answer a worker's message."""
         reply: Message = Accepted()
         match request:
             case WatchHeads() if self.lie is not None and (newest := self.book.latest()):
@@ -270,7 +270,7 @@ class Rogue:
         await self.transport.close()
 
     def serve(self, *, control: Handler, blobs: Handler) -> None:
-        """Answer other workers from now on."""
+        """Serve requests of other workers."""
         router = Router(
             self.transport,
             PeerTable(),
@@ -299,7 +299,7 @@ class Rogue:
         return await ask(await self.control(), request, kind, deadline=DEADLINE)
 
     def record(self, key: SecretKey | None = None, run: bytes | None = None) -> bytes:
-        """Our sealed peer record."""
+        """Return our sealed peer record."""
         key = key or self.key
         body = PeerRecord(key.node_id, "inference", "rogue", self.transport.addresses(), (), True)
         return seal(key, Purpose.PEER, run or self.run, body, expires=soon())
@@ -311,7 +311,7 @@ class Rogue:
         record: bytes | None = None,
         wire_version: int = WIRE_VERSION,
     ) -> RunManifest:
-        """Ask to be admitted."""
+        """Request admission."""
         hello = Hello(
             wire_version,
             "inference",
@@ -323,7 +323,7 @@ class Rogue:
         return unseal(welcome.manifest, Purpose.RUN, RunManifest, now=0, signer=self.trainer).body
 
     async def goodbye(self) -> None:
-        """Give back the leases that were not answered."""
+        """Say goodbye, returning open leases."""
         await self.ask(Goodbye(), Accepted)
 
     async def head(self) -> PolicyHead:
@@ -338,11 +338,11 @@ class Rogue:
     async def poll(
         self, wanted: int, version: int = 0, holding: tuple[int, ...] | None = None
     ) -> LeaseReply:
-        """One lease request."""
+        """Send one lease request."""
         return await self.ask(LeaseRequest(wanted, WorkerStats(version), holding), LeaseReply)
 
     async def lease(self) -> tuple[Lease, bytes]:
-        """The next lease, as it is and as it was sealed."""
+        """Return the next lease, decoded and sealed."""
         async with asyncio.timeout(DEADLINE):
             reply = await self.poll(1)
             while not reply.leases:
@@ -357,14 +357,14 @@ class Rogue:
     # -- rollouts --------------------------------------------------------------------------------
 
     async def play(self, lease: Lease) -> tuple[GroupRecord, ...]:
-        """The honest work of a lease, under the newest policy."""
+        """Do a lease's work honestly, with the newest policy."""
         head = await self.head()
         return tuple(self.group(lease, task, head) for task in lease.tasks)
 
     def group(
         self, lease: Lease, reference: TaskRef, head: PolicyHead, reply: Said = now_and_then
     ) -> GroupRecord:
-        """The honest rollouts of one task under one policy, which says what `reply` does."""
+        """Make honest rollouts of one task under one policy, with the replies of `reply`."""
         task = counting_task(reference.index)
         rollouts = [
             self._rollout(lease, task, index, head, reply) for index in range(lease.group_size)
@@ -433,17 +433,17 @@ class Rogue:
         ).body
 
     async def work(self) -> Receipt:
-        """One lease, honestly done."""
+        """Get one lease, work honestly, and submit."""
         lease, sealed = await self.lease()
         return await self.submit(self.bundle(sealed, await self.play(lease)), lease.lease_id)
 
     async def earn(self) -> None:
-        """Honest work until it is trusted with two leases at a time."""
+        """Work honestly until two leases at a time are granted."""
         for _ in range(2):
             await self.verdict((await self.work()).lease_id)
 
     async def verdict(self, lease_id: int) -> Verdict:
-        """What became of a submission; also a node that is banned hears it."""
+        """Return the verdict of a submission; banned nodes get it, too."""
         after = 0
         async with asyncio.timeout(DEADLINE):
             while True:
@@ -459,7 +459,7 @@ class Rogue:
 
 
 def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchRecord:
-    """A branch with the logprobs that the policy of `head` gives."""
+    """Make a branch with the logprobs of the policy of `head`."""
     tokens = [*prompt, *said]
     logprobs = [
         told(head.state, head.version, 1.0, tokens[:i], tokens[i])
@@ -477,7 +477,7 @@ def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchR
 
 
 def proof_of(state: bytes, tokens: Sequence[int], start: int) -> bytes:
-    """The proof of the tokens from `start` on, under the state of that digest."""
+    """Make the proof of the tokens from `start` on, for the state with this digest."""
     if start == len(tokens):
         return b""
     rows = [felt(state, tokens[:i]) for i in range(start, len(tokens))]
@@ -485,20 +485,20 @@ def proof_of(state: bytes, tokens: Sequence[int], start: int) -> bytes:
 
 
 def altered(group: GroupRecord, index: int, **changes: object) -> GroupRecord:
-    """A group with one rollout changed."""
+    """Change one rollout of a group."""
     rollouts = list(group.rollouts)
     rollouts[index] = msgspec.structs.replace(rollouts[index], **changes)
     return msgspec.structs.replace(group, rollouts=tuple(rollouts))
 
 
 def altered_branch(group: GroupRecord, index: int, **changes: object) -> GroupRecord:
-    """A group with the only branch of one rollout changed."""
+    """Change the only branch of one rollout of a group."""
     branch = msgspec.structs.replace(group.rollouts[index].branches[0], **changes)
     return altered(group, index, branches=(branch,))
 
 
 async def reason_of(attempt: Awaitable[object]) -> Reason:
-    """The reason with which what is attempted is refused."""
+    """Return the reason of the refusal that the awaitable raises."""
     try:
         await attempt
     except Refused as refusal:

@@ -1,4 +1,4 @@
-"""Rollouts that are kept: a keeper, groups whose every token list is its own, rows of a file."""
+"""Kept rollouts: a store, groups with distinct token lists, rows of a file."""
 
 from collections.abc import Sequence
 from pathlib import Path

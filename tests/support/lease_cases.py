@@ -1,4 +1,4 @@
-"""A policy of small leases, five nodes, and grants, for the tests of the lease book."""
+"""A lease policy with small leases, five nodes and grants, for tests of the lease book."""
 
 from collections.abc import Callable
 from typing import Any

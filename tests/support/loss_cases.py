@@ -1,4 +1,4 @@
-"""Losses with their closed forms, by hand in numpy, and tokens to try them on: in one process or in several.
+"""Closed forms of the losses in numpy, and tokens to test them on, in one or several processes.
 
 Values and slopes are float64 and per token, not yet divided. Tokens come in whole sequences of unequal lengths;
 share() deals these to ranks, and a rank may get none.
@@ -33,7 +33,7 @@ class Tokens:
         return len(self.pi)
 
     def of(self, sequences: Sequence[int]) -> "Tokens":
-        """Those of some sequences, in their order here."""
+        """Select the tokens of some sequences, in order."""
         own = np.isin(self.sequence, sequences)
         return Tokens(
             pi=self.pi[own],
@@ -46,7 +46,7 @@ class Tokens:
     def inputs(
         self, logprobs: torch.Tensor | None = None, *, reference: bool = True
     ) -> TokenInputs:
-        """As a loss is given them, float64; `logprobs` stands for log pi where it comes from elsewhere."""
+        """Make a loss's inputs, float64; `logprobs` replaces log pi if given."""
         own = torch.from_numpy(np.log(self.pi)).requires_grad_() if logprobs is None else logprobs
         _, local = np.unique(self.sequence, return_inverse=True)
         return TokenInputs(
@@ -65,7 +65,7 @@ ClosedForm = Callable[[Tokens], tuple[Column, Column]]
 
 @dataclass(frozen=True)
 class Case:
-    """A loss by name and what it should be."""
+    """A loss by name, and its expected values."""
 
     name: str
     config: LossConfig
@@ -92,7 +92,7 @@ def share(rank: int, ranks: int) -> list[int]:
 
 
 def exchange(ranks: Sequence[LossSums]) -> list[LossSums]:
-    """What reduce() gives on each rank; ranks that do not send as many numbers fail as collectives do."""
+    """Return reduce()'s result on each rank; ranks with different sizes fail as collectives do."""
     sent: list[tuple[list[float], list[float]]] = []
     for one in ranks:
         log: list[list[float]] = []

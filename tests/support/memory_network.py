@@ -261,7 +261,7 @@ class MemoryConnection:
         self._sent += len(piece)
 
     async def carry(self, stream: MemoryStream) -> None:
-        """Wait as long as something takes to arrive; show the peer a stream that is new to it."""
+        """Wait for the link's delay; announce a stream that is new to the peer."""
         self._check()
         await self._travel(self._id, self._peer, lambda: self.closed)
         self._check()
@@ -509,7 +509,7 @@ def _left() -> ConnectionLost:
 
 
 def _forget(connection: MemoryConnection) -> None:
-    """Nobody keeps these connections: each carries one stream."""
+    """Ignore the end of a connection: each carries one stream."""
 
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)

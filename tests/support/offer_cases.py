@@ -1,4 +1,4 @@
-"""What the tests of plans share: a model, nodes that offer, and a coordinator with a stopped clock."""
+"""A model, offering nodes and a coordinator with a stopped clock, for tests of plans."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def record(secret: SecretKey, run: bytes = RUN, *, shared: bool = True, now: int
 
 
 def opened(reply: StageWait | StagePlanned, now: int = NOW) -> PipelinePlan:
-    """The plan of a reply, checked as a worker checks it."""
+    """Open and check the plan of a reply, as a worker does."""
     assert isinstance(reply, StagePlanned), "there is no plan"
     trainer = TRAINER.node_id
     found = unseal(reply.plan, Purpose.PIPELINE, PipelinePlan, now=now, run=RUN, signer=trainer)
@@ -68,7 +68,7 @@ def opened(reply: StageWait | StagePlanned, now: int = NOW) -> PipelinePlan:
 
 
 class World:
-    """A coordinator, and nodes that offer to it, all measured: 10 ms from each to each."""
+    """A coordinator and offering nodes, all 10 ms apart."""
 
     def __init__(self, directory: Path, model: CutModel | None = MODEL) -> None:
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
@@ -94,12 +94,12 @@ class World:
         )
 
     def restart(self) -> None:
-        """The trainer is stopped and started."""
+        """Restart the trainer's coordinator."""
         self.heard, self.started = {}, self.now
         self.coordinator = self.make()
 
     def know(self, number: int, *, shared: bool = True) -> None:
-        """Hear of a node."""
+        """Register a node."""
         secret = key(number)
         body = PeerRecord(secret.node_id, "inference", "1", ("10.0.0.1:1",), (), shared)
         self.peers.learn(body, record(secret, shared=shared))
@@ -114,7 +114,7 @@ class World:
         shared: bool = True,
         **more: Any,
     ) -> StageWait | StagePlanned:
-        """One offer, in the plan `of`, which may complain about stages."""
+        """Send one offer, within the plan `of`; may report failed stages."""
         self.know(number, shared=shared)
         self.heard[node(number)] = self.now
         ways = {node(other): 10.0 for other in range(1, 20) if other != number}
@@ -129,7 +129,7 @@ class World:
         self.now += seconds
 
     def gather(self, *numbers: int, **more: Any) -> PipelinePlan:
-        """All of these offer until they are planned."""
+        """Have all these nodes offer until they are in a plan."""
         for number in numbers:
             self.offer(number, **more)
         self.later(4.0)
@@ -138,7 +138,7 @@ class World:
         return self.plan(*numbers, **more)
 
     def plan(self, *numbers: int, **more: Any) -> PipelinePlan:
-        """The one plan that these are in, or that those of them are in who are in any."""
+        """Return the one plan that these nodes, or some of them, are in."""
         replies = [self.offer(number, **more) for number in numbers]
         plans = [opened(reply) for reply in replies if isinstance(reply, StagePlanned)]
         assert plans

@@ -1,4 +1,4 @@
-"""An OpenAI-like server on this machine, whose answers a test decides."""
+"""A local OpenAI-compatible server with scripted answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -27,14 +27,14 @@ def said(
 
 
 def refused(status: int, message: str, **headers: str) -> web.Response:
-    """An error as OpenAI tells it."""
+    """Make an error reply in OpenAI's format."""
     error = {"error": {"message": message, "type": "x", "code": None}}
     return web.json_response(error, status=status, headers=headers)
 
 
 @dataclass
 class Server:
-    """What was asked, and with which key."""
+    """Recorded requests and keys."""
 
     answer: Answer
     url: str = ""

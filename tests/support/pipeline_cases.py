@@ -22,7 +22,7 @@ LAYERS = 5
 
 
 def shape_of(**changes: object) -> PipelineShape:
-    """What scripted stages agree on."""
+    """Make the shape of scripted stages."""
     plain = PipelineShape(
         engine="vllm",
         software="test",
@@ -39,7 +39,7 @@ def shape_of(**changes: object) -> PipelineShape:
 
 
 def plan_of(stages: int, shape: PipelineShape, layers: int = LAYERS) -> PipelinePlan:
-    """As even as it can be."""
+    """Make a plan with an even split of the layers."""
     ends = [layers * (rank + 1) // stages for rank in range(stages)]
     cuts = itertools.pairwise([0, *ends])
     made = tuple(
@@ -54,7 +54,7 @@ Tamper = Callable[[int, Frame], Frame]
 
 
 class Ports:
-    """A ring of ports in memory that can be cut and closed again; every stage asks here for its own."""
+    """A ring of in-memory ports that can be cut and healed; each stage gets its port here."""
 
     def __init__(self, stages: int, delay_s: float = 0.0) -> None:
         self.tamper: Tamper | None = None
@@ -65,17 +65,17 @@ class Ports:
         self.heal()
 
     def heal(self) -> None:
-        """A new ring: all stages get their port of it."""
+        """Make a new ring and give each stage its port."""
         self._free = dict(enumerate(ring(self._stages, delay_s=self._delay)))
         self.all = list(self._free.values())
 
     def cut(self) -> None:
-        """Nothing gets through any more."""
+        """Cut the ring."""
         for port in self.all:
             port.close()
 
     def of(self, rank: int) -> Callable[[], Port]:
-        """What opens the port of a stage."""
+        """Return the function that opens a stage's port."""
 
         def opened() -> Port:
             port = self._free.pop(rank, None)
@@ -87,7 +87,7 @@ class Ports:
 
 
 class Tampered:
-    """The port of a stage that may lie."""
+    """A port that may alter a stage's frames."""
 
     def __init__(self, port: Port, ports: Ports, rank: int) -> None:
         self._port = port
@@ -150,7 +150,7 @@ class LocalPipeline:
             await engine.close()
 
     async def rejoin(self) -> None:
-        """A new chain."""
+        """Begin a new ring epoch."""
         self.epoch += 1
         await self.head.rejoin(self.epoch)
 

@@ -136,7 +136,7 @@ MIXED = structs.replace(
 
 
 def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
-    """`run` with fields of its first environment exchanged, or of that one's sampling."""
+    """Replace fields of a run's first environment, or of its sampling."""
     first, *others = run.environments
     drawn = {name: changes.pop(name) for name in ("temperature", "max_tokens") if name in changes}
     sampling = structs.replace(first.sampling, **drawn)
@@ -217,7 +217,7 @@ def head(
     state: bytes | None = None,
     manifest: bytes | None = None,
 ) -> PolicyHead:
-    """A head; `state` and `manifest` are what two heads of one version may differ in."""
+    """Make a head; two heads of one version may differ in `state` and `manifest`."""
     return PolicyHead(
         term=term,
         version=version,

@@ -1,4 +1,4 @@
-"""Training by several ranks: their data, and the processes that are those ranks."""
+"""Training on several ranks: data, and the rank processes."""
 
 import json
 import multiprocessing
@@ -38,7 +38,7 @@ Job = Callable[..., Any]
 
 
 def on_ranks(size: int, job: Job, *args: Any) -> list[Any]:
-    """What `job(*args)` returns on each of `size` new ranks; a job joins worlds with join()."""
+    """Run `job(*args)` on `size` new ranks and return its results; a job calls join()."""
     stores = [TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in range(WORLDS)]
     ports = " ".join(str(store.port) for store in stores)
     context = multiprocessing.get_context("spawn")
@@ -164,7 +164,7 @@ def joined(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def refused(work: Iterable[object]) -> str:
-    """What a NodeError said."""
+    """Return the message of the NodeError that the call raises."""
     try:
         list(work)
     except NodeError as error:
@@ -224,7 +224,7 @@ class OddModel:
         }
 
     def become(self, step: int) -> None:
-        """Other values."""
+        """Replace the values."""
         for name, tensor in odd_tensors(step).items():
             held = self._held[name]
             if isinstance(held, DTensor):
@@ -249,7 +249,7 @@ def odd(world: World, out: Path) -> None:
 
 
 def faults(world: World, source: Path, out: Path) -> dict[str, str]:
-    """What is said of a directory that is not there, and of ranks that do not agree."""
+    """Return the errors of a missing directory, and of ranks that disagree."""
     model = load(source)
     shard(model, (RANKS,))
     writer = PolicyExporter(world, chunk=CHUNK)

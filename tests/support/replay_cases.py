@@ -1,4 +1,4 @@
-"""Runs that can be computed again: a swarm whose trainer keeps everything, with a fake or a real learner."""
+"""Replayable runs: a swarm whose trainer keeps everything, with a fake or real learner."""
 
 import json
 from collections.abc import Callable

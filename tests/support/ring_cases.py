@@ -24,7 +24,7 @@ from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.acceptor import LinkAcceptor
 from primerl.node.pipeline.frames import Frame, FrameLimits, Kind
 from primerl.node.pipeline.links import LocalLink, Shaper
-from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, SocketPort, waited
+from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, SocketPort, add_waited
 from primerl.node.pipeline.ring import Ring
 from primerl.node.pipeline.trails import SignedTrails
 from primerl.protocol.envelope import Purpose, seal
@@ -59,12 +59,12 @@ def step(epoch: int, number: int, tokens: int = 3, body: bytes = b"what to do") 
 
 
 def same(one: Frame, other: Frame) -> bool:
-    """Whether they say the same, queues apart."""
+    """Return whether two frames are equal, apart from queueing times."""
     return said(one) == said(other)
 
 
 def said(frame: Frame) -> tuple[Any, ...]:
-    """What a frame says, comparable."""
+    """Return a frame's fields, comparable."""
     tensors = [(one.dtype.name, one.shape, one.tobytes()) for one in frame.tensors]
     return (frame.kind, frame.epoch, frame.number, frame.body, frame.trail, tensors)
 
@@ -90,7 +90,7 @@ class Pipe:
             self._changed.notify_all()
 
     def take(self, timeout_s: float | None) -> Frame:
-        """The next frame, with the time that it lay here added. Raises PortTimeout, PortClosed."""
+        """Return the next frame, its queueing time added. Raises PortTimeout, PortClosed."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -106,16 +106,16 @@ class Pipe:
                 self._changed.wait(min(ends) if ends else None)
             came, frame = self._frames.popleft()
             self._changed.notify_all()
-        return waited(frame, now - came)
+        return add_waited(frame, now - came)
 
     def close(self, why: str) -> None:
-        """Take nothing more; what was put before can still be taken. The first reason stays."""
+        """Accept no more frames; queued ones can still be taken. The first reason is kept."""
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Forget what nobody took."""
+        """Drop the queued frames."""
         with self._changed:
             self._frames.clear()
 
@@ -128,7 +128,7 @@ class MemoryPort:
         self._outgoing = outgoing
 
     def send(self, frame: Frame) -> None:
-        """Hand `frame` on. Raises PortClosed."""
+        """Send `frame`. Raises PortClosed."""
         self._outgoing.put(frame)
 
     def receive(self, timeout_s: float | None = None) -> Frame:
@@ -136,14 +136,14 @@ class MemoryPort:
         return self._incoming.take(timeout_s)
 
     def close(self) -> None:
-        """End both directions; the other end still gets what was sent."""
+        """Close both directions; the other end still gets the frames sent before."""
         self._incoming.close("this port was closed")
         self._incoming.clear()
         self._outgoing.close("the other end was closed")
 
 
 def pair(depth: int = DEPTH) -> tuple[MemoryPort, MemoryPort]:
-    """Two ends that talk to each other."""
+    """Make two connected ports."""
     there, back = Pipe(depth), Pipe(depth)
     return MemoryPort(back, there), MemoryPort(there, back)
 
@@ -179,7 +179,7 @@ async def soon(work: Awaitable[T]) -> T:
 
 
 class Adder:
-    """Adds one to every number, and takes its time."""
+    """Adds one to every element, after a delay."""
 
     def __init__(self, last: bool) -> None:
         self.last = last
@@ -212,7 +212,7 @@ class Adder:
 
 @dataclass
 class Node:
-    """One node, as far as pipelines are concerned."""
+    """One node with the parts that pipelines need."""
 
     key: SecretKey
     transport: Transport
@@ -222,7 +222,7 @@ class Node:
 
 
 class Chain:
-    """Nodes of one plan. Stage 0's engine is the test itself, by `send` and `receive`."""
+    """The nodes of one plan. The test acts as stage 0's engine, by `send` and `receive`."""
 
     def __init__(
         self, directory: Path, stages: int, make: Callable[[SecretKey], Awaitable[Transport]]
@@ -268,13 +268,13 @@ class Chain:
         return Node(key, transport, peers, links, acceptor)
 
     def acquaint(self) -> None:
-        """Everybody knows everybody's addresses."""
+        """Give every node the addresses of all others."""
         for node in self.nodes:
             for other in self.nodes:
                 node.peers.hint(other.key.node_id, other.transport.addresses())
 
     async def start(self) -> None:
-        """All nodes, rings and engines."""
+        """Start all nodes, rings and engines."""
         self.nodes = [await self.node(key) for key in self.keys]
         self.acquaint()
         for rank, node in enumerate(self.nodes):
@@ -285,7 +285,7 @@ class Chain:
             await self.compute(rank)
 
     async def ring(self, rank: int, node: Node) -> Ring:
-        """The ring of one node, running."""
+        """Run the ring of one node."""
         ring = Ring(
             sealed(self.plan),
             self.plan,
@@ -301,7 +301,7 @@ class Chain:
         return ring
 
     async def compute(self, rank: int) -> None:
-        """The engine of one stage, as it would be in a process of its own."""
+        """Run the engine of one stage, as its own process would."""
         path = str(self.locals[rank].path)
         port = self.ports[rank] = await asyncio.to_thread(SocketPort, path, LIMITS)
         if rank:
@@ -313,7 +313,7 @@ class Chain:
             self._threads.append(thread)
 
     async def close(self) -> None:
-        """End everything."""
+        """Close everything."""
         for compute in self.computes.values():
             compute.takes_s = 0.0
         for port in self.ports.values():
@@ -336,8 +336,8 @@ class Chain:
                 return frame
 
     async def begin(self) -> int:
-        """Wait until the ring is whole and begin a chain, as an engine does."""
-        await soon(self.rings[0].whole())
+        """Wait until the ring is healthy and begin an epoch, as an engine does."""
+        await soon(self.rings[0].wait_healthy())
         epoch = self.rings[0].begin()
         await self.send(Frame(Kind.RESET, epoch, 0))
         while (await self.receive(Kind.RESET)).epoch != epoch:
@@ -345,7 +345,7 @@ class Chain:
         return epoch
 
     async def trip(self, epoch: int, number: int, tokens: int = 3) -> Frame:
-        """One micro-batch round the ring."""
+        """Send one micro-batch around the ring."""
         await self.send(step(epoch, number, tokens))
         return await self.receive(Kind.DRAWN)
 
@@ -354,7 +354,7 @@ class Chain:
 async def chain(
     stages: int, network: MemoryNetwork | None = None, **settings: object
 ) -> AsyncGenerator[Chain]:
-    """A running chain over the memory transport; `settings` are attributes of it."""
+    """Run a Chain over the memory transport; `settings` are attributes of it."""
     world = network or MemoryNetwork()
 
     async def make(key: SecretKey) -> Transport:

@@ -1,6 +1,6 @@
 """A fake engine: tokens are a pure function of prompt, seed and version. No model, no torch.
 
-It keeps every promise of the seam except that a distribution stands behind its log-probabilities, and
+It meets the interface, except that no distribution is behind its log-probabilities, and
 a network behind its hidden states.
 """
 
@@ -32,9 +32,9 @@ Script = Callable[[GenerateRequest, int], Sequence[int]]
 
 
 class ScriptedEngine:
-    """An Engine that says what `script` says, or else hashed tokens and now and then a stop token.
+    """An Engine that generates what `script` returns, else hashed tokens and sometimes a stop.
 
-    Every generate() takes `delay_s`, so that a test can do something meanwhile.
+    Every generate() takes `delay_s`, during which a test can act.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ScriptedEngine:
 
 
 def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int) -> Completion:
-    """The script up to its first stop token or to max_tokens."""
+    """Cut the script at its first stop token or at max_tokens."""
     said = list(script[: request.max_tokens])
     ends = [index for index, token in enumerate(said) if token in request.stop_token_ids]
     if ends:
@@ -141,7 +141,7 @@ def scripted_hidden(version: int, token_ids: Sequence[int]) -> Hidden:
 
 
 def _number(request: GenerateRequest, version: int, index: int) -> int:
-    """48 bits that depend on everything a token may depend on."""
+    """Hash everything that a token may depend on to 48 bits."""
     words = (request.seed, version, request.temperature, index, *request.prompt)
     digest = hashlib.blake2b(repr(words).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")

@@ -1,10 +1,9 @@
 """Pipeline stages that compute hashes in place of a model, for tests without vLLM, and their auditor.
 
-They speak the product's frames through its ports, its Chain and its stage loop. The state of a position
-behind a layer is a hash of its state before that layer and of the layer's weights; before the first layer
-it is a hash of all tokens so far. So nothing depends on how the layers are cut, any other weight or state
-changes everything behind it, and an auditor with the policy computes it again. A stage keeps nothing of a
-sequence.
+They use the product's frames, ports, RingClient and stage loop. A position's state after a layer is a hash of
+its state before the layer and of the layer's weights; before the first layer it is a hash of all tokens so far.
+So results do not depend on how the layers are split, any change of weights or states changes everything after
+it, and an auditor with the policy can recompute it. Stages keep no state of a sequence.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from primerl.node.pipeline.hosted_stage import HostedLanes
 from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
 from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
-from primerl.node.pipeline.stage_loop import LoopStats, serve
+from primerl.node.pipeline.stage_loop import serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.verification.measures import distances
 from primerl.node.weights.state import Changed, State, digests, state_digest
@@ -79,7 +78,7 @@ def embedded(weights: Weights, tokens: Sequence[int]) -> States:
 
 
 def through(weights: Weights, stage: Stage, states: States) -> States:
-    """States [rows, WIDTH] behind the layers of a stage."""
+    """Compute the states [rows, WIDTH] after a stage's layers."""
     for layer in range(stage.first, stage.end):
         rows = [_state(weights[layer], row.tobytes()) for row in states]
         states = np.stack(rows) if rows else states
@@ -87,19 +86,19 @@ def through(weights: Weights, stage: Stage, states: States) -> States:
 
 
 def drawn(state: States, seed: int, vocabulary: int) -> tuple[int, float]:
-    """(token, logprob) that the last state of a position leads to; every fourth token ends the sequence."""
+    """Return (token, logprob) for a position's last state; every fourth token ends a sequence."""
     name = derive("drawn", state.tobytes(), seed.to_bytes(8, "big"))
     token = STOP if name[0] % 4 == 0 else int.from_bytes(name[1:4], "big") % vocabulary
     return token, -1.0 - name[4] / 256
 
 
 def crossed(states: States, encoding: Encoding) -> States:
-    """`states` as the next stage sees them."""
+    """Return `states` as the next stage decodes them."""
     return rounded(torch.from_numpy(states.copy()), encoding).numpy()
 
 
 def departing(states: States, shape: PipelineShape) -> tuple[tuple[Array, ...], bytes]:
-    """The tensors of a frame, and what a stage says of them."""
+    """Return a frame's tensors, and their fingerprints."""
     own = torch.from_numpy(crossed(states, shape.encoding))
     packed = pack(torch.from_numpy(states.copy()), shape.encoding)
     return packed, crossing(own) if shape.fingerprint else b""
@@ -111,7 +110,7 @@ def _state(weights: bytes, before: bytes) -> States:
 
 
 class ScriptedStep(msgspec.Struct, frozen=True, array_like=True):
-    """The body of a micro-batch: one row for each sequence, each draws a token."""
+    """The body of a micro-batch: one row per sequence, each of which samples a token."""
 
     seeds: tuple[int, ...]
     vocabulary: int
@@ -141,7 +140,6 @@ class ScriptedStage:
     ) -> None:
         """`lie`: states -> states to send in their place; fingerprints stay those of the first."""
         self.place = place
-        self.loop_stats = LoopStats()
         self.policy_version = -1
         self._open_port = open_port or (lambda: socket_port(place))
         self._lie = lie
@@ -170,8 +168,8 @@ class ScriptedStage:
         await self.load(version, state)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Never."""
-        raise EngineError("tokens are asked of stage 0 of a pipeline, and this is another one")
+        """Raise EngineError."""
+        raise EngineError("only stage 0 of a pipeline generates: send the request there")
 
     def stats(self) -> EngineStats:
         """See Engine."""
@@ -215,7 +213,7 @@ class ScriptedStage:
             frame.tensors, shape.encoding, dtype=torch.float32, device=cpu, width=shape.hidden_size
         )
         if len(found) != rows:
-            raise EngineError("the stage before sent other states than the step has sequences")
+            raise EngineError("the previous stage sent other states than the step has sequences")
         if not shape.fingerprint:
             return found.numpy()
         try:
@@ -251,11 +249,11 @@ class ScriptedStage:
                 continue
             if self._closing.is_set():
                 port.close()
-            serve(port, self, rank=self.place.rank, stats=self.loop_stats)
+            serve(port, self, rank=self.place.rank)
 
 
 def socket_port(place: StagePlace) -> Port:
-    """The port to the node's process."""
+    """Open the port to the node's process."""
     return SocketPort(place.socket, FrameLimits.of(place.shape))
 
 
@@ -264,7 +262,7 @@ def socket_port(place: StagePlace) -> Port:
 
 @dataclass
 class Drawing:
-    """A request, and the tokens drawn for it so far."""
+    """A request, and the tokens sampled for it so far."""
 
     request: GenerateRequest
     done: "Future[None]" = field(default_factory=Future)
@@ -280,13 +278,13 @@ class Drawing:
 
     @property
     def finish(self) -> str:
-        """Why it is over; empty while it is not."""
+        """Return the finish reason; "" while unfinished."""
         if self.tokens and self.tokens[-1] in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.request.max_tokens else ""
 
     def completion(self) -> Completion:
-        """The tokens so far as a completion."""
+        """Return the tokens so far as a completion."""
         versions = self.versions
         changes = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
         size, count = trails.ROW, len(self.crossed[0]) // trails.ROW
@@ -306,7 +304,7 @@ class Drawing:
 
 
 class ScriptedHead:
-    """Implements HeadEngine, and Laned: schedules micro-batches as it gets them back, in a thread."""
+    """Implements HeadEngine and Laned: schedules micro-batches as they return, in a thread."""
 
     def __init__(
         self,
@@ -370,7 +368,7 @@ class ScriptedHead:
 
     def lanes(self) -> HostedLanes:
         """See Laned."""
-        return HostedLanes(*self._chain.cut)
+        return HostedLanes(*self._chain.lane_stats)
 
     async def close(self) -> None:
         """See Engine."""
@@ -420,7 +418,7 @@ class ScriptedHead:
 
     def _may_send(self) -> bool:
         free = self._flying < self.place.shape.micro_batches
-        return self._closing or bool(self._ready and free and self._chain.whole)
+        return self._closing or bool(self._ready and free and self._chain.healthy)
 
     def _send(self, rows: list[Drawing]) -> None:
         with self._order:
@@ -482,7 +480,7 @@ class ScriptedHead:
 
 
 class ScriptedAuditor:
-    """Implements Auditor for what ScriptedHead's pipelines draw."""
+    """Implements Auditor for rollouts of ScriptedHead's pipelines."""
 
     def __init__(self) -> None:
         self._run: RunManifest | None = None

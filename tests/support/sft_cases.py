@@ -73,7 +73,7 @@ def qwen_chat(directory: Path) -> ChatFormat:
 
 
 def trained_texts(chat: ChatFormat, tokens: Tokens) -> list[str]:
-    """Every run of trained tokens, decoded; special tokens visible."""
+    """Decode every run of trained tokens, with special tokens."""
     runs: list[list[int]] = []
     before = False
     for token, trained in zip(tokens.token_ids, tokens.mask, strict=True):

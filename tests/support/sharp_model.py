@@ -1,4 +1,4 @@
-"""A small real model, sharper than random ones are, for whole runs of real parts."""
+"""A small real model, sharper than random ones, for runs with real parts."""
 
 from pathlib import Path
 

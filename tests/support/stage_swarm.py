@@ -57,7 +57,7 @@ def on_small_machines(patch: pytest.MonkeyPatch) -> None:
 
 
 class StageSwarm(Swarm):
-    """Workers are scripted stages; the trainer and everything between it and them are the product's."""
+    """A swarm whose workers run scripted stages; all other parts are the product's."""
 
     def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
         engine = {"device": "cpu", "max_model_len": 64, "max_batch": 16}
@@ -68,7 +68,7 @@ class StageSwarm(Swarm):
         return self
 
     def add_small(self, name: str) -> Running:
-        """Start a worker that nobody told to share the model: on_small_machines() it finds that it has to."""
+        """Start a worker without pipeline settings, which on_small_machines() has to join one."""
         pp = {"memory_gib": 0.01, "stall_s": STALL_S}
         section = {"type": "vllm", "device": "cpu", "max_batch": 16}
         return self.add_worker(name, engine_section=section, pp=pp)
@@ -76,25 +76,25 @@ class StageSwarm(Swarm):
     def add_stage(
         self, name: str, stages: int, rank: int = -1, stall_s: float = STALL_S, **engine: Any
     ) -> Running:
-        """Start a worker that holds a part of the model, or start one again."""
+        """Start or restart a worker that runs a stage."""
         pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": stall_s}
         section = {"type": "vllm", "device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
         return self.add_worker(name, engine_section=section, pp=pp)
 
     def learn_until(self, step: int = 2**31) -> None:
-        """Hold the trainer before a later step, so that the run does not end before the test is done."""
+        """Block the trainer before later steps, so that the run does not end before the test."""
         self.fakes.last_step = step
         self.fakes.go.set()
         self.fakes.go.clear()
 
     async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
-        """Name and stage row of who holds that rank in a ring that is whole; waits for one."""
+        """Wait for a healthy ring; return name and stage row of the worker with this rank."""
         async with asyncio.timeout(100.0):
             while True:
                 for name, worker in self.workers.items():
                     if worker.task is not None and not worker.task.done():
                         row = (await worker.status())["stage"]
-                        if row and row["rank"] == rank and row["state"] == "whole":
+                        if row and row["rank"] == rank and row["state"] == "healthy":
                             return name, row
                 await asyncio.sleep(0.05)
 
@@ -117,7 +117,7 @@ class StageSwarm(Swarm):
 
 
 class RealStageSwarm(StageSwarm):
-    """Nothing is scripted: stages compute with vLLM, audits and training are real."""
+    """A swarm with vLLM stages, real audits and real training."""
 
     def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
         training = {"lr": 1e-4, "weight_decay": 0.0, "threads": 1, "device": "cpu"}

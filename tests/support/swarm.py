@@ -1,6 +1,6 @@
 """A swarm in one process: a real trainer and real workers over the memory transport, fakes at the seams.
 
-Everything is observed from outside: what engines were given, what the backend was taught, what is on disk.
+Tests observe it from outside: weights given to engines, batches trained, files on disk.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_model(directory: Path) -> Path:
-    """A model directory with all that a run's contract reads: files, a tokenizer whose end is STOP, weights."""
+    """Make a model directory with all contract files, a tokenizer that ends with STOP, weights."""
     from tokenizers import Tokenizer, models
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def make_model(directory: Path) -> Path:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, section by section."""
+    """Merge `changes` into `base`, section by section."""
     result = dict(base)
     for name, value in changes.items():
         nested = isinstance(value, dict) and name in result
@@ -100,7 +100,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait for something that a test can see."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(timeout):
         while True:
             if true():
@@ -109,7 +109,7 @@ async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
 
 
 async def side_by_side(case: Callable[[T], Awaitable[None]], cases: Sequence[T]) -> None:
-    """All cases at once: most of the time of each is waiting. One that fails is named."""
+    """Run all cases concurrently, as they mostly wait; name the one that fails."""
 
     async def named(one: T) -> None:
         try:
@@ -124,7 +124,7 @@ async def side_by_side(case: Callable[[T], Awaitable[None]], cases: Sequence[T])
 
 
 def shaky(seed: int, longest_s: float) -> Callable[[bytes, bytes], Awaitable[None]]:
-    """A network delay: each piece takes its own random time, from a seed."""
+    """Make a network delay with random times from a seed."""
     chance = random.Random(seed)
 
     async def delay(source: bytes, target: bytes) -> None:
@@ -149,17 +149,17 @@ class Running:
         return self.key.node_id
 
     async def ended(self, timeout: float = 100.0) -> None:
-        """Wait until it ends by itself; raises what it raises."""
+        """Wait until the node ends by itself; raise its error."""
         assert self.task is not None
         async with asyncio.timeout(timeout):
             await asyncio.shield(self.task)
 
     async def status(self) -> dict[str, Any]:
-        """What `primerl-node status --json` would show."""
+        """Return the output of `primerl-node status --json`."""
         return await asyncio.to_thread(control.ask, self.data_dir, "status")
 
     async def peers(self) -> list[dict[str, Any]]:
-        """What `primerl-node peers --json` would show."""
+        """Return the output of `primerl-node peers --json`."""
         return await asyncio.to_thread(control.ask, self.data_dir, "peers")
 
 
@@ -216,7 +216,7 @@ class Swarm:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes."""
+        """The run directory."""
         return self.directory / RUN
 
     @property
@@ -225,7 +225,7 @@ class Swarm:
         return self.backends[-1]
 
     def read_ticket(self) -> Ticket:
-        """The ticket, opened."""
+        """Read and open the ticket."""
         return tickets.read(self.ticket, now=int(time.time()))
 
     async def start_trainer(
@@ -257,13 +257,13 @@ class Swarm:
         assert self.ticket
 
     async def stop_trainer(self) -> None:
-        """Stop it as an operator does."""
+        """Stop the trainer as an operator does."""
         assert self.trainer.stop is not None
         await self.trainer.stop()
         await self.trainer.ended()
 
     async def crash_trainer(self) -> None:
-        """Kill it: nobody hears a word more, and what is on the disk at this moment is all that remains."""
+        """Kill the trainer: it sends nothing more, and only what is on disk now remains."""
         self.network.drop(self.trainer.node_id)
         image = self.directory / "image"
         with suppress(shutil.Error):  # a directory that a thread removes just now is half there
@@ -275,7 +275,7 @@ class Swarm:
         image.rename(self.run_dir)
 
     async def wait_step(self, step: int, timeout: float = 100.0) -> None:
-        """Wait until the trainer has published version `step`; raises what ends the trainer instead."""
+        """Wait until version `step` is published; raise the trainer's error if it ends before."""
         async with asyncio.timeout(timeout):
             while True:
                 assert self.trainer.task is not None
@@ -286,7 +286,7 @@ class Swarm:
                 await asyncio.sleep(0.02)
 
     async def finished(self, timeout: float = 100.0) -> dict[str, Any]:
-        """Wait for the end of the run; its summary."""
+        """Wait for the end of the run; return its summary."""
         await self.trainer.ended(timeout)
         return json.loads((self.run_dir / "summary.json").read_text())
 
@@ -296,7 +296,7 @@ class Swarm:
         return [json.loads(line) for line in text.splitlines()]
 
     def heads(self) -> dict[tuple[int, int], PolicyHead]:
-        """Everything that the trainer has signed, by epoch and version; it must not be running."""
+        """Return all signed heads by epoch and version; the trainer must not be running."""
         ledger = Ledger(self.trainer.data_dir / "ledger.db")
         try:
             opened = [
@@ -335,7 +335,7 @@ class Swarm:
     async def until_row(
         self, worker: Running, holds: Callable[[dict[str, Any]], bool], timeout: float
     ) -> dict[str, Any]:
-        """Wait until the trainer shows something of a node."""
+        """Wait until the trainer's row of a node satisfies a condition."""
         async with asyncio.timeout(timeout):
             while True:
                 rows = {row["id"]: row for row in await self.trainer.peers()}
@@ -345,14 +345,14 @@ class Swarm:
                 await asyncio.sleep(0.02)
 
     async def stop_worker(self, name: str) -> None:
-        """Ask it to leave, and wait until it has."""
+        """Stop a worker gracefully and wait for its end."""
         worker = self.workers[name]
         assert worker.stop is not None
         await worker.stop()
         await worker.ended()
 
     async def crash_worker(self, name: str) -> None:
-        """Kill it: nobody hears a goodbye."""
+        """Kill a worker without a goodbye."""
         self.network.drop(self.workers[name].node_id)
         await self._end(self.workers[name])
 
@@ -453,7 +453,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nodes of tests do not show among the user's own."""
+    """Keep test nodes out of the user's node registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         yield

@@ -49,7 +49,7 @@ CLEAN = Verdict(
 
 
 def drawn(group: int, rollout: int) -> bool:
-    """Whether the challenge picks a rollout, by the rule that anybody can apply."""
+    """Return whether the challenge selects a rollout, by the public rule."""
     return draw(CHALLENGE, group, rollout) < RATE
 
 

@@ -40,7 +40,7 @@ class Case:
 
 
 def make_case(directories: pytest.TempPathFactory) -> Case:
-    """A new model, its weights apart."""
+    """Make a model directory and its policies."""
     torch.set_num_threads(1)
     contract = directories.mktemp("contract")
     states: list[State] = []
@@ -79,7 +79,7 @@ async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[
 
 
 async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[Task]:
-    """These requests, of which each that there is room for has drawn a token."""
+    """Start these requests; wait until each running one has sampled a token."""
     at_once = min(len(requests), CONFIG.max_batch)
     await until(lambda: not engine.stats().running)  # what was before: it is told a little later
     tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
@@ -89,7 +89,7 @@ async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[T
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait for something that an engine tells."""
+    """Wait until an engine's stats satisfy a condition."""
     async with asyncio.timeout(DEADLINE_S):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

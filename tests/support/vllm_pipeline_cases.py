@@ -27,7 +27,7 @@ from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 
 class ByteRing:
-    """Sockets `paths`; counts what passes, and can break like a ring of nodes."""
+    """A ring of Unix sockets `paths` that counts frames and can fail like a ring of nodes."""
 
     def __init__(self, directory: Path, stages: int, shape: PipelineShape, delay_s: float) -> None:
         self.paths = [directory / f"{rank}.sock" for rank in range(stages)]
@@ -45,23 +45,23 @@ class ByteRing:
         """Whether frames of this epoch are lost."""
 
     async def connected(self) -> None:
-        """Until every stage is there."""
+        """Wait until every stage is connected."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self._writers) == len(self.paths))
 
     async def back(self, rank: int, connections: int) -> None:
-        """Until a stage has connected more than so many times."""
+        """Wait until a stage has connected more often than `before`."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: self.connections[rank] > connections)
 
     def begin(self) -> int:
-        """A new epoch."""
+        """Return a new epoch."""
         self._epoch += 1
         self.cut = False
         return self._epoch
 
     def break_now(self, words: str = "a line was cut") -> None:
-        """Nothing of this epoch goes on, and stage 0 is told."""
+        """Fail the current epoch and send stage 0 a FAULT."""
         self.cut = True
         frame = Frame(Kind.FAULT, self._epoch, 1, words.encode())
         for part in encode(frame, self._limits):
@@ -69,7 +69,7 @@ class ByteRing:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["ByteRing"]:
-        """Sockets listen inside."""
+        """Listen on the sockets inside the context."""
         servers = [
             await asyncio.start_unix_server(self._handler(rank), path, limit=1 << 24)
             for rank, path in enumerate(self.paths)
@@ -161,7 +161,7 @@ def plan_of(shape: PipelineShape, cuts: Sequence[int]) -> PipelinePlan:
 
 @dataclass
 class Pipeline:
-    """All stages of a plan, and what they are joined by."""
+    """All stages of a plan, and their ring."""
 
     plan: PipelinePlan
     ring: ByteRing
@@ -177,7 +177,7 @@ class Pipeline:
         return {name: state[name] for name in state if name in names}
 
     async def load(self, version: int, state: State) -> None:
-        """The others first, as a node does it."""
+        """Load the later stages first, as a node does."""
         await asyncio.gather(
             *(one.load(version, self.share(rank, state)) for rank, one in enumerate(self.stages, 1))
         )
@@ -203,7 +203,7 @@ async def pipeline(
     ranks: Sequence[int] = (),
     **fields: Any,
 ) -> AsyncGenerator[Pipeline]:
-    """Started, without weights; `ranks` are how many share each stage's layers."""
+    """Start a pipeline without weights, with `ranks` tensor-parallel ranks per stage."""
     configs = [
         EngineConfig(
             type="vllm",
@@ -234,7 +234,7 @@ async def pipeline(
 
 
 async def joined(made: Pipeline) -> None:
-    """However often it takes: a stage that has just started has no weights yet."""
+    """Rejoin, with retries: a stage that has just started has no weights yet."""
     for _ in range(400):
         try:
             return await made.join()

@@ -43,7 +43,7 @@ def same(left: State, right: State) -> bool:
 
 
 def infos(state: State) -> tuple[TensorInfo, ...]:
-    """What a manifest says of `state`."""
+    """Make the manifest's tensor table of `state`."""
     hashes = digests(state)
     return tuple(TensorInfo(n, t.dtype, t.shape, hashes[n]) for n, t in state.items())
 
@@ -164,7 +164,7 @@ def neighbours(draw: st.DrawFn) -> tuple[State, State]:
 def applied(
     base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
 ) -> State:
-    """Apply a delta, and forget where it changed."""
+    """Apply a delta; drop the changed positions."""
     return apply_delta(base, payload, tensors, threads=threads)[0]
 
 

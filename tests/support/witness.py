@@ -1,4 +1,4 @@
-"""Fakes that leave evidence: an engine, an auditor and a backend that agree on what a state would say.
+"""Fakes that agree on the output of every state: an engine, an auditor and a backend.
 
 Every logprob tells which version and which exact state drew its token, so that what was trained can be
 checked without asking those who trained it.
@@ -31,19 +31,19 @@ Said = Callable[[GenerateRequest], Sequence[int]]
 def told(
     state: bytes, version: int, temperature: float, before: Sequence[int], token: int
 ) -> float:
-    """The logprob of `token` after `before` under the state of that digest: -(version + 1) and a fraction."""
+    """Return a token's logprob under the state with this digest: -(version + 1) and a fraction."""
     name = derive("witness", state, repr((version, temperature, *before, token)).encode())
     return -(version + 1.0) - name[0] / 512
 
 
 def felt(state: bytes, before: Sequence[int]) -> Hidden:
-    """The hidden state [32] after `before` under the state of that digest."""
+    """Return the hidden state [32] after `before` under the state with this digest."""
     name = derive("witness hidden", state, repr(tuple(before)).encode())
     return np.frombuffer(name, np.int8).astype(np.float32)
 
 
 def version_told(logprob: float) -> int:
-    """The version that drew the token of a logprob."""
+    """Return the version that is encoded in a logprob."""
     return math.floor(-logprob) - 1
 
 
@@ -54,18 +54,18 @@ def now_and_then(request: GenerateRequest) -> list[int]:
 
 
 def never_right(request: GenerateRequest) -> list[int]:
-    """Wrong whatever is asked: nothing to learn from."""
+    """Always reply wrongly, so that there is nothing to learn."""
     return [request.prompt[-1], STOP]
 
 
 async def at_once() -> None:
-    """The pause before a token of an engine that is in no hurry and never waits."""
+    """Return the pause before a token: none."""
     await asyncio.sleep(0)
 
 
 @dataclass
 class Event:
-    """Something that an engine was asked to do."""
+    """A recorded call of an engine."""
 
     name: str
     """Of the node."""
@@ -81,7 +81,7 @@ class Event:
 
 @dataclass
 class Fakes:
-    """What all fakes of a swarm share."""
+    """State shared by all fakes of a swarm."""
 
     reply: Said = now_and_then
     pause: Callable[[], Awaitable[None]] = at_once
@@ -93,15 +93,15 @@ class Fakes:
     events: list[Event] = field(default_factory=list[Event])
 
     def loads(self, name: str) -> list[Event]:
-        """What one node's engine was given, whole or in place, in order."""
+        """Return the loads and updates of one node's engine, in order."""
         return [event for event in self.events if (event.name, event.kind) == (name, "load")]
 
     def newest(self, name: str) -> int:
-        """The version that one node's engine was given last; -1 before the first."""
+        """Return the last version loaded into one node's engine; -1 before the first."""
         return max((event.version for event in self.loads(name)[-1:]), default=-1)
 
     def prompts(self, name: str) -> set[tuple[int, ...]]:
-        """What one node's engine was asked."""
+        """Return the prompts sent to one node's engine."""
         return {event.prompt for event in self.events if event.name == name and event.prompt}
 
 
@@ -114,7 +114,7 @@ def written(old: Tensor, positions: NDArray[np.int64] | None, new: Tensor) -> Te
 
 
 class WitnessEngine:
-    """An Engine that draws token by token and notes what it is asked."""
+    """An Engine that samples token by token and records its calls."""
 
     def __init__(self, fakes: Fakes, name: str, pause: Callable[[], Awaitable[None]] | None = None):
         self._fakes = fakes
@@ -209,7 +209,7 @@ class WitnessEngine:
 
 
 class WitnessAuditor:
-    """An Auditor of what WitnessEngine draws: it knows what every state and every seed would have said."""
+    """An Auditor for WitnessEngine: it can compute the output of every state and seed."""
 
     def __init__(self, fakes: Fakes) -> None:
         self._fakes = fakes
@@ -311,7 +311,7 @@ class WitnessBackend(CountingBackend):
 
 
 def trained_ages(batch: TrainBatch) -> set[int]:
-    """How many versions old the tokens of a batch were when they were trained, by their own witness."""
+    """Return the staleness of a batch's tokens, as encoded in their logprobs."""
     return {
         batch.step - 1 - version_told(logprob)
         for sample in batch.samples

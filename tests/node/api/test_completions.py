@@ -1,4 +1,4 @@
-"""The routes over any engine: what they answer, whole and streamed, where texts end, and what is refused."""
+"""Routes on any engine: replies, streams, stop conditions, refusals."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -340,7 +340,7 @@ THINKING = (
 
 @pytest.fixture
 async def idle(model_dir: Path) -> AsyncIterator[Client]:
-    """A client of an engine that is asked for nothing."""
+    """A client of an idle engine."""
     engine = SayingEngine()
     async with api(engine, model_dir, max_choices=8, max_inflight=6) as client:
         yield client

@@ -1,4 +1,4 @@
-"""The server around the routes: who may ask, how much, how long; and what it says of itself."""
+"""The server: authentication, limits, timeouts, health and metrics."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -121,7 +121,7 @@ async def test_a_body_that_is_too_large_is_refused(model_dir: Path) -> None:
 
 @dataclass
 class HeldEngine(SayingEngine):
-    """Says nothing until it is let."""
+    """Generates nothing until released."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -154,7 +154,7 @@ async def test_what_takes_too_long_is_given_up(model_dir: Path) -> None:
         whole = await client.complete()
         assert whole.status == 504
         events = (await client.complete(stream=True)).events
-        assert "not done in 1 s" in events[-1]["error"]["message"]
+        assert "not finished in 1 s" in events[-1]["error"]["message"]
     assert engine.cancelled == 2
 
 
@@ -210,7 +210,7 @@ async def test_a_bug_of_ours_is_an_answer_and_a_line_in_the_log(
 ) -> None:
     async with api(SayingEngine(error=RuntimeError("oops")), model_dir) as client:
         reply = await client.chat()
-    assert (reply.status, reply.error["message"]) == (500, "the server failed: its log says why")
+    assert (reply.status, reply.error["message"]) == (500, "internal error: see the server's log")
     assert "oops" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""vLLM's routes passed on to the sockets of engines: what goes through, what does not, and who is asked."""
+"""Forwarding to vLLM's routes: allowed requests, refusals, choice of the engine."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class ScriptedUpstream:
-    """Serves on a socket as vLLM does; a request says by `do` what it wants to see."""
+    """Serves on a socket like vLLM; a request's field `do` selects the behaviour."""
 
     socket: Path
     lost: bool = False
@@ -184,7 +184,7 @@ async def test_an_engine_that_dies_is_said_whole_and_streamed(
     client: Client, upstream: ScriptedUpstream
 ) -> None:
     events = (await client.chat(stream=True, do="die")).events
-    assert "vLLM has ended" in events[-1]["error"]["message"]
+    assert "vLLM ended" in events[-1]["error"]["message"]
     upstream.lost = True
     reply = await client.chat()
     assert (reply.status, reply.error["type"]) == (503, "server_error")
@@ -199,7 +199,7 @@ async def test_what_takes_too_long_is_given_up(upstream: ScriptedUpstream, model
         assert (await client.chat(do="hang")).status == 504
         events = (await client.chat(stream=True, do="stall")).events
     assert events[0] == {"n": 0}
-    assert "not done in 0.5 s" in events[-1]["error"]["message"]
+    assert "not finished in 0.5 s" in events[-1]["error"]["message"]
     assert upstream.busy == 0
 
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training: which versions, of which weights, and what is left when a run goes on."""
+"""Evaluations during training: versions, weights, and resumed runs."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ class Beside:
         return self
 
     async def quiet(self) -> None:
-        """Until nothing is evaluated."""
+        """Wait until no evaluation is running."""
         async with asyncio.timeout(60):
             while True:
                 await asyncio.sleep(0.001)
@@ -244,7 +244,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched(Swarm):
-    """Whose evaluations wait at a gate."""
+    """An OnlineEvaluation whose evaluations wait at a gate."""
 
     gate: asyncio.Event
     started: list[EnvironmentConfig]

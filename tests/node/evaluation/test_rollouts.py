@@ -1,4 +1,4 @@
-"""Playing tasks k times, and what is counted of it."""
+"""Running k rollouts per task, and their results."""
 
 import asyncio
 from collections.abc import Sequence

@@ -167,5 +167,5 @@ def test_what_is_no_language_model_is_refused(missing: str) -> None:
 
 
 def test_a_cache_of_another_kind_is_not_guessed_at() -> None:
-    with pytest.raises(EngineError, match="no plain keys and values"):
+    with pytest.raises(EngineError, match="not plain keys and values"):
         read_shape(qwen(model_type="deepseek_v3", kv_lora_rank=512))

@@ -1,4 +1,4 @@
-"""What stages take, what a machine offers to one, and when it cannot hold the whole model."""
+"""Memory of stages, memory that a machine offers, models too large for a machine."""
 
 import dataclasses
 from typing import Any, Literal

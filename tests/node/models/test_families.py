@@ -49,7 +49,7 @@ Drawn = list[tuple[GenerateRequest, Completion]]
 
 
 async def drawn(engine: Engine, seed: int) -> Drawn:
-    """Replies at once, of other lengths to prompts of other lengths."""
+    """Generate concurrent replies of various lengths to prompts of various lengths."""
     sizes = ((0, 20), (9, 13), (20, 6))
     requests = [
         GenerateRequest(PROMPT[cut:], most, TEMPERATURE, seed + cut, ()) for cut, most in sizes

@@ -291,7 +291,7 @@ def test_a_config_that_was_fetched_before_is_taken_without_a_network(
     (home / "refs" / "main").write_text("abc")
     (home / "snapshots" / "abc" / "config.json").write_text('{"vocab_size": 7}')
     assert huggingface.fetch_config("some/model") == {"vocab_size": 7}
-    with pytest.raises(EngineError, match="the hub cannot be asked for 'some/other'"):
+    with pytest.raises(EngineError, match="the hub cannot be reached for 'some/other'"):
         huggingface.fetch_config("some/other")
     with pytest.raises(EngineError, match="neither a directory nor a hub id"):
         huggingface.fetch_config("not a name")

@@ -1,4 +1,4 @@
-"""Hidden states on their way: what comes out is what went in, as near as the encoding is."""
+"""Encoding hidden states: the decoded states equal the originals up to the encoding's precision."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_what_comes_out_is_what_went_in_as_near_as_the_encoding_is(
 
 
 def travelled(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Through a frame's bytes and back."""
+    """Encode a frame to bytes and decode it."""
     limits = FrameLimits.of(shape_of(hidden_size=WIDTH))
     raw = b"".join(encode(Frame(Kind.STEP, 0, 0, b"", arrays), limits))
     end = 4 + int.from_bytes(raw[:4], "big")
@@ -97,5 +97,5 @@ WRONG: dict[str, tuple[Encoding, tuple[Array, ...]]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_never_sent_is_refused(case: str) -> None:
     encoding, arrays = WRONG[case]
-    with pytest.raises(EngineError, match="stage before"):
+    with pytest.raises(EngineError, match="previous stage"):
         unpack(arrays, encoding, dtype=torch.float32, device=torch.device("cpu"), width=WIDTH)

@@ -1,4 +1,4 @@
-"""What a ring counts: what its engine owes, pings that went out, packets that wait."""
+"""A ring's bookkeeping: unanswered engine input, pings in flight, queued packets."""
 
 import asyncio
 
@@ -19,82 +19,82 @@ def small(number: int) -> Packet:
 
 
 def test_an_engine_that_owes_nothing_is_not_silent() -> None:
-    handed = ProcessMonitor()
-    assert handed.silent_s(100.0) == 0.0
-    handed.given(head(Kind.STEP, 1), 100.0)
-    assert handed.silent_s(103.0) == 3.0
-    handed.given(head(Kind.STEP, 2), 104.0)
-    handed.answered(head(Kind.DRAWN, 1), 105.0)
-    assert handed.silent_s(106.0) == 1.0
-    handed.answered(head(Kind.DRAWN, 2), 107.0)
-    assert handed.silent_s(200.0) == 0.0
+    monitor = ProcessMonitor()
+    assert monitor.silent_s(100.0) == 0.0
+    monitor.record_input(head(Kind.STEP, 1), 100.0)
+    assert monitor.silent_s(103.0) == 3.0
+    monitor.record_input(head(Kind.STEP, 2), 104.0)
+    monitor.record_output(head(Kind.DRAWN, 1), 105.0)
+    assert monitor.silent_s(106.0) == 1.0
+    monitor.record_output(head(Kind.DRAWN, 2), 107.0)
+    assert monitor.silent_s(200.0) == 0.0
 
 
 def test_what_it_leaves_out_is_not_waited_for() -> None:
-    handed = ProcessMonitor()
+    monitor = ProcessMonitor()
     for number in range(3):
-        handed.given(head(Kind.STEP, number), 0.0)
-    handed.given(head(Kind.RESET, 0, epoch=2), 1.0)
-    handed.answered(head(Kind.RESET, 0, epoch=2), 2.0)
-    assert handed.silent_s(100.0) == 0.0
+        monitor.record_input(head(Kind.STEP, number), 0.0)
+    monitor.record_input(head(Kind.RESET, 0, epoch=2), 1.0)
+    monitor.record_output(head(Kind.RESET, 0, epoch=2), 2.0)
+    assert monitor.silent_s(100.0) == 0.0
 
 
 def test_what_it_was_never_given_changes_nothing() -> None:
-    handed = ProcessMonitor()
-    handed.given(head(Kind.STEP, 1), 0.0)
-    handed.answered(head(Kind.DRAWN, 7), 1.0)
-    assert handed.silent_s(3.0) == 2.0
+    monitor = ProcessMonitor()
+    monitor.record_input(head(Kind.STEP, 1), 0.0)
+    monitor.record_output(head(Kind.DRAWN, 7), 1.0)
+    assert monitor.silent_s(3.0) == 2.0
 
 
 def test_time_without_work_within_a_chain_is_idle() -> None:
-    handed = ProcessMonitor()
-    handed.given(head(Kind.RESET, 0), 0.0)
-    handed.answered(head(Kind.RESET, 0), 0.5)
-    handed.given(head(Kind.STEP, 1), 10.0)
-    handed.answered(head(Kind.STEP, 1), 11.0)
-    handed.given(head(Kind.STEP, 2), 14.0)
-    handed.given(head(Kind.STEP, 3), 14.5)
-    handed.answered(head(Kind.STEP, 2), 15.0)
-    handed.answered(head(Kind.STEP, 3), 16.0)
-    assert (handed.busy_s, handed.idle_s) == (3.0, 3.0)
-    assert handed.stall_share == 0.5
-    handed.given(head(Kind.RESET, 0, epoch=2), 50.0)
-    handed.given(head(Kind.STEP, 4, epoch=2), 60.0)
-    assert handed.idle_s == 3.0
+    monitor = ProcessMonitor()
+    monitor.record_input(head(Kind.RESET, 0), 0.0)
+    monitor.record_output(head(Kind.RESET, 0), 0.5)
+    monitor.record_input(head(Kind.STEP, 1), 10.0)
+    monitor.record_output(head(Kind.STEP, 1), 11.0)
+    monitor.record_input(head(Kind.STEP, 2), 14.0)
+    monitor.record_input(head(Kind.STEP, 3), 14.5)
+    monitor.record_output(head(Kind.STEP, 2), 15.0)
+    monitor.record_output(head(Kind.STEP, 3), 16.0)
+    assert (monitor.busy_s, monitor.idle_s) == (3.0, 3.0)
+    assert monitor.stall_share == 0.5
+    monitor.record_input(head(Kind.RESET, 0, epoch=2), 50.0)
+    monitor.record_input(head(Kind.STEP, 4, epoch=2), 60.0)
+    assert monitor.idle_s == 3.0
 
 
-def test_a_ping_of_before_a_break_does_not_say_that_the_ring_is_whole() -> None:
-    rounds = RingPings()
+def test_a_ping_before_a_failure_does_not_show_that_the_ring_is_healthy() -> None:
+    pings = RingPings()
     for number in (1, 2):
-        assert rounds.next(number * 10.0, whole=False) == number
-        rounds.sent(number, number * 10.0)
-    rounds.begin()
-    assert not rounds.back(2, 21.0)
-    rounds.sent(3, 22.0)
-    assert rounds.back(3, 22.5)
-    assert rounds.round_ms == pytest.approx(500.0)
-    assert not rounds.back(3, 23.0)
+        assert pings.next(number * 10.0, healthy=False) == number
+        pings.record_send(number, number * 10.0)
+    pings.reset()
+    assert not pings.record_return(2, 21.0)
+    pings.record_send(3, 22.0)
+    assert pings.record_return(3, 22.5)
+    assert pings.round_ms == pytest.approx(500.0)
+    assert not pings.record_return(3, 23.0)
 
 
 def test_a_ring_that_moves_is_not_silent_however_long_a_round_takes() -> None:
-    rounds = RingPings()
-    rounds.sent(1, 0.0)
-    assert rounds.silent_s(5.0) == 5.0
-    rounds.heard(4.0)
-    assert rounds.silent_s(5.0) == 1.0
-    assert rounds.back(1, 6.0)
-    assert rounds.silent_s(99.0) == 0.0
+    pings = RingPings()
+    pings.record_send(1, 0.0)
+    assert pings.silent_s(5.0) == 5.0
+    pings.record_activity(4.0)
+    assert pings.silent_s(5.0) == 1.0
+    assert pings.record_return(1, 6.0)
+    assert pings.silent_s(99.0) == 0.0
 
 
 def test_however_many_pings_were_lost_the_next_one_may_get_through() -> None:
-    rounds = RingPings()
+    pings = RingPings()
     for second in range(10_000):
-        number = rounds.next(float(second), whole=False)
+        number = pings.next(float(second), healthy=False)
         assert number is not None
-        rounds.sent(number, float(second))
-    assert rounds.silent_s(10_000.0) < 1000.0  # the oldest were given up
-    assert rounds.back(10_000, 10_000.0)
-    assert rounds.silent_s(10_000.0) == 0.0
+        pings.record_send(number, float(second))
+    assert pings.silent_s(10_000.0) < 1000.0  # the oldest were given up
+    assert pings.record_return(10_000, 10_000.0)
+    assert pings.silent_s(10_000.0) == 0.0
 
 
 async def test_a_full_box_waits_and_one_packet_always_fits() -> None:

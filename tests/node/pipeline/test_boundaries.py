@@ -1,4 +1,4 @@
-"""The trail of fingerprints: added to by every stage, told apart at the first."""
+"""Fingerprint trails: every stage appends to them, stage 0 splits them."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from primerl.node.pipeline.trails import ROW, BadTrail, append, check, latest
 
 
 def own(stage: int, rows: int) -> bytes:
-    """What a stage says of its rows."""
+    """Make a stage's fingerprints."""
     return b"".join(bytes([stage, row]) * (ROW // 2) for row in range(rows))
 
 
 def trail(stages: int, rows: int) -> bytes:
-    """After so many stages."""
+    """Make the trail after `stages` stages."""
     found = b""
     for stage in range(stages):
         found = append(found, own(stage, rows))

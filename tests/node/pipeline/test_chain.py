@@ -1,4 +1,4 @@
-"""Stage 0's end of the ring: what is answered, in which order, and that nobody waits for what never comes."""
+"""The ring client of stage 0: answers, their order, and that no caller waits for ever."""
 
 import threading
 import time
@@ -80,7 +80,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_before_the_first_chain_nothing_is_sent(chain: RingClient, far: Far) -> None:
     chain.open()
-    assert not chain.whole
+    assert not chain.healthy
     assert send(chain, far) is None
     assert far.seen == []
 
@@ -93,7 +93,7 @@ def test_a_chain_begins_with_everybody_on_the_version_of_stage_0(
         (Kind.RESET, 3, 0),
         (Kind.SWITCH, 3, 17),
     ]
-    assert chain.whole
+    assert chain.healthy
     found = send(chain, far)
     assert found is not None
     assert (found.kind, found.body, found.number) == (Kind.DRAWN, b"step", 0)
@@ -116,7 +116,7 @@ def test_a_fault_answers_everything_that_is_in_flight(chain: RingClient, far: Fa
     far.change = lambda frame: None
     futures = [chain.submit(b"", 1)[1] for _ in range(3)]
     assert chain.lanes(8) == 2
-    assert chain.cut == (2, 3, 0.0)
+    assert chain.lane_stats == (2, 3, 0.0)
     far.tell(Frame(Kind.FAULT, 1, 2, b"no memory"))
     assert [one.result(WAIT_S) for one in futures] == [None] * 3
     assert chain.fault == "stage 2: no memory"
@@ -132,7 +132,7 @@ def test_what_is_of_another_chain_is_dropped(chain: RingClient, far: Far) -> Non
     far.tell(Frame(Kind.DRAWN, 4, 0))
     far.tell(Frame(Kind.DRAWN, 6, 0))
     assert send(chain, far) is not None
-    assert chain.whole
+    assert chain.healthy
 
 
 @pytest.mark.parametrize("number", [1, 7])
@@ -142,23 +142,23 @@ def test_an_answer_out_of_turn_breaks_the_chain_and_is_told(
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: replace(frame, number=number)
     assert send(chain, far) is None
-    assert "out of turn" in chain.fault
+    assert "out of order" in chain.fault
     until(lambda: far.seen[-1].kind is Kind.FAULT)
 
 
 def test_an_answer_to_nothing_breaks_the_chain(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.tell(Frame(Kind.DRAWN, 1, 0))
-    until(lambda: not chain.whole)
+    until(lambda: not chain.healthy)
 
 
 def test_a_ring_on_which_nothing_comes_round_is_no_chain(chain: RingClient, far: Far) -> None:
     far.change = lambda frame: None
-    with pytest.raises(EngineError, match="did not come round"):
+    with pytest.raises(EngineError, match="did not return"):
         chain.begin(1, 0, 0.1)
     far.change = lambda frame: frame
     chain.begin(2, 0, WAIT_S)
-    assert chain.whole
+    assert chain.healthy
 
 
 def test_a_stage_without_the_version_says_so(chain: RingClient, far: Far) -> None:
@@ -177,7 +177,7 @@ def test_a_switch_is_waited_for(chain: RingClient, far: Far) -> None:
     assert chain.switch(1)(WAIT_S)
     far.change = lambda frame: None
     assert not chain.switch(2)(0.05)
-    assert not chain.whole
+    assert not chain.healthy
     assert not chain.switch(3)(WAIT_S)  # nobody is asked, nobody is waited for
 
 
@@ -185,13 +185,13 @@ def test_a_micro_batch_that_never_comes_back_is_given_up(chain: RingClient, far:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
     assert send(chain, far) is None
-    assert "not back" in chain.fault
+    assert "did not return" in chain.fault
 
 
 def test_a_node_that_goes_away_is_connected_to_again(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.ports[-1].close()
-    until(lambda: not chain.whole)
+    until(lambda: not chain.healthy)
     assert send(chain, far) is None
     far.refuses = True
     with pytest.raises(EngineError, match="cannot be reached"):

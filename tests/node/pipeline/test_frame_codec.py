@@ -1,4 +1,4 @@
-"""Frames as bytes: what is said comes back, and what is too large or garbage is refused by its head alone."""
+"""Frame codec: frames round-trip; oversized or malformed ones are refused by their heads."""
 
 import msgspec
 import numpy as np

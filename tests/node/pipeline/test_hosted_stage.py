@@ -1,4 +1,4 @@
-"""Stages in processes of their own, without vLLM: what is asked of them, and what does not start."""
+"""Stages in child processes, without vLLM: their requests, and refused starts."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 
 def place(rank: int = 0, **fields: Any) -> StagePlace:
-    """Of two layers."""
+    """Make a place in a plan of two layers."""
     found = plan([bytes([one]) * 32 for one in range(2)])
     given = {"hidden_size": MODEL.hidden_size, "kv_tokens": 4 * SHAPE.max_model_len} | fields
     shape = msgspec.structs.replace(found.shape, **given)
@@ -39,7 +39,7 @@ def place(rank: int = 0, **fields: Any) -> StagePlace:
 
 
 class Core:
-    """A whole engine, as far as a host asks for one here."""
+    """An EngineCore with the methods that these tests call."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -67,11 +67,11 @@ class Head(Core):
 
 
 async def answers(make: Any, *requests: EngineRequest) -> list[Any]:
-    """What a host answers to each, one after the other."""
+    """Return a host's answers to these messages, in order."""
     written: asyncio.Queue[Any] = asyncio.Queue()
 
     def write(data: bytes) -> None:
-        """Several frames at a time."""
+        """Write several frames at once."""
         while data:
             end = HEAD_BYTES + body_length(data[:HEAD_BYTES], MAX_FRAME)
             written.put_nowait(msgspec.msgpack.decode(data[HEAD_BYTES:end]))
@@ -121,7 +121,7 @@ def test_fingerprints_of_boundaries_come_along() -> None:
 
 async def test_a_later_stage_answers_no_requests() -> None:
     stage = HostedStage(EngineConfig(type="vllm"), place(1))
-    with pytest.raises(EngineError, match="asked of stage 0"):
+    with pytest.raises(EngineError, match="only stage 0"):
         await stage.generate(request())
 
 

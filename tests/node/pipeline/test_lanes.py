@@ -1,14 +1,14 @@
-"""Lanes: sequences are split evenly, each lane waits for its own tokens only, and all have their turn."""
+"""Lanes: even split, no waiting for other lanes' tokens, round-robin order."""
 
 from collections import deque
 from dataclasses import dataclass
 
-from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, rest
+from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, without
 
 
 @dataclass
 class One:
-    """A request as far as lanes look at it."""
+    """A request with the fields that lanes read."""
 
     request_id: str
     num_tokens: int = 5
@@ -16,7 +16,7 @@ class One:
 
 
 class Scheduler:
-    """Takes requests in and has their tokens drawn, like vLLM's, of which it knows nothing but the rules."""
+    """Admits requests and samples their tokens by the rules of vLLM's scheduler."""
 
     def __init__(self, lanes: int, requests: int, cap: int = 64) -> None:
         self.wanted = lanes
@@ -30,12 +30,12 @@ class Scheduler:
         return self.lanes.pick(self.running, len(self.waiting), self.cap - len(self.running))
 
     def step(self) -> list[str]:
-        """One micro-batch, sent; its requests."""
+        """Send one micro-batch; return its requests."""
         lane = self.pick()
         assert lane is not None
         free = self.cap - len(self.running)
         mine, most = self.lanes.take(lane, self.running, len(self.waiting), free)
-        others = rest(self.running, mine)
+        others = without(self.running, mine)
         room = min(most, free + len(mine))
         while self.waiting and len(mine) < room:
             mine.append(self.waiting.popleft())
@@ -43,17 +43,17 @@ class Scheduler:
         for one in sent:
             one.num_computed_tokens = one.num_tokens
         self.running = others + mine
-        self.lanes.settle(lane, mine)
-        self.lanes.sent(lane)
+        self.lanes.set_members(lane, mine)
+        self.lanes.record_send(lane)
         self.flying.append((lane, sent))
         return sorted(one.request_id for one in sent)
 
     def come(self) -> None:
-        """The oldest micro-batch is back."""
+        """Return the oldest micro-batch."""
         lane, sent = self.flying.popleft()
         for one in sent:
             one.num_tokens += 1
-        self.lanes.back(lane)
+        self.lanes.record_return(lane)
 
 
 def test_sequences_are_split_evenly_and_every_lane_has_its_turn() -> None:
@@ -137,20 +137,20 @@ def test_parts_of_a_prompt_do_not_wait_for_each_other() -> None:
     prompt = One("long", 100, 0)
     assert lanes.pick([], 1, 8) == 0
     lanes.take(0, [], 1, 8)
-    lanes.settle(0, [prompt])
+    lanes.set_members(0, [prompt])
     prompt.num_computed_tokens = 32
     assert lanes.pick([prompt], 0, 7) == 0
     lanes.take(0, [prompt], 0, 7)
     prompt.num_computed_tokens = 100
-    lanes.sent(0)
+    lanes.record_send(0)
     assert lanes.pick([prompt], 0, 7) is None
 
 
 def test_what_is_over_is_forgotten() -> None:
     lanes = LaneAssignment(lambda _: 2)
-    lanes.settle(0, [One("a"), One("b")])
+    lanes.set_members(0, [One("a"), One("b")])
     assert len(lanes) == 2
-    lanes.forget({"b"}.__contains__)
+    lanes.prune({"b"}.__contains__)
     assert len(lanes) == 1
 
 
@@ -224,5 +224,5 @@ def test_what_is_moved_to_another_lane_keeps_its_place_in_what_runs() -> None:
 def test_the_rest_keeps_its_order_wherever_a_lane_stands_in_what_runs() -> None:
     running = [One(name) for name in "abcd"]
     for mine, others in (("ab", "cd"), ("bc", "ad"), ("d", "abc"), ("", "abcd"), ("abcd", "")):
-        found = rest(running, [one for one in running if one.request_id in mine])
+        found = without(running, [one for one in running if one.request_id in mine])
         assert "".join(one.request_id for one in found) == others

@@ -1,4 +1,4 @@
-"""Every tensor of a model is on the stage that computes with it, told from its name alone."""
+"""Tensor names alone decide which stage holds a tensor."""
 
 import pytest
 

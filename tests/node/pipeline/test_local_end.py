@@ -1,4 +1,4 @@
-"""The node's end of an engine's socket: who may use it, and what happens when the other end misbehaves."""
+"""The node's end of an engine's socket: permissions, and misbehaving engines."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from primerl.node.pipeline.ports import PortClosed, SocketPort
 
 
 class Listener:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.packets: list[Packet] = []

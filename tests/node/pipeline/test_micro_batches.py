@@ -55,12 +55,12 @@ class Pipeline:
         return self.pace.count(self.rows)
 
     def trips(self, count: int, waited_s: float = 0.0) -> None:
-        """So many micro-batches, one after the other: only what each took is looked at."""
+        """Send micro-batches one after the other; only their round trips matter."""
         for _ in range(count):
             step = self.cost(ceil(self.rows / self.lanes))
-            self.pace.sent(self._number, self.now)
+            self.pace.record_send(self._number, self.now)
             self.now += self.stages * step + self.hops_s + waited_s
-            self.pace.back(self._number, step, waited_s, self.now)
+            self.pace.record_return(self._number, step, waited_s, self.now)
             self._number += 1
 
 
@@ -97,12 +97,12 @@ def test_time_in_queues_is_no_part_of_a_trip() -> None:
 
 
 def test_trips_of_the_number_before_do_not_count() -> None:
-    """What was sent while there were two says nothing of a number derived meanwhile."""
+    """Round trips of micro-batches sent with the old number do not count for the new one."""
     pace = MicroBatches(64)
     for number in range(100):
-        pace.sent(number, 0.0)
+        pace.record_send(number, 0.0)
     for number in range(100):
-        pace.back(number, 0.010, 0.0, 0.100)
+        pace.record_return(number, 0.010, 0.0, 0.100)
     assert pace.count(512) == 10
 
 
@@ -126,7 +126,7 @@ def test_queues_that_nothing_measures_do_not_raise_the_number_for_ever() -> None
 def test_a_new_chain_is_measured_anew() -> None:
     made = Pipeline(2, 0.100, COSTS["the same whatever is in it"], 512)
     made.trips(200)
-    made.pace.forget()
+    made.pace.reset()
     assert made.lanes == 2
     made.hops_s = 0.040
     made.trips(200)
@@ -146,23 +146,23 @@ def test_the_share_of_the_time_in_which_the_slowest_stage_waits_is_told() -> Non
     pace = MicroBatches(4)
     assert pace.stall_share == 0.0
     for number in range(8):
-        pace.sent(number, 0.1 * number)
-        pace.back(number, 0.025, 0.0, 0.1 * number + 0.05)
+        pace.record_send(number, 0.1 * number)
+        pace.record_return(number, 0.025, 0.0, 0.1 * number + 0.05)
     assert pace.stall_share == pytest.approx(0.75)
-    pace.forget()
+    pace.reset()
     assert pace.stall_share == 0.0
 
 
 def test_a_pause_without_work_is_no_idle_time() -> None:
     pace = MicroBatches(4)
     for number, at in enumerate([0.0, 0.1, 100.0, 100.1]):
-        pace.sent(number, at)
-        pace.back(number, 0.05, 0.0, at + 0.1)
+        pace.record_send(number, at)
+        pace.record_return(number, 0.05, 0.0, at + 0.1)
     assert pace.stall_share == pytest.approx(0.5)
 
 
 def test_what_was_never_sent_counts_for_nothing() -> None:
     pace = MicroBatches(4)
     for number in range(100):
-        pace.back(number, 0.01, 0.0, 1.0)
+        pace.record_return(number, 0.01, 0.0, 1.0)
     assert pace.count(64) == 2

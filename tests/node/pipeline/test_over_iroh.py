@@ -1,4 +1,4 @@
-"""A ring over QUIC on the loopback interface, and what a probe measures there."""
+"""A ring over QUIC on the loopback interface, and probes of it."""
 
 import tempfile
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ async def test_micro_batches_go_round_and_a_lost_connection_is_mended(made: Chai
     assert made.rings[0].stats().rtt_ms is not None
     node = made.nodes[1]
     await node.links.drop(made.keys[2].node_id, ALPN_PIPELINE)
-    assert (await soon(made.rings[0].broken())).rank in (1, 2)
+    assert (await soon(made.rings[0].wait_failed())).rank in (1, 2)
     again = await made.begin()
     assert again > epoch
     assert (await soon(made.trip(again, 2))).number == 2
@@ -54,7 +54,7 @@ async def test_a_probe_measures_the_way(made: Chain) -> None:
 async def test_a_node_that_starts_again_elsewhere_is_found_again(made: Chain) -> None:
     epoch = await made.begin()
     await made.nodes[2].transport.close()
-    assert (await soon(made.rings[0].broken())).rank in (1, 2)
+    assert (await soon(made.rings[0].wait_failed())).rank in (1, 2)
     made.nodes[2] = await made.node(made.keys[2])
     made.acquaint()
     made.rings[2] = await made.ring(2, made.nodes[2])

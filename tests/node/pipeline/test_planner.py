@@ -1,4 +1,4 @@
-"""Plans from offers: who holds which layers, in which order, with room for what."""
+"""Plans from offers: nodes, layers, order and cache size."""
 
 import itertools
 from typing import Any
@@ -44,7 +44,7 @@ def plan(some: list[Offered], costs: Costs = COSTS, **more: Any) -> PipelinePlan
 
 
 def needed(found: PipelinePlan, rank: int, costs: Costs = COSTS) -> int:
-    """Bytes that a stage takes, counted from the plan alone."""
+    """Compute the bytes of a stage from the plan alone."""
     stage, last = found.stages[rank], rank == len(found.stages) - 1
     tables = costs.first * (rank == 0) + costs.last * last
     tokens = found.shape.kv_tokens
@@ -125,7 +125,7 @@ def test_nobody_comes_nearer_to_others_than_they_see_it() -> None:
 
 
 def test_who_cannot_be_measured_is_taken_last() -> None:
-    """Between 0 and 1 there may be no way at all; to 2 it is far, but there is one."""
+    """Nodes 0 and 1 may not reach each other; node 2 is far, but reachable."""
     some = [
         Offered(node(0), offer(14_000, round_trips={node(2): 300.0})),
         Offered(node(1), offer(14_000)),
@@ -300,7 +300,7 @@ memories = st.lists(st.integers(0, 30_000), min_size=0, max_size=5)
 def test_a_plan_fits_and_is_made_whenever_there_is_one(
     sizes: list[int], layers: int, first: int, last: int, data: st.DataObject
 ) -> None:
-    """Against every way to cut and to order, tried one by one."""
+    """Compare with an exhaustive search over all orders and splits."""
     costs = Costs(layers=layers, layer=900, first=first, last=last, layer_token=2)
     ways = [
         {node(k): data.draw(st.integers(0, 300)) * 1.0 for k in range(len(sizes)) if k != one}
@@ -336,7 +336,7 @@ def test_a_plan_fits_and_is_made_whenever_there_is_one(
 
 
 def any_cut(order: tuple[Offered, ...], costs: Costs, tokens: int) -> bool:
-    """Whether some cut of the layers fits, by trying all of them."""
+    """Return whether any split of the layers fits, by exhaustive search."""
     for cuts in itertools.combinations(range(1, costs.layers), len(order) - 1):
         ends = [*cuts, costs.layers]
         counts = [end - start for start, end in zip([0, *cuts], ends, strict=True)]

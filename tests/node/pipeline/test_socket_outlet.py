@@ -1,4 +1,4 @@
-"""What a process that computes sends: in order, whole or as a fault, and never to whoever is gone."""
+"""The outlet of a computing process: complete frames or faults, in order, until the peer is gone."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ LIMITS = FrameLimits.of(SHAPE)
 
 
 class Far:
-    """Who reads at the other end of a socket that `outlet` was given."""
+    """The reader at the other end of the outlet's socket."""
 
     def __init__(self, outlet: SocketOutlet) -> None:
         self.near, self.far = socket.socketpair()
@@ -49,7 +49,7 @@ def far(outlet: SocketOutlet) -> Generator[Far]:
 
 
 class Held:
-    """A frame whose states do not come before release(), and behind it as many as there is room for."""
+    """A frame whose states wait for release(), and a full queue behind it."""
 
     def __init__(self, outlet: SocketOutlet) -> None:
         self._ready, asked = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What a stage believes of a step: nothing outside the plan, or that does not follow from the step before."""
+"""Validation of steps: nothing outside the plan, nothing that does not follow the step before."""
 
 import contextlib
 import random
@@ -51,7 +51,7 @@ def going(key: int = 1, **fields: Any) -> ContinuedSequence:
 
 def begun(*parts: NewSequence) -> KnownSequences:
     found = KnownSequences(SMALL)
-    found.take(StageStep(parts or (new(),)))
+    found.apply(StageStep(parts or (new(),)))
     return found
 
 
@@ -74,7 +74,7 @@ def test_what_is_encoded_is_read_again() -> None:
     ],
 )
 def test_what_is_no_step_is_refused(body: bytes) -> None:
-    with pytest.raises(EngineError, match="sent no step"):
+    with pytest.raises(EngineError, match="invalid step"):
         decode_step(body)
 
 
@@ -86,30 +86,30 @@ def test_a_sequence_draws_when_its_last_token_is_computed() -> None:
 
 def test_a_sequence_goes_on_under_its_name_until_it_ends() -> None:
     found = KnownSequences(SMALL)
-    ((name,), over) = found.take(StageStep((new(),)))
+    ((name,), over) = found.apply(StageStep((new(),)))
     assert over == []
-    assert found.take(StageStep((going(),))) == ([name], [])
-    assert found.take(StageStep((new(2),), (1,)))[1] == [name]
-    with pytest.raises(EngineError, match="goes on where it did not stop"):
-        found.take(StageStep((going(tokens=14, computed=13),)))
+    assert found.apply(StageStep((going(),))) == ([name], [])
+    assert found.apply(StageStep((new(2),), (1,)))[1] == [name]
+    with pytest.raises(EngineError, match="does not continue where it stopped"):
+        found.apply(StageStep((going(tokens=14, computed=13),)))
 
 
 def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
     found = KnownSequences(SMALL)
-    ((name,), _) = found.take(StageStep((new(),)))
-    names, over = found.take(StageStep((new(tokens=13, scheduled=13),)))
+    ((name,), _) = found.apply(StageStep((new(),)))
+    names, over = found.apply(StageStep((new(tokens=13, scheduled=13),)))
     assert over == [name]
     assert names != [name]
     assert found.names() == names
-    found.forget()
+    found.reset()
     assert found.names() == []
 
 
 def test_parts_of_a_prompt_follow_each_other() -> None:
     found = begun(new(tokens=20, scheduled=8, blocks=(1,)))
-    found.take(StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
-    with pytest.raises(EngineError, match="did not stop"):
-        found.take(StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
+    found.apply(StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
+    with pytest.raises(EngineError, match="does not continue"):
+        found.apply(StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
 
 
 @pytest.mark.parametrize(
@@ -119,54 +119,55 @@ def test_parts_of_a_prompt_follow_each_other() -> None:
         ((new(1), new(2), new(3)), "3 sequences"),
         ((new(1), new(1)), "twice"),
         ((new(tokens=40, scheduled=40, blocks=(1, 2, 3, 4, 5)),), "more tokens than the plan"),
-        ((new(tokens=65, scheduled=1),), "cut wrongly"),
-        ((new(scheduled=0),), "cut wrongly"),
-        ((new(scheduled=13),), "cut wrongly"),
-        ((new(blocks=(0, 1)),), "block that there is not"),
-        ((new(blocks=(1, 17)),), "block that there is not"),
+        ((new(tokens=65, scheduled=1),), "invalid token counts"),
+        ((new(scheduled=0),), "invalid token counts"),
+        ((new(scheduled=13),), "invalid token counts"),
+        ((new(blocks=(0, 1)),), "block that does not exist"),
+        ((new(blocks=(1, 17)),), "block that does not exist"),
         ((new(blocks=(1,)),), "wrong number of blocks"),
         ((new(blocks=tuple([1] * 17)),), "wrong number of blocks"),
-        ((going(9),), "did not stop"),
+        ((going(9),), "does not continue"),
     ],
 )
 def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        KnownSequences(SMALL).take(StageStep(parts))
+        KnownSequences(SMALL).apply(StageStep(parts))
 
 
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (going(computed=11, scheduled=2), "did not stop"),
-        (going(tokens=11), "did not stop"),
-        (going(tokens=14), "more than the token"),
-        (going(scheduled=2), "cut wrongly"),
+        (going(computed=11, scheduled=2), "does not continue"),
+        (going(tokens=11), "does not continue"),
+        (going(tokens=14), "more than one sampled token"),
+        (going(scheduled=2), "invalid token counts"),
     ],
 )
 def test_a_sequence_that_does_not_follow_is_refused(part: ContinuedSequence, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        begun().take(StageStep((part,)))
+        begun().apply(StageStep((part,)))
 
 
 def test_the_last_block_is_the_plans() -> None:
     found = begun(new(blocks=(16, 15)))
     for at in range(12, 16):
-        found.take(StageStep((going(tokens=at + 1, computed=at),)))
+        found.apply(StageStep((going(tokens=at + 1, computed=at),)))
     with pytest.raises(EngineError, match="wrong number of blocks"):
-        found.take(StageStep((going(tokens=17, computed=16),)))
+        found.apply(StageStep((going(tokens=17, computed=16),)))
 
 
 def test_whoever_never_ends_a_sequence_is_stopped() -> None:
     found = KnownSequences(SMALL)
     most = REMEMBERED * SMALL.max_sequences
     for key in range(most):
-        found.take(StageStep((new(key),)))
-    with pytest.raises(EngineError, match="never ends"):
-        found.take(StageStep((new(most),)))
+        found.apply(StageStep((new(key),)))
+    with pytest.raises(EngineError, match="does not end"):
+        found.apply(StageStep((new(most),)))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"), [((1, 2), "other sequences"), ((), "other"), ((300,), "that there is not")]
+    ("tokens", "words"),
+    [((1, 2), "2 tokens, not"), ((), "0 tokens, not"), ((300,), "outside the vocabulary")],
 )
 def test_tokens_that_were_not_asked_for_are_refused(tokens: tuple[int, ...], words: str) -> None:
     check_drawn(DrawnTokens((299,)), 1, 300)
@@ -189,7 +190,7 @@ def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
         body = body[: rng.randrange(1, len(body) + 1) if rng.random() < 0.2 else len(body)]
         found = begun(new(), new(9))
         with contextlib.suppress(EngineError):
-            names, _ = found.take(decode_step(bytes(body)))
+            names, _ = found.apply(decode_step(bytes(body)))
             taken += 1
             assert len(set(names)) == len(names) <= SMALL.max_sequences
     assert 100 < taken < 2900

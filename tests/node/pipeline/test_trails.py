@@ -1,4 +1,4 @@
-"""Signed trails: what a stage said of its states cannot be changed by those behind it."""
+"""Signed trails: later stages cannot change a stage's fingerprints."""
 
 from collections.abc import Callable
 
@@ -32,23 +32,23 @@ Change = Callable[[int, Packet], Packet]
 
 
 def plan(stages: int, generation: int = 1) -> PipelinePlan:
-    """One layer each."""
+    """Make a plan with one layer per stage."""
     made = tuple(Stage(KEYS[rank].node_id, rank, rank + 1) for rank in range(stages))
     return PipelinePlan(digest(b"group"), generation, made, (), SHAPE)
 
 
 def row(rank: int, rows: int = ROWS) -> bytes:
-    """What a stage says of its rows."""
+    """Make a stage's fingerprints."""
     return bytes([rank + 1]) * (8 * rows)
 
 
 def trail_of(one: Packet) -> bytes:
-    """What is on it now."""
+    """Return a packet's trail."""
     return one.contents[one.head.body : one.head.body + one.head.trail]
 
 
 def with_trail(one: Packet, trail: bytes, kind: Kind | None = None) -> Packet:
-    """As an engine, or a liar's daemon, sends it on."""
+    """Replace a packet's trail, as an engine or a lying node does."""
     frame = decode(one.head, one.contents)
     changed = Frame(kind or frame.kind, frame.epoch, frame.number, frame.body, trail=trail)
     return packet(changed, LIMITS)
@@ -62,7 +62,7 @@ def round_trip(
     rows: int = ROWS,
     plans: Callable[[int], PipelinePlan] | None = None,
 ) -> bytes:
-    """The trail that stage 0's engine gets back; `change` is what happens behind each stage's daemon."""
+    """Return the trail that stage 0's engine receives; `change` alters packets between nodes."""
     ends = [
         SignedTrails(KEYS[rank], RUN, plans(rank) if plans else plan(stages), rank)
         for rank in range(stages)
@@ -97,7 +97,7 @@ def test_no_byte_can_be_changed_by_a_later_stage(at: int) -> None:
         trail[at] ^= 1
         return with_trail(one, bytes(trail))
 
-    with pytest.raises(BadTrail, match="changed behind it"):
+    with pytest.raises(BadTrail, match="changed by a later stage"):
         round_trip(4, change)
 
 
@@ -138,7 +138,7 @@ def test_an_engine_of_ours_that_touches_what_others_said_is_found_at_home() -> N
     seen = end.inward(step)
     with pytest.raises(BadTrail, match="our engine changed"):
         end.outward(with_trail(seen, row(2) + row(1)))
-    with pytest.raises(BadTrail, match="did not come"):
+    with pytest.raises(BadTrail, match="that had none"):
         end.outward(with_trail(seen, row(0) + row(1)))
 
 

@@ -1,4 +1,4 @@
-"""Which persistent batch a lane finds, without vLLM."""
+"""The persistent batch of each lane, without vLLM."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from primerl.node.pipeline.vllm_runner import LaneBatches, another, remember_making
+from primerl.node.pipeline.vllm_runner import LaneBatches, empty_like, record_batch_arguments
 
 META = torch.device("meta")
 
@@ -29,7 +29,7 @@ class InputBatch:
 
 
 class Runner:
-    """Brings its batch up to date as vLLM's: what is not computed goes, what is new is put in."""
+    """Updates its batch like vLLM's runner: removes unscheduled rows, adds new ones."""
 
     def __init__(self, made: Any) -> None:
         self.input_batch: Any = made()
@@ -45,15 +45,15 @@ class Runner:
 
 def make(most: int = 3) -> Runner:
     module = SimpleNamespace(InputBatch=InputBatch)
-    remember_making(module)
-    remember_making(module)  # twice is once
+    record_batch_arguments(module)
+    record_batch_arguments(module)  # twice is once
     runner = Runner(module.InputBatch)
     LaneBatches(runner, most).install()
     return runner
 
 
 def step(runner: Any, names: Iterable[str], over: Iterable[str] = ()) -> list[str]:
-    """The rows that had to be put in."""
+    """Return the rows that had to be added."""
     output: Any = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, 1), finished_req_ids=set(over)
     )
@@ -86,7 +86,7 @@ def test_what_is_over_leaves_its_batch_at_once_whoevers_turn_it_is() -> None:
     runner = make()
     step(runner, "abc")
     step(runner, "de", over="b")
-    assert step(runner, "abc") == ["b"]  # another one of that name
+    assert step(runner, "abc") == ["b"]  # empty_like one of that name
     step(runner, "", over="ac")
     assert step(runner, "ac") == ["a", "c"]
 
@@ -99,7 +99,7 @@ def test_no_more_batches_are_made_than_may_be() -> None:
     assert step(runner, "ab") == [
         "a",
         "b",
-    ]  # which was used longest ago when another one was needed
+    ]  # which was used longest ago when empty_like one was needed
 
 
 def test_an_emptied_batch_is_used_again() -> None:
@@ -113,9 +113,9 @@ def test_an_emptied_batch_is_used_again() -> None:
 def test_blocks_of_all_batches_lie_in_one_place_on_a_device_and_apart_on_a_host() -> None:
     for device, shared in ((META, True), ("cpu", False)):
         module = SimpleNamespace(InputBatch=InputBatch)
-        remember_making(module)
+        record_batch_arguments(module)
         first = module.InputBatch(device=device, logitsprocs="of the first")
-        second = another(first)
+        second = empty_like(first)
         assert second.logitsprocs is None
         (own,), (other,) = second.block_table.block_tables, first.block_table.block_tables
         for name in ("block_table", "slot_mapping"):

@@ -1,4 +1,4 @@
-"""Ranks that follow the first one of their stage: told all alike, and none is left over. Without vLLM."""
+"""Follower ranks, without vLLM: all get the same calls, and none outlives the first rank."""
 
 import os
 import select
@@ -16,68 +16,68 @@ from support import follower_cases
 from support.follower_cases import Worker, follow
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.pipeline.vllm_followers import Followers, RankPipes, obey
+from primerl.node.pipeline.vllm_followers import Followers, RankPipes, serve_calls
 
 WAIT_S = 60.0
 
 
 def line(count: int) -> tuple[RankPipes, list[Connection]]:
-    """To so many workers, in threads of this process."""
+    """Connect pipes to workers in threads of this process."""
     ours: list[Connection] = []
     for rank in range(1, count + 1):
         near, far = Pipe()
         ours.append(near)
-        threading.Thread(target=obey, args=(far, Worker(rank).call), daemon=True).start()
+        threading.Thread(target=serve_calls, args=(far, Worker(rank).call), daemon=True).start()
     return RankPipes(ours), ours
 
 
 def test_every_rank_is_told_the_same_in_the_same_order() -> None:
     found, _ = line(3)
-    found.tell("note", 1)
+    found.notify("note", 1)
     answers = found.begin("note", np.arange(3).sum())
     assert answers() == [[1, 1, 3], [2, 1, 3], [3, 1, 3]]
-    assert RankPipes(()).ask("note", 1) == []
+    assert RankPipes(()).call("note", 1) == []
 
 
 def test_what_is_for_the_first_rank_only_is_told_to_no_other() -> None:
     found, _ = line(2)
-    found.tell_first("note", 1)
-    assert found.ask("note", 2) == [[1, 1, 2], [2, 2]]
+    found.notify_first("note", 1)
+    assert found.call("note", 2) == [[1, 1, 2], [2, 2]]
 
 
 def test_who_refuses_and_who_fails_is_heard_and_the_next_answer_is_the_next_ones() -> None:
     found, _ = line(2)
     with pytest.raises(EngineError, match="rank 1 does not want to"):
-        found.ask("refuse")
+        found.call("refuse")
     with pytest.raises(RuntimeError, match="nobody knows what"):
-        found.ask("what")
+        found.call("what")
     found.begin("note", 1)  # whose asker gave up
-    assert found.ask("note", 2) == [[1, 1, 2], [2, 1, 2]]
+    assert found.call("note", 2) == [[1, 1, 2], [2, 1, 2]]
 
 
 def test_who_does_not_answer_in_time_is_named_and_not_waited_for() -> None:
     near, far = Pipe()
     slow = RankPipes([near], answer_s=0.01)
     with pytest.raises(RuntimeError, match="did not answer note"):
-        slow.ask("note", 1)
+        slow.call("note", 1)
     far.send((1, "", False, "late"))
     far.send((2, "", False, "of now"))
-    assert slow.ask("note", 2) == ["of now"]
+    assert slow.call("note", 2) == ["of now"]
 
 
 def test_what_nobody_asked_for_ends_who_cannot_do_it() -> None:
     near, far = Pipe()
     near.send((0, "what", ()))
     with pytest.raises(ValueError, match="nobody knows"):
-        obey(far, Worker(1).call)
+        serve_calls(far, Worker(1).call)
     near.close()
-    obey(far, Worker(1).call)
+    serve_calls(far, Worker(1).call)
 
 
 def started(lost: threading.Event | None = None) -> tuple[Followers, list[Any]]:
     followers = Followers(2, lost and lost.set)
     followers.start(follow, "x")
-    return followers, followers.turns.ask("pid")
+    return followers, followers.ordered.call("pid")
 
 
 def test_followers_are_processes_and_one_that_dies_is_noticed() -> None:
@@ -85,7 +85,7 @@ def test_followers_are_processes_and_one_that_dies_is_noticed() -> None:
     followers, pids = started(lost)
     try:
         assert len({os.getpid(), *pids}) == 3
-        assert followers.beside.ask("note", 1) == [[1, "x", 1], [2, "x", 1]]
+        assert followers.concurrent.call("note", 1) == [[1, "x", 1], [2, "x", 1]]
         os.kill(pids[1], signal.SIGKILL)
         assert lost.wait(WAIT_S)
     finally:

@@ -1,4 +1,4 @@
-"""What goes between vLLM and the ring, without vLLM: steps told, rows put in order, numbers kept."""
+"""The parts between vLLM and the ring, without vLLM: steps, row order, records."""
 
 import base64
 from types import SimpleNamespace
@@ -34,12 +34,13 @@ from primerl.node.pipeline.vllm_recorders import HeadRecorder, LastStageRecorder
 from primerl.node.pipeline.vllm_runner import (
     HIDDEN,
     RESIDUAL,
+    IncomingStates,
     OutgoingStates,
     StateBuffers,
-    drawing,
     gather,
-    leaving,
+    residual_stream,
     rows_of,
+    sampled_rows,
 )
 
 MODEL = {
@@ -104,13 +105,11 @@ def test_what_vllm_resumes_is_new_to_the_others() -> None:
     assert part == NewSequence(1, 7, 0, 7, (8,), 7, 1.5, 0, 1.0)
 
 
-def test_who_ended_is_told_with_the_next_step_of_the_same_chain() -> None:
+def test_ended_sequences_are_named_in_the_next_step_once() -> None:
     encoder = StepEncoder()
     encoder.encode(output([asked("1", 3)], {}, {"1": 3}))
-    encoder.skip(output([], {}, {}, finished_req_ids={"1", "of no chain"}))
+    encoder.skip(output([], {}, {}, finished_req_ids={"1", "unknown"}))
     assert encoder.encode(output([asked("2", 3)], {}, {"2": 3})).ended == (1,)
-    encoder.skip(output([], {}, {}, finished_req_ids={"2"}))
-    encoder.forget()
     assert encoder.encode(output([asked("3", 3)], {}, {"3": 3})).ended == ()
 
 
@@ -136,19 +135,19 @@ def test_one_stream_leaves_and_arrives_in_the_runners_order() -> None:
     hidden, residual = torch.arange(12.0).reshape(4, 3), torch.ones(4, 3)
     counts = {"a": 1, "b": 2}
     index = gather(["a", "b"], ["b", "a"], counts)
-    stream = leaving({HIDDEN: hidden, RESIDUAL: residual}, 3, index)
+    stream = residual_stream({HIDDEN: hidden, RESIDUAL: residual}, 3, index)
     assert torch.equal(stream, (hidden + 1)[[1, 2, 0]])
-    assert torch.equal(leaving({HIDDEN: hidden}, 3, None), hidden[:3])
-    with pytest.raises(EngineError, match="no pipeline here carries"):
-        leaving({"something": hidden}, 3, None)
+    assert torch.equal(residual_stream({HIDDEN: hidden}, 3, None), hidden[:3])
+    with pytest.raises(EngineError, match="pipelines do not support"):
+        residual_stream({"something": hidden}, 3, None)
     runner = SimpleNamespace(
         max_num_tokens=8,
         device=torch.device("cpu"),
         input_batch=SimpleNamespace(req_ids=["a", "b", "left"], num_reqs=2),
         intermediate_tensors=SimpleNamespace(tensors={HIDDEN: 0, RESIDUAL: 0}),
     )
-    arrival = StateBuffers(runner, 3, torch.float32).lay(stream, ["b", "a"], counts)
-    found = dict(arrival.items())
+    buffers = StateBuffers(runner, 3, torch.float32)
+    found = dict(IncomingStates(buffers, stream, ["b", "a"], counts).items())
     assert torch.equal(found[RESIDUAL][:3], (hidden + 1)[:3])
     assert found[RESIDUAL].shape == (8, 3)  # a captured graph reads more rows than came
     assert not found[HIDDEN].any()
@@ -161,12 +160,12 @@ def test_only_rows_that_lead_to_a_token_leave_fingerprints() -> None:
         NewSequence(3, 2, 0, 2, (1,), 0, 1.0, 0, 1.0),
     )
     stream = torch.randn(6, 32)
-    index = drawing(parts)
+    index = sampled_rows(parts)
     assert torch.equal(rows_of(stream, index), stream[[3, 5]])
     (sent,), trail = OutgoingStates(stream, index, "raw", proven=True).wait()
     assert np.array_equal(sent, stream.numpy())
     assert trail == crossing(stream[[3, 5]])
-    assert OutgoingStates(stream[:3], drawing(parts[:1]), "raw", proven=True).wait()[1] == b""
+    assert OutgoingStates(stream[:3], sampled_rows(parts[:1]), "raw", proven=True).wait()[1] == b""
     assert OutgoingStates(stream, index, "raw", proven=False).wait()[1] == b""
     coded, _ = OutgoingStates(stream, index, "fp8", proven=True).wait()
     assert coded[0].dtype == np.uint8
@@ -175,10 +174,12 @@ def test_only_rows_that_lead_to_a_token_leave_fingerprints() -> None:
 def test_where_every_row_leads_to_a_token_all_leave_fingerprints() -> None:
     parts = ContinuedSequence(1, 9, 8, 1, ()), NewSequence(2, 2, 1, 1, (1,), 0, 1.0, 0, 1.0)
     stream = torch.randn(2, 32)
-    assert drawing(parts) is None
-    assert OutgoingStates(stream, drawing(parts), "raw", proven=True).wait()[1] == crossing(stream)
+    assert sampled_rows(parts) is None
+    assert OutgoingStates(stream, sampled_rows(parts), "raw", proven=True).wait()[1] == crossing(
+        stream
+    )
     assert (
-        drawing([ContinuedSequence(1, 9, 6, 3, ())]) is not None
+        sampled_rows([ContinuedSequence(1, 9, 6, 3, ())]) is not None
     )  # of its three rows the last one
 
 
@@ -209,9 +210,9 @@ async def test_what_came_back_is_collected_with_versions_and_boundaries() -> Non
         kept.admit(name, 3, key, 0, 1.0)
     kept.version = 1
     trail = b"A" * 8 + b"B" * 8 + b"a" * 8 + b"b" * 8
-    kept.file(["a", "b"], [3, 3], numbers(-1, -2), trail)
+    kept.record(["a", "b"], [3, 3], numbers(-1, -2), trail)
     kept.version = 2
-    kept.file(["b", "gone"], [4, 9], numbers(-3, -9), b"C" * 8 + bytes(8) + b"c" * 8 + bytes(8))
+    kept.record(["b", "gone"], [4, 9], numbers(-3, -9), b"C" * 8 + bytes(8) + b"c" * 8 + bytes(8))
 
     async def ask(wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
         return kept.collect(wanted, forgotten)
@@ -238,7 +239,7 @@ def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for()
     logits[[0, 1, 2], [4, 2, 3]] = 30.0
     for length in (2, 3):
         told = [
-            teller.tell(
+            teller.sample(
                 SampledStep(
                     lane,
                     np.full(len(lane), length),
@@ -261,9 +262,9 @@ def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for()
 def test_what_was_drawn_twice_counts_once() -> None:
     kept = keeper(boundaries=0)
     kept.admit("a", 3, 4, 0, 1.0)
-    kept.file(["a"], [3], numbers(-1), b"")
-    kept.file(["a"], [4], numbers(-2), b"")
-    kept.file(["a"], [4], numbers(-2), b"")
+    kept.record(["a"], [3], numbers(-1), b"")
+    kept.record(["a"], [4], numbers(-2), b"")
+    kept.record(["a"], [4], numbers(-2), b"")
     ((_, rows, *_, crossing),) = kept.collect([[4, 2]], [])
     assert np.frombuffer(rows, np.float32).reshape(2, -1)[:, 0].tolist() == [-1, -2]
     assert crossing == []
@@ -272,13 +273,13 @@ def test_what_was_drawn_twice_counts_once() -> None:
 @pytest.mark.parametrize(
     ("lengths", "rows", "trail", "words"),
     [
-        ([5], numbers(-1), bytes(16), "out of turn"),
-        ([2], numbers(-1), bytes(16), "out of turn"),
-        ([3], numbers(-1, -1), bytes(16), "other numbers"),
-        ([3], numbers(-1)[:, :3], bytes(16), "other numbers"),
-        ([3], numbers(-1).astype(np.float64), bytes(16), "other numbers"),
-        ([3], numbers(-1), bytes(8), "no trail of this plan"),
-        ([3], numbers(float("nan")), bytes(16), "numbers that are none"),
+        ([5], numbers(-1), bytes(16), "out of order"),
+        ([2], numbers(-1), bytes(16), "out of order"),
+        ([3], numbers(-1, -1), bytes(16), "wrong shape or dtype"),
+        ([3], numbers(-1)[:, :3], bytes(16), "wrong shape or dtype"),
+        ([3], numbers(-1).astype(np.float64), bytes(16), "wrong shape or dtype"),
+        ([3], numbers(-1), bytes(8), "invalid trail"),
+        ([3], numbers(float("nan")), bytes(16), "not finite"),
         ([3], numbers(0.5), bytes(16), "above 0"),
     ],
 )
@@ -288,7 +289,7 @@ def test_what_the_last_stage_may_not_send_is_refused(
     kept = keeper()
     kept.admit("a", 3, 4, 0, 1.0)
     with pytest.raises(EngineError, match=words):
-        kept.file(["a"], lengths, rows, trail)
+        kept.record(["a"], lengths, rows, trail)
 
 
 # -- the place -------------------------------------------------------------------------------------
@@ -349,10 +350,10 @@ def test_passes_that_leave_a_rank_a_part_of_the_states_are_refused() -> None:
         ({"dp": 2}, "engine.dp is 2"),
         ({"pp": 2}, "engine.pp is 2"),
         ({"sleep_after_s": 3.0}, "does not sleep"),
-        ({"vllm": {"block_size": 16}}, "the plan's to decide"),
+        ({"vllm": {"block_size": 16}}, "set by the plan"),
         (
             {"vllm": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}},
-            "one token of a sequence in a step",
+            "speculative decoding",
         ),
         ({"dtype": "bfloat16"}, "set engine.dtype"),
     ],

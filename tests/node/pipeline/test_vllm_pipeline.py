@@ -47,7 +47,7 @@ NARROW = shape_of(
 
 @dataclass
 class World:
-    """A pipeline with policy 0, and what a model in one piece draws under both policies."""
+    """A pipeline with policy 0, and a single engine's completions under both policies."""
 
     model_dir: Path
     states: list[State]
@@ -76,7 +76,7 @@ def requests() -> list[GenerateRequest]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    """Each test leaves the newest policy, and a ring that is whole."""
+    """Each test leaves the newest policy and a healthy ring."""
     torch.set_num_threads(1)
     shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": 4})
     model_dir = tmp_path_factory.mktemp("model")
@@ -121,7 +121,7 @@ def expect_same(found: list[Completion], wanted: list[Completion]) -> None:
 def states_at(
     world: World, version: int, layer: int, found: Completion, prompt: Any
 ) -> torch.Tensor:
-    """[tokens, width]: what leads to each token behind `layer` layers, by a plain forward pass."""
+    """Return the states [tokens, width] after `layer` layers, by a plain forward pass."""
     model: Any = huggingface.model_from_state(world.model_dir, world.states[version])
     tokens = torch.tensor([[*prompt, *found.token_ids]])
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Stages whose layers several ranks of a host share, for real: needs vLLM, and about a minute."""
+"""Stages with tensor-parallel ranks on one host; needs vLLM and about a minute."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ def requests() -> list[GenerateRequest]:
 
 
 async def drawn_whole(model_dir: Path, states: list[State]) -> list[list[Completion]]:
-    """What a model in one piece draws under each policy."""
+    """Return a single engine's completions under each policy."""
     engine, found = HfEngine(FP32), list[list[Completion]]()
     await engine.start(model_dir)
     for version, state in enumerate(states):
@@ -116,7 +116,7 @@ async def test_whoever_shares_a_stages_layers_tokens_and_proofs_are_those_of_one
 
 
 async def begun(made: Pipeline) -> None:
-    """Until something more is computed."""
+    """Wait until more steps are computed."""
     frames = made.ring.frames[0]
     await until(lambda: made.ring.frames[0] >= frames + 3, DEADLINE_S)
 
@@ -137,7 +137,7 @@ async def lose_a_rank(made: Pipeline, wanted: list[Completion]) -> None:
 
 
 def follower_of(pid: int) -> int:
-    """The process that a stage has started to compute with it; another one tracks what they share."""
+    """Return the follower process of a stage, without multiprocessing's resource tracker."""
     lists = Path("/proc").glob(f"{pid}/task/*/children")
     found = [int(child) for one in lists for child in one.read_text().split()]
     (follower,) = (

@@ -22,10 +22,10 @@ PROMPT = list(range(20))
 
 @dataclass
 class Ring:
-    """What a scheduler asks of a chain."""
+    """The part of RingClient that the scheduler uses."""
 
     lanes_wanted: int
-    whole: bool = True
+    healthy: bool = True
 
     def lanes(self, sequences: int) -> int:
         return min(self.lanes_wanted, sequences)
@@ -51,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A scheduler of so many lanes, to which so many requests were added."""
+    """Make a scheduler with this many lanes and requests."""
     import torch
     from vllm.sampling_params import SamplingParams  # pyright: ignore
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # pyright: ignore
@@ -72,7 +72,7 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(lanes: int, count: int) -> Any:
         manager = StructuredOutputManager(config)
-        scheduler = LaneScheduler(config, cache, manager, BLOCK, chain=Ring(lanes))
+        scheduler = LaneScheduler(config, cache, manager, BLOCK, ring=Ring(lanes))
         for index in range(count):
             sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
             scheduler.add_request(Request(f"r{index}", PROMPT, sampling, None))

@@ -294,7 +294,7 @@ async def test_two_runs_never_share_a_directory(make: Any) -> None:
 async def test_other_data_are_not_resumed(make: Any, tmp_path: Path) -> None:
     await sft(make(max_steps=2), watch=quiet, factories=Backends().factories())
     write_rows(tmp_path / "rows.jsonl", pairs(39))
-    with pytest.raises(UsageError, match="not those that the run began with"):
+    with pytest.raises(UsageError, match="differ from those that the run began with"):
         await sft(make(resume=True), watch=quiet, factories=Backends().factories())
 
 
