@@ -31,7 +31,7 @@ class EvalSampling:
 
     max_tokens: int
     temperature: float
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
     top_p: float = 1.0
     top_k: int = 0
 
@@ -260,8 +260,8 @@ class EvalTask:
     prompts: int
     samples: int
     success: float = 1.0
-    max_tokens: int = 0
-    """Of one reply; 0: as many as the evaluator's sampling says."""
+    sampling: EvalSampling | None = None
+    """None: the evaluator's, whose stop tokens it has anyway."""
     interval: int = 0
     """Versions from one evaluation beside training to the next; 0: as many as for the others."""
 
@@ -318,13 +318,11 @@ class Evaluator:
     async def _roll_out(
         self, one: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
     ) -> list[Rollout]:
-        sampling = self._sampling
-        if one.max_tokens:
-            sampling = replace(sampling, max_tokens=one.max_tokens)
+        own, stops = one.sampling or self._sampling, self._sampling.stop_token_ids
         return await run_rollouts(
             one.environment,
             tasks,
-            EnginePolicy(self._engine, version, sampling),
+            EnginePolicy(self._engine, version, replace(own, stop_token_ids=stops)),
             samples=samples,
             seed=seed,
             concurrency=self._at_once,

@@ -148,7 +148,9 @@ class StepSettings(msgspec.Struct, frozen=True):
     """Release of torch: sums of another one may differ in their last bits."""
     gpu: bool = False
     own: dict[str, dict[str, Any]] = {}
-    """The same section of each environment whose advantage differs, by name."""
+    """The same section of each environment whose advantage or loss differs, by name."""
+    temperatures: dict[str, float] = {}
+    """Of each environment that has another temperature, by name."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):

@@ -156,6 +156,22 @@ async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, 
         assert moved(case, one) == {"sampling", "sampling_max"}
 
 
+async def test_each_item_is_measured_at_the_temperature_of_its_lease(
+    auditor: Auditor, case: Case
+) -> None:
+    proofs = case.run.proofs
+    hot = await generate(case.model_dir, case.states[OWN], proofs.dtype, temperature=1.6)
+    leased = [replace(one, temperature=1.6) for one in hot[:4]]
+    for one in await audit(auditor, case, *leased, *case.honest[:4]):
+        assert moved(case, one) == set()
+    cheats = [replace(one, temperature=1.6) for one in case.honest[:2]]
+    for one in (await audit(auditor, case, *leased[:2], *cheats, case.item))[2:4]:
+        assert moved(case, one) >= {"sampling", "sampling_max", "logprob"}
+    # the same text at two temperatures: an engine that keeps prefixes must not mix them up
+    both = await audit(auditor, case, case.item, replace(case.item, temperature=1.6))
+    assert [bool(moved(case, one)) for one in both] == [False, True]
+
+
 async def test_forged_logprobs_move_only_the_logprobs(auditor: Auditor, case: Case) -> None:
     logprobs = [value - 0.5 for value in case.item.logprobs]
     [found] = await audit(auditor, case, replace(case.item, logprobs=logprobs))
