@@ -180,7 +180,8 @@ interval | evaluation.environments[].interval
 curriculum | training.curriculum.gates | gate | one for all environments; a difficulty_pool needs num_tasks
 algo | - | | nearest: environments[].advantage and .loss
 sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
-sampling.max_completion_tokens | environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
+sampling.max_completion_tokens |
+    environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
 sampling.top_p, .top_k | evaluation.environments[].sampling.= | off 0 1.0 -1 | of training: the seed of a lease
     fixes each token
 sampling.* | - | off 0 1.0 -1 | the seed of a lease fixes each token: temperature alone is free
