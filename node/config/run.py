@@ -254,7 +254,28 @@ class EnvironmentConfig(BaseConfig):
         return self.options().model_copy(update={"judge": judge})
 
 
-class OwnSamplingConfig(BaseConfig):
+UNPROVED = frozenset(
+    "extra_body top_p top_k min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "frequency_penalty repetition_penalty".split()
+)
+"""Options of engines that no lease has."""
+
+
+class ProvedSamplingConfig(BaseConfig):
+    """Sampling that audits can repeat."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_proved(cls, value: Any) -> Any:
+        if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
+            raise ValueError(
+                f"{' and '.join(refused)} cannot be set in training: audits and the loss need each token's "
+                "probability under softmax(logits / temperature), up to the model's own stop tokens; leave it out"
+            )
+        return value
+
+
+class OwnSamplingConfig(ProvedSamplingConfig):
     """[environments.sampling]: what is sampled otherwise than [sampling] says."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] | None = None
@@ -292,7 +313,7 @@ class TrainedEnvironment(EnvironmentConfig):
         return self.name or self.id
 
 
-class SamplingConfig(BaseConfig):
+class SamplingConfig(ProvedSamplingConfig):
     """The sampling contract: every worker samples like this."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0

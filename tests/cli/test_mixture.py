@@ -126,7 +126,11 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
         ('[[environments]]\nid = "a"\ngroup_size = 5000\n', "group_size"),
         ('[[environments]]\nid = "a"\nratios = 1.0\n', "ratios"),
         ('[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0\n', "temperature"),
-        ('[[environments]]\nid = "a"\n[environments.sampling]\ntop_p = 0.9\n', "top_p"),
+        (
+            '[[environments]]\nid = "a"\n[environments.sampling]\ntop_p = 0.9\nstop = ["."]\n',
+            "environments.0.sampling.*: stop and top_p cannot be set in training",
+        ),
+        ("[sampling.extra_body]\ntop_k = 5\n", "extra_body cannot be set in training"),
         ('[[environments]]\nid = "a"\n[environments.loss]\ntype = "best"\n', "type"),
         (
             '[training]\ncontext_parallel = 2\n[[environments]]\nid = "a"\n[environments.loss]\n'
