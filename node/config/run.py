@@ -270,7 +270,7 @@ class ProvedSamplingConfig(BaseConfig):
         if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
             raise ValueError(
                 f"{' and '.join(refused)} cannot be set in training: audits and the loss need each token's "
-                "probability under softmax(logits / temperature), up to the model's own stop tokens; leave it out"
+                "probability under softmax(logits / temperature), and one set of stop tokens; leave it out"
             )
         return value
 
