@@ -30,7 +30,7 @@ from ...protocol.manifests import (
 from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import CLOCK_SKEW_S, KIB
-from ..config.run import RunConfig
+from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts
 from ..models.model_files import position_count
@@ -169,6 +169,19 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
             f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
             "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
         )
+    for own, one in zip(config.mixture, run.environments, strict=True):
+        told, signed = config.sampling_of(own), SamplingConfig(**structs.asdict(one.sampling))
+        if (
+            told != signed
+        ):  # workers sample by the manifest: the trainer's logprobs would be of another policy
+            raise UsageError(
+                f"this run samples {one.name} with {_said(signed)}, now it is {_said(told)}: change it back, "
+                "or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
+            )
+
+
+def _said(sampling: SamplingConfig) -> str:
+    return f"temperature {sampling.temperature:g} and max_tokens {sampling.max_tokens}"
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
