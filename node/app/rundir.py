@@ -170,7 +170,8 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
             "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
         )
     for own, one in zip(config.mixture, run.environments, strict=True):
-        told, signed = config.sampling_of(own), SamplingConfig(**structs.asdict(one.sampling))
+        told = config.sampling_of(own)
+        signed = told.model_copy(update=structs.asdict(one.sampling))
         if (
             told != signed
         ):  # workers sample by the manifest: the trainer's logprobs would be of another policy
