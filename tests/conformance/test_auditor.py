@@ -20,7 +20,6 @@ from support.auditor_cases import (
     with_token,
 )
 from support.engine_cases import SHAPE, make_qwen3
-from support.protocol_cases import played_otherwise
 
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import EngineError
@@ -93,15 +92,12 @@ async def test_honest_branches_measure_next_to_nothing(auditor: Auditor, case: C
 
 
 async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_are_not(
-    kind: tuple[str, str], case: Case
+    auditor: Auditor, case: Case
 ) -> None:
-    auditor = AUDITORS[kind[0]]()
-    await auditor.start(case.model_dir, played_otherwise(case.run, temperature=0.0))
-    try:
-        honest = await generate(case.model_dir, case.states[OWN], kind[1], temperature=0.0)
-        *found, drawn = await audit(auditor, case, *honest[:4], case.item, near=False)
-    finally:
-        await auditor.close()
+    dtype = case.run.proofs.dtype
+    honest = await generate(case.model_dir, case.states[OWN], dtype, temperature=0.0)
+    leased = [replace(one, temperature=0.0) for one in (*honest[:4], case.item)]
+    *found, drawn = await audit(auditor, case, *leased, near=False)
     assert [moved(case, one) for one in found] == [set()] * 4
     assert {"sampling", "sampling_max"} <= moved(case, drawn)
 
