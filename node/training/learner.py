@@ -93,7 +93,9 @@ class Learner:
         losses = {name: LossConfig.model_validate_json(terms.loss) for name, terms in own.items()}
         self._losses = [config.loss]
         """All that differ: tokens of one micro-batch may be of several."""
-        self._losses += [one for one in losses.values() if one != config.loss]
+        for one in losses.values():
+            if one not in self._losses:
+                self._losses.append(one)
         self._loss_of = {name: self._losses.index(loss) for name, loss in losses.items()}
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
