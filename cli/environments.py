@@ -62,11 +62,16 @@ def init(
     multi_turn: Annotated[
         bool, typer.Option("--multi-turn", help="One that answers the model, several times.")
     ] = False,
+    tools: Annotated[
+        bool, typer.Option("--tools", help="One with a tool that the model calls.")
+    ] = False,
 ) -> None:
     """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
     from ..node.environments.allowed import NAME, module_of, name_taken, root_of
     from ..node.ops.errors import UsageError, file_error
 
+    if multi_turn and tools:
+        raise UsageError("--multi-turn and --tools are two templates: choose one")
     module = module_of(name)
     if not NAME.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
         raise UsageError(f"{name[:80]!r} is no name of a package: use letters, digits and -")
@@ -78,7 +83,7 @@ def init(
     if directory.exists():
         raise UsageError(f"{directory} exists already: choose another name or another --path")
     title = "".join(word.capitalize() for word in module.split("_"))
-    kind = "multi_turn" if multi_turn else "single_turn"
+    kind = "multi_turn" if multi_turn else "tools" if tools else "single_turn"
     files = {
         "pyproject.toml": "pyproject.toml",
         "README.md": "README.md",
@@ -86,7 +91,7 @@ def init(
         f"tests/test_{module}.py": f"{kind}_test.py.txt",
     }
     if not multi_turn:
-        files["rl.toml"] = "rl.toml"
+        files["rl.toml"] = "tools_rl.toml" if tools else "rl.toml"
     for file, template in files.items():
         text = (TEMPLATE / template).read_text(encoding="utf-8")
         text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)

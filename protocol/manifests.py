@@ -204,11 +204,6 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Shape of the routes, if the trainer replays those of its workers (mixtures of experts); None: they send
     none."""
 
-    @property
-    def temperature(self) -> float:
-        """At which every token is drawn: all environments of a run have the same."""
-        return self.environments[0].sampling.temperature
-
 
 def encode(document: msgspec.Struct) -> bytes:
     """The bytes of a document; its digest is taken over exactly these."""

@@ -294,6 +294,22 @@ FAULTS = (
         ("test_grpo_is_the_distance_from_the_group_mean",),
     ),
     Fault(
+        "samples of a row are all read at its first one's temperature",
+        "training: learner",
+        "node/training/learner.py",
+        "return each if len(set(each)) > 1 else (each or [self._temperature])[0]",
+        "return (each or [self._temperature])[0]",
+        ("test_each_sample_of_a_row_is_read_at_its_environments_temperature",),
+    ),
+    Fault(
+        "loss of an environment is divided by its own tokens",
+        "training: learner",
+        "node/training/learner.py",
+        "loss, figures = policy_loss(losses[number], part, packed.tokens, packed.echo_tokens)",
+        "loss, figures = policy_loss(losses[number], part, len(part.logprobs), packed.echo_tokens)",
+        ("test_a_step_of_a_mixture_is_the_mean_over_the_tokens_of_all_its_losses",),
+    ),
+    Fault(
         "loss is normalised by the tokens of one rank",
         "training: packing",
         "node/training/packing.py",
@@ -452,6 +468,14 @@ FAULTS = (
         "self.routes = whole.transpose(0, 1).long()",
         "self.routes = None",
         ("test_other_routes_are_those_of_a_reference_with_gradients_to_the_router",),
+    ),
+    Fault(
+        "rollouts of all environments are audited at one temperature",
+        "verification: audits",
+        "node/verification/auditor.py",
+        "temperature=sampling.temperature,",
+        "temperature=1.0,",
+        ("test_a_rollout_at_another_environments_temperature_is_fraud_and_at_its_own_is_not",),
     ),
     Fault(
         "experts that a router did not choose are no fault of a route",

@@ -28,7 +28,7 @@ from ..p2p.transport import Transport
 from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
 from ..pipeline.place import StagePlace
 from ..storage.ledger import Ledger
-from ..training.backend import TrainBackend, resolve_backend
+from ..training.backend import SampleTerms, TrainBackend, resolve_backend
 from ..verification.auditor import Auditor
 
 logger = logging.getLogger(__name__)
@@ -100,19 +100,34 @@ def make_backend(
     config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable_here
 ) -> TrainBackend:
     """The trainer backend of a run, not started; `gpus` names those that may be used. Raises UsageError."""
-    temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
+    temperature, own = 1.0, dict[str, SampleTerms]()
+    if isinstance(config, RunConfig):
+        temperature, own = config.sampling.temperature, sample_terms(config)
     training = resolve_backend(config.training, gpus)
     if training.backend == "fsdp":
         from ..training.fsdp_backend import FsdpBackend
 
         return FsdpBackend(
-            training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
+            training, max_steps=config.max_steps, seed=config.seed, temperature=temperature, own=own
         )
     from ..training.local_backend import LocalBackend
 
     return LocalBackend(
-        training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
+        training, max_steps=config.max_steps, seed=config.seed, temperature=temperature, own=own
     )
+
+
+def sample_terms(config: RunConfig) -> dict[str, SampleTerms]:
+    """Map the environments that differ from the run in temperature or loss to their own, by name."""
+    training = config.training_on()
+    found = {
+        one.name: SampleTerms(
+            config.sampling_of(one).temperature, training[one.name].loss.model_dump_json()
+        )
+        for one in config.mixture
+    }
+    runs = SampleTerms(config.sampling.temperature, config.training.loss.model_dump_json())
+    return {name: terms for name, terms in found.items() if terms != runs}
 
 
 def make_pipeline_head(config: EngineConfig, place: StagePlace) -> HeadEngine:
@@ -186,7 +201,7 @@ class Factories:
                 model_dir,
                 config.seed,
                 one.sampling.max_tokens,
-                config.sampling.temperature,
+                config.sampling_of(one).temperature,
             )
             for one in config.mixture
         ]

@@ -25,7 +25,7 @@ from ...protocol.manifests import Artifact, PolicyHead, PolicyManifest, RunManif
 from ...protocol.session import decode
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ..config.loader import load
-from ..config.run import RunConfig
+from ..config.run import RunConfig, TrainedEnvironment
 from ..config.training import TrainingConfig
 from ..ops.errors import StorageError, UsageError
 from ..ops.gpus import is_on_gpu, usable_here
@@ -420,7 +420,12 @@ class RunReplay:
         training = TrainingConfig.model_validate(settings.training)
         sampling = config.sampling.model_copy(update={"temperature": settings.temperature})
         config = config.model_copy(
-            update={"training": training, "sampling": sampling, "max_steps": settings.max_steps}
+            update={
+                "training": training,
+                "sampling": sampling,
+                "max_steps": settings.max_steps,
+                "environments": [_settled(one, settings) for one in config.mixture],
+            }
         )
         with TemporaryDirectory(prefix="primerl-replay-") as directory:
             kept, before = Path(directory) / "learner", self._backend
@@ -439,6 +444,14 @@ class RunReplay:
 def _with(found: ReplayedStep, outcome: Outcome, note: str) -> ReplayedStep:
     notes = [one for one in (note, found.note) if one]
     return replace(found, outcome=outcome, note="; ".join(notes))
+
+
+def _settled(one: TrainedEnvironment, settings: StepSettings) -> TrainedEnvironment:
+    """An environment with the loss and the temperature that a step was computed with."""
+    training = TrainingConfig.model_validate(settings.own.get(one.name, settings.training))
+    temperature = settings.temperatures.get(one.name, settings.temperature)
+    sampling = one.sampling.model_copy(update={"temperature": temperature})
+    return one.model_copy(update={"loss": training.loss, "sampling": sampling})
 
 
 def _model(run: KeptRun) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config.run import RunConfig, WarmupConfig
 from ..environments.environment import Environment
-from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
+from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops import summary
 from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
@@ -159,11 +159,12 @@ def own_tasks(
     config: RunConfig, environments: Sequence[Environment], prompts: int
 ) -> list[EvalTask]:
     """Make evaluations of the run's own environments, `prompts` tasks of each."""
-    samples = config.evaluation.samples
-    return [
-        EvalTask(own.name, one, prompts, samples, max_tokens=own.sampling.max_tokens)
-        for own, one in zip(config.mixture, environments, strict=True)
-    ]
+    samples, found = config.evaluation.samples, list[EvalTask]()
+    for own, one in zip(config.mixture, environments, strict=True):
+        told = config.sampling_of(own)
+        sampling = EvalSampling(told.max_tokens, told.temperature)
+        found.append(EvalTask(own.name, one, prompts, samples, sampling=sampling))
+    return found
 
 
 async def has_demonstrations(environment: Environment) -> bool:

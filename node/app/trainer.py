@@ -75,13 +75,20 @@ async def open_eval_tasks(
 
     Raises UsageError.
     """
-    told, sampling = config.evaluation, config.sampling
+    told, runs = config.evaluation, config.sampling
     if not told.is_online:
         return []
     if not told.environments:
         return own_tasks(config, own, told.prompts)
     found: list[EvalTask] = []
     for one in told.environments:
+        drawn = one.sampling
+        sampling = EvalSampling(
+            drawn.max_tokens or runs.max_tokens,
+            runs.temperature if drawn.temperature is None else drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
+        )
         environment = factories.environment(
             one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
@@ -99,7 +106,8 @@ async def open_eval_tasks(
                 one.prompts,
                 one.samples,
                 one.success,
-                interval=one.interval,
+                sampling,
+                one.interval,
             )
         )
     return found
@@ -117,6 +125,11 @@ def step_settings(config: RunConfig) -> StepSettings:
             name: own.model_dump(mode="json")
             for name, own in config.training_on().items()
             if own != config.training
+        },
+        {
+            one.name: temperature
+            for one in config.mixture
+            if (temperature := config.sampling_of(one).temperature) != config.sampling.temperature
         },
     )
 
@@ -306,8 +319,14 @@ class TrainerNode(IssuingNode):
             chat = await asyncio.to_thread(ChatFormat.load, model_dir)
         except EnvironmentFailed as error:
             raise UsageError(str(error)) from error
+        losses = [one.loss for one in self._config.training_on().values()]
         names = [one.name for one in self._config.mixture]
-        hints = Hints(template, chat, dict(zip(names, environments, strict=True)))
+        hinted = {
+            name: environment
+            for name, environment, loss in zip(names, environments, losses, strict=True)
+            if loss.hint
+        }
+        hints = Hints(template, chat, hinted)
         await hints.check()
         return hints
 

@@ -18,7 +18,7 @@ from pydantic_config import BaseConfig
 from ..ops.errors import UsageError, printable
 from .evaluation import EvalConfig
 from .loader import Tree, merge, model_in, nest, read_file, to_toml
-from .run import RunConfig
+from .run import OnlineSamplingConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
 
@@ -152,7 +152,11 @@ renderer.* | - | | prompts are made by the model's chat template
 eval.interval, val.interval | evaluation.=
 eval.num_examples | evaluation.environments[].prompts | raw prompts
 eval.group_size | evaluation.environments[].samples | raw samples
-eval.sampling.* | - | | evaluations beside training sample as it does
+eval.sampling.temperature | evaluation.environments[].sampling.temperature | raw eval_temperature
+eval.sampling.max_completion_tokens | evaluation.environments[].sampling.max_tokens | raw eval_max_tokens
+eval.sampling.top_p | evaluation.environments[].sampling.top_p | raw eval_top_p
+eval.sampling.top_k | evaluation.environments[].sampling.top_k | raw eval_top_k
+eval.sampling.* | - | | evaluations beside training have temperature, max_tokens, top_p and top_k
 eval.* | - | | the first version and the last are always evaluated
 val.num_examples | evaluation.prompts
 val.* | - | | see evaluation
@@ -174,8 +178,13 @@ group_size | rollouts.group_size, environments[].group_size, evaluation.environm
 num_examples | evaluation.environments[].prompts
 interval | evaluation.environments[].interval
 curriculum | training.curriculum.gates | gate | one for all environments; a difficulty_pool needs num_tasks
-algo | - | | one algorithm a run; nearest: environments[].advantage
-sampling | - | | one temperature a run; nearest: environments[].sampling.max_tokens
+algo | - | | nearest: environments[].advantage and .loss
+sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
+sampling.max_completion_tokens |
+    environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
+sampling.top_p, .top_k | evaluation.environments[].sampling.= | off 0 1.0 -1 | of training: the seed of a lease
+    fixes each token
+sampling.* | - | off 0 1.0 -1 | the seed of a lease fixes each token: temperature alone is free
 env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
 env.AGENT.timeout.* | - | | nearest: environment.timeout_s, for the environment's own code between two turns
@@ -973,10 +982,16 @@ class _Conversion:
         sources = self._sources(*TRAINED)
         if len(sources) > 1:
             self._ours["environments"] = [
-                self._environment(one, "name", "ratio", "group_size") for one in sources
+                self._environment(one, "name", "ratio", "group_size", place="environments[]")
+                for one in sources
             ]
         elif sources:
-            for key, value in self._environment(sources[0]).items():
+            made = self._environment(sources[0], place="environments[]")
+            drawn = made.pop("sampling", {})
+            if "max_tokens" in drawn:
+                self._raw["max_tokens"] = drawn.pop("max_tokens")
+            self._ours |= {f"sampling.{key}": value for key, value in drawn.items()}
+            for key, value in made.items():
                 self._ours[f"environment.{key}"] = value
             if "group_size" in sources[0].values:
                 self._default("rollouts.group_size", sources[0].values["group_size"])
@@ -991,17 +1006,24 @@ class _Conversion:
 
     def _played(self, source: _Source, *keys: str) -> Tree:
         """Convert one environment of an evaluation."""
-        made = self._environment(source, "name", *keys)
+        made = self._environment(source, "name", *keys, place="evaluation.environments[]")
         if made.get("name") == made["id"]:
             del made["name"]
+        if self._config.command != "eval":
+            drawn = {
+                name: self._raw.get(f"eval_{name}") for name in OnlineSamplingConfig.model_fields
+            }
+            drawn = {name: one for name, one in drawn.items() if one not in (None, -1)}
+            if drawn := drawn | made.get("sampling", {}):
+                made["sampling"] = drawn
         values = source.values
         old = values.get("rollouts_per_example", self._raw.get("samples", 1))
         made["samples"] = values.get("group_size", old)
         prompts = values.get("num_examples", self._raw.get("prompts", -1))
         return made if prompts in (None, -1) else made | {"prompts": prompts}
 
-    def _environment(self, source: _Source, *keys: str) -> Tree:
-        """Convert a taskset's id, its options, and the source's `keys`."""
+    def _environment(self, source: _Source, *keys: str, place: str) -> Tree:
+        """Convert a taskset's id, its options, the source's `keys`, and the sampling keys that `place` has."""
         made: Tree = {"id": source.id}
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
@@ -1014,6 +1036,8 @@ class _Conversion:
             self._note("differs", source.path, source.given, why)
         if args := self._environment_args(source):
             made["args"] = args
+        if drawn := self._source_sampling(source, f"{place}.sampling"):
+            made["sampling"] = drawn
         made |= {key: source.values[key] for key in keys if source.values.get(key)}
         for key, value in source.values.items():
             if key not in USED:
@@ -1027,6 +1051,18 @@ class _Conversion:
                 rule = _rule(f"source.env.AGENT.{path}")
                 if rule is not None and value not in (None, "None"):
                     self._apply(rule, f"{source.path}.{agent}.{path}", rule.key, value)
+        return made
+
+    def _source_sampling(self, source: _Source, place: str) -> Tree:
+        """What a source samples otherwise, by the names of `place`."""
+        made: Tree = {}
+        for key, value in _leaves(_table(source.values, "sampling")):
+            name = "max_tokens" if key == "max_completion_tokens" else key
+            if not has_key(COMMANDS[self._config.command], f"{place}.{name}"):
+                rule = RULES["source.sampling.*"]
+                self._apply(rule, f"{source.path}.sampling.{key}", rule.key, value)
+            elif value not in (None, "None", -1):  # -1: no top_k
+                made[name] = value
         return made
 
     def _environment_args(self, source: _Source) -> Tree:
@@ -1111,6 +1147,12 @@ class _Conversion:
             why = f"sampling.max_tokens = {reply}: a prompt has a token at least"
             self._note("differs", "max_completion_tokens", asked, why)
         self._ours["sampling.max_tokens"] = reply
+        for one in self._ours.get("environments", []):
+            drawn = one.get("sampling", {})
+            if drawn.get("max_tokens", 0) >= most:
+                why = f"sampling.max_tokens = {reply}: it is cut to fit engine.max_model_len"
+                self._note("differs", "max_completion_tokens", drawn["max_tokens"], why)
+                drawn["max_tokens"] = reply
 
     def _learner(self) -> None:
         """Convert the learning rate schedule, betas and max_steps of a run or of sft."""
@@ -1251,7 +1293,7 @@ EVALUATED = ("orchestrator.eval.env", "orchestrator.eval.source")
 SOURCES = frozenset({*TRAINED, *EVALUATED, "evals.env", "evals.source"})
 """Keys of lists of environments, which _sources() reads."""
 USED = frozenset(
-    {"name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval"}
+    {"name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval", "sampling"}
 )
 """Keys of a source that _environments() reads."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_config import BaseConfig
 
 from .chat_api import JudgeConfig
@@ -22,6 +22,7 @@ from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
     LengthPenaltyConfig,
+    LossConfig,
     OverlongConfig,
     Positive,
     TrainingConfig,
@@ -253,11 +254,38 @@ class EnvironmentConfig(BaseConfig):
         return self.options().model_copy(update={"judge": judge})
 
 
-class OwnSamplingConfig(BaseConfig):
-    """[environments.sampling]: what is sampled otherwise than [sampling] says. The temperature is the run's."""
+UNPROVED = frozenset(
+    "extra_body top_p top_k min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "frequency_penalty repetition_penalty".split()
+)
+"""Options of engines that no lease has."""
 
+
+class ProvedSamplingConfig(BaseConfig):
+    """Sampling that audits can repeat."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_proved(cls, value: Any) -> Any:
+        if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
+            raise ValueError(
+                f"{' and '.join(refused)} cannot be set in training: audits and the loss need each token's "
+                "probability under softmax(logits / temperature), and one set of stop tokens; leave it out"
+            )
+        return value
+
+
+class OwnSamplingConfig(ProvedSamplingConfig):
+    """[environments.sampling]: what is sampled otherwise than [sampling] says."""
+
+    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Logits are divided by this before a token is drawn; default: sampling.temperature."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one reply; 0: sampling.max_tokens."""
+
+
+OWN_TRAINING = ("advantage", "overlong", "length_penalty", "loss")
+"""Keys of [training] that an environment may have of its own."""
 
 
 class TrainedEnvironment(EnvironmentConfig):
@@ -276,6 +304,8 @@ class TrainedEnvironment(EnvironmentConfig):
     """Default: training.overlong."""
     length_penalty: LengthPenaltyConfig | None = None
     """Default: training.length_penalty."""
+    loss: LossConfig | None = None
+    """Default: training.loss, which alone names the teacher, where there is one."""
 
     @property
     def title(self) -> str:
@@ -283,7 +313,7 @@ class TrainedEnvironment(EnvironmentConfig):
         return self.name or self.id
 
 
-class SamplingConfig(BaseConfig):
+class SamplingConfig(ProvedSamplingConfig):
     """The sampling contract: every worker samples like this."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
@@ -425,11 +455,25 @@ class EvaluatedEnvironment(EnvironmentConfig):
         return self.name or self.id
 
 
+class OnlineSamplingConfig(BaseConfig):
+    """[evaluation.environments.sampling]: an evaluation is not proved, so it may leave tokens out."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 takes the likeliest token; default: sampling.temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that hold this probability together."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from this many likeliest tokens; 0 is all."""
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of one reply; 0: sampling.max_tokens."""
+
+
 class OnlineEnvironment(EvaluatedEnvironment):
     """An environment that is evaluated beside training."""
 
     interval: Annotated[int, Field(ge=0)] = 0
     """Steps between two evaluations on it; 0: evaluation.interval."""
+    sampling: OnlineSamplingConfig = OnlineSamplingConfig()
 
 
 def check_judges(environments: Sequence[EnvironmentConfig]) -> None:
@@ -622,22 +666,27 @@ class RunConfig(NodeConfig, OwnRunConfig):
         return tuple(self._completed(one) for one in given)
 
     def _completed(self, one: TrainedEnvironment) -> TrainedEnvironment:
-        training, sampling = self.training, self.sampling.max_tokens
+        training = self.training
         update = {
             "name": one.title,
             "group_size": one.group_size or self.rollouts.group_size,
-            "sampling": OwnSamplingConfig(max_tokens=one.sampling.max_tokens or sampling),
-            "advantage": one.advantage or training.advantage,
-            "overlong": one.overlong or training.overlong,
-            "length_penalty": one.length_penalty or training.length_penalty,
+            "sampling": one.sampling.model_copy(update=self.sampling_of(one).model_dump()),
+            **{name: getattr(one, name) or getattr(training, name) for name in OWN_TRAINING},
         }
         return one.model_copy(update=update)
 
+    def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
+        """The sampling of an environment, what it leaves out filled in."""
+        own = one.sampling
+        said = {"temperature": own.temperature, "max_tokens": own.max_tokens}
+        return self.sampling.model_copy(update={k: value for k, value in said.items() if value})
+
     def training_on(self) -> dict[str, TrainingConfig]:
-        """Map each environment's name to the training section with its own advantage."""
-        own = ("advantage", "overlong", "length_penalty")
+        """Map each environment's name to the training section with its own advantage and loss."""
         return {
-            one.name: self.training.model_copy(update={name: getattr(one, name) for name in own})
+            one.name: self.training.model_copy(
+                update={name: getattr(one, name) for name in OWN_TRAINING}
+            )
             for one in self.mixture
         }
 
@@ -653,6 +702,23 @@ class RunConfig(NodeConfig, OwnRunConfig):
             return self.verification.auditor
         exact, rounds = self.verification.numerics == "exact", self.engine.dtype == "bfloat16"
         return "vllm" if self.engine.type == "vllm" and (exact or rounds) else "hf"
+
+    def _check_own_training(self) -> None:
+        """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""
+        for name, own in self.training_on().items():
+            try:
+                TrainingConfig.model_validate(own.model_dump())
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"the environment {name!r}: {said}") from error
+            if (
+                own.loss.needs_reference
+                and own.loss.reference_key != self.training.loss.reference_key
+            ):
+                raise ValueError(
+                    f"the loss of the environment {name!r} compares with a reference that is not "
+                    "training.loss's: set reference, teacher and hint there, too; a run has one teacher"
+                )
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
@@ -671,6 +737,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
             raise ValueError('the name of an environment has no "/" in it, and is not "mean"')
         if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
+        self._check_own_training()
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(EXACT_NEEDS_VLLM)

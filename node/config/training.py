@@ -92,6 +92,13 @@ class LossConfig(BaseConfig):
         return self.type == "reverse_kl" or self.ref_kl_tau > 0
 
     @property
+    def reference_key(self) -> tuple[object, ...] | None:
+        """What it compares with; None: it compares with no reference."""
+        if not self.needs_reference:
+            return None
+        return self.reference, self.teacher, self.hint
+
+    @property
     def loads_reference(self) -> bool:
         """Whether a frozen model is held for that."""
         return self.needs_reference and self.teacher == "reference"

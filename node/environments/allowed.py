@@ -226,7 +226,7 @@ def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> Envir
         version=library,
         group_size=one.group_size,
         max_turns=one.max_turns,
-        sampling=SamplingContract(config.sampling.temperature, one.sampling.max_tokens),
+        sampling=SamplingContract(**config.sampling_of(one).model_dump()),
         package=package.label if package else "",
         package_digest=package.digest if package else b"",
         rewards=_rewards(one),

@@ -31,7 +31,7 @@ class EvalSampling:
 
     max_tokens: int
     temperature: float
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
     top_p: float = 1.0
     top_k: int = 0
 
@@ -261,8 +261,8 @@ class EvalTask:
     prompts: int
     samples: int
     success: float = 1.0
-    max_tokens: int = 0
-    """Limit of one reply; 0: the evaluator's."""
+    sampling: EvalSampling | None = None
+    """None: the evaluator's. Stop tokens are always the evaluator's."""
     interval: int = 0
     """Versions between evaluations during training; 0: the default interval."""
 
@@ -322,13 +322,11 @@ class Evaluator:
     async def _roll_out(
         self, one: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
     ) -> list[Rollout]:
-        sampling = self._sampling
-        if one.max_tokens:
-            sampling = replace(sampling, max_tokens=one.max_tokens)
+        own, stops = one.sampling or self._sampling, self._sampling.stop_token_ids
         return await run_rollouts(
             one.environment,
             tasks,
-            EnginePolicy(self._engine, version, sampling),
+            EnginePolicy(self._engine, version, replace(own, stop_token_ids=stops)),
             samples=samples,
             seed=seed,
             concurrency=self._at_once,

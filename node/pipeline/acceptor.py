@@ -27,8 +27,8 @@ from ...protocol.pipelines import PipelinePlan, check_plan
 from ...protocol.version import ALPN_PIPELINE, KIB, MIB
 from ..p2p.connections import ConnectionPool
 from ..p2p.limits import TokenBuckets
-from ..p2p.rpc import Refused, ask, receive, send
-from ..p2p.transport import Stream, TransportError
+from ..p2p.rpc import ask, receive, send
+from ..p2p.transport import Stream
 from .ring import Ring
 
 EMPTY_PROBES = 4

@@ -148,7 +148,9 @@ class StepSettings(msgspec.Struct, frozen=True):
     """Release of torch: sums of another one may differ in their last bits."""
     gpu: bool = False
     own: dict[str, dict[str, Any]] = {}
-    """Section of each environment with an advantage of its own, by name."""
+    """Section of each environment with an advantage or loss of its own, by name."""
+    temperatures: dict[str, float] = {}
+    """Temperature of each environment that differs, by name."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ class Hints:
     def __init__(
         self, template: str, chat: ChatFormat, environments: Mapping[str, Environment]
     ) -> None:
-        """`environments` are those of the run, started, by name."""
+        """`environments` are those of the run whose loss has the hint, started, by name."""
         self._template = template
         self._chat = chat
         self._environments = environments
@@ -46,10 +46,10 @@ class Hints:
                 )
 
     async def of(self, group: RolloutGroup) -> list[int]:
-        """Make the hint of a group's task; none where the task has no right reply here."""
-        if group.task_index < 0:
-            return []  # of a checkpoint from before it was kept
-        environment = self._environments[group.environment]
+        """Make the hint of a group's task; none where its loss has none, or the task no right reply here."""
+        environment = self._environments.get(group.environment)
+        if environment is None or group.task_index < 0:  # of a checkpoint from before it was kept
+            return []
         try:
             return await self._of(environment, Task(group.task_index, group.task))
         except (EnvironmentFailed, ScoreMismatch):

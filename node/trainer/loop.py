@@ -84,9 +84,12 @@ def next_batch(
 def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
     """Show the rewards in the buffer, if it holds several groups and every group's rewards are equal."""
     training, own = config.training, config.training_on()
-    if not (training.filter_zero_advantages and training.loss.reads_advantages) or len(buffer) < 2:
+    settings = [own.get(group.environment, training) for group in buffer.groups()]
+    needs_signal = training.filter_zero_advantages and all(
+        one.loss.reads_advantages for one in settings
+    )
+    if len(buffer) < 2 or not needs_signal:
         return ""
-    settings = (own.get(group.environment, training) for group in buffer.groups())
     if not all(map(has_equal_rewards, buffer.groups(), settings)):
         return ""
     rewards = [group.rollouts[0].reward for group in buffer.groups()]

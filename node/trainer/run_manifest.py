@@ -26,7 +26,7 @@ from ...protocol.manifests import (
 from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
-from ..config.run import RunConfig
+from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts
 from ..models import base_weights
@@ -97,6 +97,19 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
             f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
             "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
         )
+    for own, one in zip(config.mixture, run.environments, strict=True):
+        wanted_sampling = config.sampling_of(own)
+        signed = wanted_sampling.model_copy(update=structs.asdict(one.sampling))
+        if wanted_sampling != signed:  # else the trainer would compute logprobs of another policy
+            raise UsageError(
+                f"this run samples {one.name} with {_described(signed)}, now it is "
+                f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
+                "--name NEW --resume.dir DIRECTORY"
+            )
+
+
+def _described(sampling: SamplingConfig) -> str:
+    return f"temperature {sampling.temperature:g} and max_tokens {sampling.max_tokens}"
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:

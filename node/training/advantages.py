@@ -182,16 +182,15 @@ def credit(
 ) -> CreditedBatch:
     """One sample per branch of every rollout; all branches of an agent's trace share its advantage.
 
-    `own` holds the settings of environments whose advantage differs, by name; `baselines` are those of rae
-    after the batch before.
+    `own` holds the settings of environments whose advantage or loss differs, by name; `baselines` are those of
+    rae after the batch before.
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
     the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
     the config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO
     a group that is pruned still gives the tokens of its environment, and none of the model's.
     """
-    prune = training.filter_zero_advantages and training.loss.reads_advantages
-    compared: list[tuple[list[ScoredRollout], list[float]]] = []
+    compared: list[tuple[RolloutGroup, list[ScoredRollout], list[float]]] = []
     by_batch: list[int] = []
     """Groups of `compared` whose advantages are divided by the batch's standard deviation."""
     flat = thin = 0
@@ -210,15 +209,14 @@ def credit(
             advantages = [0.0] * len(traces)
         if settings.advantage == "reinforce_plus_plus":
             by_batch.append(len(compared))
-        compared.append((traces, advantages))
-    found = [advantages for _, advantages in compared]
+        compared.append((group, traces, advantages))
+    found = [advantages for _, _, advantages in compared]
     scaled = over_batch_std([found[number] for number in by_batch])
     for number, advantages in zip(by_batch, scaled, strict=True):
         found[number] = advantages
-    echo = training.loss.echo_alpha > 0
     used = [
-        _samples(rollouts, values, rewarded=any(values) or not prune, echo=echo)
-        for (rollouts, _), values in zip(compared, found, strict=True)
+        _samples(group.environment, traces, values, own.get(group.environment, training))
+        for (group, traces, _), values in zip(compared, found, strict=True)
     ]
     samples = [one for group in used for one in group]
     kept = sum(map(bool, used))
@@ -321,9 +319,14 @@ def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> lis
 
 
 def _samples(
-    rollouts: Sequence[ScoredRollout], advantages: Sequence[float], *, rewarded: bool, echo: bool
+    environment: str,
+    rollouts: Sequence[ScoredRollout],
+    advantages: Sequence[float],
+    training: TrainingConfig,
 ) -> list[Sample]:
-    """Make the samples of a group, without the model's tokens unless `rewarded`."""
+    """Make the samples of a group; one that is pruned has none of the model's tokens."""
+    prune = training.filter_zero_advantages and training.loss.reads_advantages
+    rewarded, echo = any(advantages) or not prune, training.loss.echo_alpha > 0
     samples = [
         Sample(
             branch.token_ids,
@@ -331,6 +334,7 @@ def _samples(
             branch.logprobs,
             advantage,
             observations(branch.mask) if echo else None,
+            environment=environment,
             routes=branch.routes if rewarded else b"",
         )
         for rollout, advantage in zip(rollouts, advantages, strict=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,9 +36,19 @@ class Sample:
     """Tokens that a teacher alone reads before the others (LossConfig.hint)."""
     given: bool = False
     """Whether it is a demonstration (training.sft), whose tokens with `mask` were not sampled."""
+    environment: str = ""
+    """Its name: SampleTerms are those of an environment."""
     routes: bytes = b""
     """One route for each token with `mask`, in order, as they travel (protocol/rollouts.py: BranchRecord): that
     of the token before it. Empty: the trainer's own routers choose."""
+
+
+class SampleTerms(msgspec.Struct, frozen=True):
+    """How the samples of one environment were drawn, and what they are learned by."""
+
+    temperature: float
+    loss: str
+    """LossConfig as JSON."""
 
 
 Example = tuple[Sequence[int], Sequence[int]]

@@ -6,14 +6,15 @@ more use; a new one can load the last checkpoint. Neither torch nor NCCL runs in
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..config.run import TrainingConfig
 from ..ops.errors import EngineError
 from ..weights.state import State
-from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
+from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
 from .rank_group import NOT_RUNNING, RankGroup
 from .rank_messages import (
     RankDone,
@@ -58,9 +59,11 @@ class FsdpBackend:
         max_steps: int,
         seed: int,
         temperature: float = 1.0,
+        own: Mapping[str, SampleTerms] = MappingProxyType({}),
         ranks: RankGroup | None = None,
     ) -> None:
-        """`temperature` is the one that samples are drawn at; `max_steps` shapes the schedule.
+        """`temperature` is the one that samples are drawn at, but those of environments with terms of their
+        `own`, by name; `max_steps` shapes the schedule.
 
         `ranks` are used if they are given, and left running by close(); else start() starts some.
         """
@@ -68,6 +71,7 @@ class FsdpBackend:
         self._max_steps = max_steps
         self._seed = seed
         self._temperature = temperature
+        self._own = dict(own)
         self._given = ranks
         self._ranks: RankGroup | None = None
         self._reader = SnapshotReader(threads=config.threads, ahead=config.device != "cpu")
@@ -90,7 +94,9 @@ class FsdpBackend:
             ranks = RankGroup(self._config, count)
             await ranks.start(exchange_directory(size))
         self._ranks = ranks
-        ask = RankStart(_absolute(model_dir), self._max_steps, self._seed, self._temperature)
+        ask = RankStart(
+            _absolute(model_dir), self._max_steps, self._seed, self._temperature, self._own
+        )
         try:
             await self._ask(ask, self._config.fsdp.start_timeout_s)
         except BaseException:  # also when cancelled: without a model the ranks are of no use

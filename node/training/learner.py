@@ -6,10 +6,11 @@ loss or gradient is not finite changes no weight; a sample that does not fit the
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..models.tensors import bf16_state
 from ..ops.errors import EngineError
 from ..weights.state import State
 from . import lora
-from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
+from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
 from .export import PolicyExporter
 from .gather import Source, named_sources, policy_sources, whole_tensors
 from .learner_state import (
@@ -35,6 +36,7 @@ from .learner_state import (
 )
 from .losses import (
     LossSums,
+    TokenInputs,
     bound_by_second_moment,
     cross_entropy,
     formula,
@@ -58,7 +60,7 @@ WARMUP_BETAS = (0.9, 0.98)
 
 
 class Learner:
-    """Owns a rank's fp32 masters and moments; `temperature` is the one that samples were drawn at."""
+    """Owns a rank's fp32 masters and moments."""
 
     def __init__(
         self,
@@ -69,8 +71,11 @@ class Learner:
         world: World,
         max_steps: int,
         temperature: float,
+        own: Mapping[str, SampleTerms] = MappingProxyType({}),
         reference: TrainedModel | None = None,
     ) -> None:
+        """`temperature` is the one that samples were drawn at, but for those of environments with terms of
+        their `own`, by name."""
         self.step_done = 0
         """Last optimizer step; the policy is this version."""
         self._model = model
@@ -84,6 +89,14 @@ class Learner:
         self._staged: CutLearner | None = None
         self._max_steps = max_steps
         self._temperature = temperature
+        self._temperatures = {name: terms.temperature for name, terms in own.items()}
+        losses = {name: LossConfig.model_validate_json(terms.loss) for name, terms in own.items()}
+        self._losses = [config.loss]
+        """All that differ: tokens of one micro-batch may be of several."""
+        for one in losses.values():
+            if one not in self._losses:
+                self._losses.append(one)
+        self._loss_of = {name: self._losses.index(loss) for name, loss in losses.items()}
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
         on_gpu = world.device.type != "cpu"
@@ -104,16 +117,22 @@ class Learner:
         max_steps: int,
         seed: int,
         temperature: float,
+        own: Mapping[str, SampleTerms] = MappingProxyType({}),
         world: World | None = None,
     ) -> "Learner":
-        """Load the model and seed torch. Raises EngineError."""
+        """Load the model and seed torch. Raises EngineError, UsageError for a custom loss."""
         if config.threads:
             torch.set_num_threads(config.threads)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         world = world or World.alone(torch.device(pick_device(config.device)))
         torch.manual_seed(seed)
-        formula(config.loss)  # a custom loss that cannot be had is told before anything is loaded
+        # a custom loss that cannot be had is told before anything is loaded
+        for loss in (
+            config.loss,
+            *(LossConfig.model_validate_json(one.loss) for one in own.values()),
+        ):
+            formula(loss)
         model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
         reference = None
         if config.loss.loads_reference:
@@ -125,6 +144,7 @@ class Learner:
             world=world,
             max_steps=max_steps,
             temperature=temperature,
+            own=own,
             reference=reference,
         )
 
@@ -169,7 +189,7 @@ class Learner:
         tokens = sum(len(sample.token_ids) for sample in samples)
         rows = pack(samples, tokens, multiple=self._multiple).rank(0)
         with torch.no_grad():
-            read = (self._model.read(row, self._temperature) for row in rows)
+            read = (self._model.read(row, self._temperature_of(row)) for row in rows)
             return [value for inputs in read for value in inputs.logprobs.tolist()]
 
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
@@ -302,21 +322,21 @@ class Learner:
     def _accumulate(self, packed: Packed, batch: TrainBatch) -> LossSums:
         """Forward and backward over this rank's rows; the sums are those of all ranks."""
         self._optimizer.zero_grad()
-        config = self._config.loss
-        if config.rejection == "second_moment" and batch.objective != "ce":
-            config = self._bounded(packed)
+        learns = batch.objective != "ce"
+        losses = self._bounded(packed) if learns else self._losses
         self._model.expert_load.reset()
         sums = LossSums()
         rows = packed.rank(self._world.data_rank)
-        hinted = packed.rank(self._world.data_rank, hinted=True) if config.hint else rows
+        hint = self._config.loss.hint
+        hinted = packed.rank(self._world.data_rank, hinted=True) if hint else rows
         for row, other in zip(rows, hinted, strict=True):
-            if batch.objective == "ce":
+            if not learns:
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
                 reference = self._reference_logprobs(other)
-                inputs = self._model.read(row, self._temperature)
+                inputs = self._model.read(row, self._temperature_of(row))
                 inputs = replace(inputs, reference=reference)
-                loss, part = policy_loss(config, inputs, packed.tokens, packed.echo_tokens)
+                loss, part = self._policy_loss(row, inputs, losses, packed)
                 if inputs.given is not None and (mixed := self._config.sft) is not None:
                     taught, figures = sft(mixed.weight, inputs, packed.given_tokens)
                     loss = loss + taught
@@ -326,15 +346,50 @@ class Learner:
             sums.add(part)
         return self._reduced(sums)
 
-    def _bounded(self, packed: Packed) -> LossConfig:
-        """The loss with the bounds of this step: every token is read once more, without gradient."""
-        rows = packed.rank(self._world.data_rank)
+    def _temperature_of(self, row: MicroBatch) -> float | list[float]:
+        """The temperature of a row's samples, or one for each where they differ."""
+        each = [self._temperatures.get(name, self._temperature) for name in row.environments]
+        return each if len(set(each)) > 1 else (each or [self._temperature])[0]
+
+    def _policy_loss(
+        self, row: MicroBatch, inputs: TokenInputs, losses: Sequence[LossConfig], packed: Packed
+    ) -> tuple[torch.Tensor, LossSums]:
+        """The loss of a row: each token's is its environment's, and all are divided by the step's tokens."""
+        found, sums = inputs.logprobs.new_zeros(()), LossSums()
+        for number, part in self._by_loss(row, inputs):
+            if not losses[number].needs_reference:
+                part = replace(part, reference=None)
+            loss, figures = policy_loss(losses[number], part, packed.tokens, packed.echo_tokens)
+            found = found + loss
+            sums.add(figures)
+        return found, sums
+
+    def _by_loss(self, row: MicroBatch, inputs: TokenInputs) -> list[tuple[int, TokenInputs]]:
+        """Part the tokens of a row by the number of their loss."""
+        each = [self._loss_of.get(name, 0) for name in row.environments] or [0]
+        if len(set(each)) == 1:
+            return [(each[0], inputs)]
+        numbers = torch.tensor(each, device=inputs.sequences.device)[inputs.sequences]
+        return [(number, inputs.of(numbers == number)) for number in sorted(set(each))]
+
+    def _bounded(self, packed: Packed) -> list[LossConfig]:
+        """The losses with their bounds of this step, for which tokens are read once more, without gradient."""
+        losses = list(self._losses)
+        bounded = [n for n, loss in enumerate(losses) if loss.rejection == "second_moment"]
+        if not bounded:
+            return losses
+        ratios: dict[int, list[torch.Tensor]] = {number: [] for number in bounded}
         with torch.no_grad():
-            read = [self._model.read(row, self._temperature) for row in rows]
-            ratios = [inputs.drawn().log_ratio for inputs in read]
-        squares = torch.cat(ratios).square()
+            for row in packed.rank(self._world.data_rank):
+                inputs = self._model.read(row, self._temperature_of(row))
+                for number, part in self._by_loss(row, inputs):
+                    if number in ratios:
+                        ratios[number].append(part.drawn().log_ratio)
         total, largest = self._world.total, self._world.largest
-        return bound_by_second_moment(self._config.loss, squares, total, largest)
+        for number in bounded:  # all ranks in the same order
+            squares = torch.cat(ratios[number] or [torch.empty(0)]).square()
+            losses[number] = bound_by_second_moment(losses[number], squares, total, largest)
+        return losses
 
     def _reference_logprobs(self, row: MicroBatch) -> torch.Tensor | None:
         """Logprobs of a row's trained tokens, as the reference policy reads it; None where there is none."""
@@ -343,7 +398,7 @@ class Learner:
         if teacher is None:
             return None
         with torch.no_grad():
-            return teacher.read(row, self._temperature).logprobs
+            return teacher.read(row, self._temperature_of(row)).logprobs
 
     def _reduced(self, sums: LossSums) -> LossSums:
         world = self._world

@@ -5,15 +5,16 @@ before start().
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..config.training import TrainingConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import State
-from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
+from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -29,13 +30,21 @@ class LocalBackend:
     """
 
     def __init__(
-        self, config: TrainingConfig, *, max_steps: int, seed: int, temperature: float = 1.0
+        self,
+        config: TrainingConfig,
+        *,
+        max_steps: int,
+        seed: int,
+        temperature: float = 1.0,
+        own: Mapping[str, SampleTerms] = MappingProxyType({}),
     ) -> None:
-        """`temperature` is the one that samples are drawn at; `max_steps` shapes the schedule."""
+        """`temperature` is the one that samples are drawn at, but those of environments with terms of their
+        `own`, by name; `max_steps` shapes the schedule."""
         self._config = config
         self._max_steps = max_steps
         self._seed = seed
         self._temperature = temperature
+        self._own = own
         self._thread: ThreadPoolExecutor | None = None
         self._learner: Learner | None = None
 
@@ -111,6 +120,7 @@ class LocalBackend:
             max_steps=self._max_steps,
             seed=self._seed,
             temperature=self._temperature,
+            own=self._own,
         )
 
     async def _with(self, work: "Callable[[Learner], T]") -> T:

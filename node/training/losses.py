@@ -141,6 +141,11 @@ class TokenInputs:
     given: Tensor | None = None
     """bool: tokens of demonstrations, which only sft() reads; None where there is none."""
 
+    def of(self, where: Tensor) -> "TokenInputs":
+        """The tokens `where`, bool [N], of all three kinds."""
+        echo, given = (None if one is None else one[where] for one in (self.echo, self.given))
+        return replace(self._only(where), echo=echo, given=given)
+
     def drawn(self) -> "TokenInputs":
         """Those that the model drew: what losses are given."""
         others = [one for one in (self.echo, self.given) if one is not None]

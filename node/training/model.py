@@ -5,11 +5,12 @@ the names of parameters: a checkpoint or an export calls them as transformers do
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -251,12 +252,14 @@ class TrainedModel(nn.Module):
         layout: Layout,
         rows: Tensor,
         targets: Tensor,
-        temperature: float,
+        sequences: Tensor,
+        temperature: float | Sequence[float],
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of the row `ids` [T].
 
-        Those that are `given`, bool [N], have the temperature 1.
+        `temperature` is one, or one for each of the row's `sequences`, int64 [N]. Targets that are `given`,
+        bool [N], have the temperature 1.
         """
         hidden = self.causal.base_model(
             input_ids=ids[None],
@@ -267,11 +270,21 @@ class TrainedModel(nn.Module):
             context=self._world.context,
         ).last_hidden_state[0]
         weight = self.causal.get_output_embeddings().weight
-        scale = temperature if given is None else torch.where(given, 1.0, temperature)
+        # a tensor is made here: FSDP rounds those that it is given to the dtype of forward
+        scale: float | Tensor = (
+            temperature
+            if isinstance(temperature, float | int)
+            else _upload(np.array(temperature, np.float32), ids.device)[sequences]
+        )
+        if given is not None:
+            scale = torch.where(given, 1.0, scale)
         return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap)
 
-    def read(self, row: MicroBatch, temperature: float) -> TokenInputs:
-        """The trained tokens of this rank's part of a row; gradient flows through `logprobs`."""
+    def read(self, row: MicroBatch, temperature: float | Sequence[float]) -> TokenInputs:
+        """The trained tokens of this rank's part of a row; gradient flows through `logprobs`.
+
+        `temperature` is one, or one for each of the row's sequences.
+        """
         world = self._world
         layout = Layout.of(row.lengths, world.device)
         own = row.part(world.context_rank, world.context_size)
@@ -279,9 +292,11 @@ class TrainedModel(nn.Module):
         ids, positions, rows, targets, behaviour = (_upload(one, world.device) for one in arrays)
         self.replay.set(own, world.device)
         given = _upload(own.given, world.device) if own.given.any() else None
-        logprobs, entropy = self(ids, positions, layout, rows, targets, temperature, given)
         advantages, sequences = (
             _upload(one, world.device) for one in (own.advantages, own.sequences)
+        )
+        logprobs, entropy = self(
+            ids, positions, layout, rows, targets, sequences, temperature, given
         )
         echo = _upload(own.echo, world.device) if own.echo.any() else None
         return TokenInputs(

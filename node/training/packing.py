@@ -42,6 +42,8 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     sequences: NDArray[np.int64]
     """[N]: which sequence of the row."""
+    environments: list[str]
+    """Of each sequence but the padding."""
     echo: NDArray[np.bool_]
     """[N]: whether the environment said it (Sample.echo)."""
     given: NDArray[np.bool_]
@@ -71,6 +73,7 @@ class MicroBatch:
             logprobs=self.logprobs[own],
             advantages=self.advantages[own],
             sequences=self.sequences[own],
+            environments=self.environments,
             echo=self.echo[own],
             given=self.given[own],
             routed=self.routed[replayed] - start,
@@ -225,6 +228,7 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
             np.float32,
         ),
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
+        environments=[one.environment for one in samples],
         echo=~_joined(
             [np.array(one.mask)[at + 1] for one, at in zip(samples, drawn, strict=True)], np.bool_
         ),

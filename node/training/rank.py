@@ -343,6 +343,7 @@ def _build(start: RankStart, config: TrainingConfig, world: World) -> "Learner":
         max_steps=start.max_steps,
         seed=start.seed,
         temperature=start.temperature,
+        own=start.own,
         world=world,
     )
 

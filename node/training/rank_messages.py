@@ -7,7 +7,7 @@ folder that only the daemon's user can read.
 import msgspec
 
 from ..process.frames import ProcessMessage
-from .backend import Sample, TrainBatch
+from .backend import Sample, SampleTerms, TrainBatch
 
 MAX_FRAME = 2**31
 """Bytes of a call: a batch of some hundred million tokens."""
@@ -32,6 +32,8 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     max_steps: int
     seed: int
     temperature: float
+    own: dict[str, SampleTerms] = {}
+    """Of environments whose samples are drawn or learned otherwise, by name."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step"):

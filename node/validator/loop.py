@@ -26,7 +26,7 @@ from ...protocol.audits import (
 )
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import open_lease
+from ...protocol.leases import environment_of, open_lease
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import (
     MAX_SHELF,
@@ -333,6 +333,7 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
     lease = open_lease(submission.lease, run_id, run.trainer, job.node)
     plan = plan_of(submission, run=run_id, trainer=run.trainer, node=job.node)
     checked = check_submission(submission, lease, run, max(job.versions), plan)
+    sampling = environment_of(run, lease).sampling
     rollouts = {(one.group, one.index): one for one in checked.rollouts}
     items: list[AuditItem] = []
     for place in job.chosen:
@@ -340,7 +341,9 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
         turns = None if rollout is None else plain_turns(rollout.branches)
         if rollout is None or turns is None:
             raise _malformed(place, "is not fit for an audit")
-        (item,) = audit_items(rollout, turns, lease=lease, run=run_id, node=job.node, plan=plan)
+        (item,) = audit_items(
+            rollout, turns, lease=lease, run=run_id, sampling=sampling, node=job.node, plan=plan
+        )
         if not set(item.versions) <= set(job.versions):
             raise _malformed(place, "claims a version that the job does not name")
         items.append(item)

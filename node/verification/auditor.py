@@ -21,7 +21,13 @@ import msgspec
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, sample_seed
-from ...protocol.manifests import AdapterContract, ProofContract, RouteShape, RunManifest
+from ...protocol.manifests import (
+    AdapterContract,
+    ProofContract,
+    RouteShape,
+    RunManifest,
+    SamplingContract,
+)
 from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..environments.environment import Branch
@@ -80,6 +86,8 @@ class AuditItem:
     """From the lowest on; empty if one node computed all, or does not say."""
     routes: bytes = b""
     """S routes of the run's shape, or none."""
+    temperature: float = 1.0
+    """That of its lease's environment, whatever it was drawn at."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
@@ -116,7 +124,6 @@ class AuditTerms:
     """The parameters that all audits of a run share."""
 
     model_dir: str
-    temperature: float
     dtype: str
     """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
     device: str
@@ -133,7 +140,6 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
     """Take the terms of a run's audits from its manifest."""
     return AuditTerms(
         str(model_dir),
-        run.temperature,
         run.proofs.dtype,
         device,
         run.adapters,
@@ -251,13 +257,14 @@ def audit_items(
     *,
     lease: Lease,
     run: bytes,
+    sampling: SamplingContract,
     node: bytes,
     plan: PipelinePlan | None = None,
 ) -> list[AuditItem]:
     """Make one item per branch.
 
-    `turns` holds, per branch, the turn number of each reply; `run` is the run id, `node` the worker, `plan`
-    that of its pipeline.
+    `turns` holds, per branch, the turn number of each reply; `run` is the run id, `sampling` that of the
+    lease's environment, `node` the worker, `plan` that of its pipeline.
     """
     task = lease.tasks[rollout.group].digest
     crossed = rollout.crossed or [()] * len(rollout.branches)
@@ -273,6 +280,7 @@ def audit_items(
             proof=branch.proof,
             boundaries=_boundaries(plan, proofs),
             routes=branch.routes,
+            temperature=sampling.temperature,
         )
 
     return [item(*parts) for parts in zip(rollout.branches, turns, crossed, strict=True)]

@@ -400,10 +400,10 @@ class HonestPlayer:
         self, lease: Lease, tasks: Sequence[Task], group: int, index: int
     ) -> AuditTarget | None:
         task = tasks[group]
+        sampling = environment_of(self._run, lease).sampling
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
             seed = sample_seed(self._run_id, lease, NODE, task.digest, index, turn)
-            sampling = environment_of(self._run, lease).sampling
             return await self._engine.generate(
                 GenerateRequest(
                     prompt=tuple(prompt),
@@ -421,7 +421,9 @@ class HonestPlayer:
             return None
         turns = plain_turns(branches) or (await environment.score(task, branches)).turns
         rollout = CheckedRollout(group, index, branches, episode.score.reward)
-        items = audit_items(rollout, turns, lease=lease, run=self._run_id, node=NODE)
+        items = audit_items(
+            rollout, turns, lease=lease, run=self._run_id, sampling=sampling, node=NODE
+        )
         return AuditTarget(rollout, items)
 
 

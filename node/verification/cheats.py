@@ -5,7 +5,7 @@ gives to his tokens, so that only the seeded sampling is left to tell.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -116,10 +116,12 @@ def _rounded(tensor: Tensor, bits: int, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ForgedReply:
-    """The prompt of a reply to forge, the lease's seed, and tokens that it is forced to begin with."""
+    """The prompt of a reply to forge, the lease's seed and temperature, and tokens that it is forced to begin
+    with."""
 
     prompt: tuple[int, ...]
     seed: int
+    temperature: float
     forced: tuple[int, ...] = ()
 
 
@@ -151,7 +153,11 @@ def first_replies(
     items = [one.items[0] for one in played[:count]]
     return [
         (
-            ForgedReply(tuple(item.token_ids[: item.replies[0].start]), item.replies[0].seed),
+            ForgedReply(
+                tuple(item.token_ids[: item.replies[0].start]),
+                item.replies[0].seed,
+                item.temperature,
+            ),
             first_reply(item),
         )
         for item in items
@@ -183,10 +189,7 @@ def forgeries(
 
 
 def _forced(lines: Sequence[ForgedReply], replies: Sequence[tuple[int, ...]]) -> list[ForgedReply]:
-    return [
-        ForgedReply(line.prompt, line.seed, reply)
-        for line, reply in zip(lines, replies, strict=True)
-    ]
+    return [replace(line, forced=reply) for line, reply in zip(lines, replies, strict=True)]
 
 
 def _edited(reply: tuple[int, ...], said: Sequence[int]) -> tuple[int, ...]:
@@ -231,7 +234,7 @@ def _forge(
         torch.tensor(padded, device=device), columns >= width - lengths[:, None]
     )
     seeds = torch.tensor([line.seed for line in lines], device=device)
-    temperature = torch.full((len(lines),), run.temperature, device=device)
+    temperature = torch.tensor([line.temperature for line in lines], device=device)
     forced = torch.full((most, len(lines)), -1, device=device)
     for row, line in enumerate(lines):
         told = line.forced[:most]
@@ -268,6 +271,7 @@ def _item(
         replies=[SampledSpan(start, end, line.seed)],
         logprobs=logprobs.tolist(),
         versions=[CLAIMED] * len(tokens),
+        temperature=line.temperature,
         proof=Projection().make(hidden.numpy()),
     )
 

@@ -88,6 +88,7 @@ class _Tokens:
     tokens: Integers
     seeds: Integers
     versions: Integers
+    temperatures: NDArray[np.float32]
     margins: NDArray[np.float64]
     logprobs: NDArray[np.float64]
     """Recomputed; both infinite until they are."""
@@ -224,6 +225,8 @@ class Replay:
         pieces += [leading, own]
         pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
+        warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
+        greedy = not tokens.temperatures.any()  # all environments of a run are, or none
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
@@ -237,7 +240,7 @@ class Replay:
             crossed=download(checker.led()),
             routed=download(routes.led() if routes else torch.zeros(len(chosen), 2)),
             drawn=drawn,
-            numbers=download(self._draw(network, hidden[rows], *claims)),
+            numbers=download(self._draw(network, hidden[rows], warm, *claims, greedy=greedy)),
             mark=Mark(network.device),
         )
 
@@ -265,19 +268,27 @@ class Replay:
         return torch.cat([part.float() @ matrix for part in parts])
 
     def _draw(
-        self, network: LanguageModel, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
+        self,
+        network: LanguageModel,
+        hidden: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        places: Tensor,
+        claimed: Tensor,
+        *,
+        greedy: bool,
     ) -> Tensor:
-        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led."""
-        divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
+        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led, at
+        `temperatures` [N] fp32, which are all 0 where they are `greedy`."""
         step = self._rows(network, hidden)
         return weigh(
             lambda rows: network.logits(hidden[rows]),
             step,
-            divisor,
+            temperatures,
             seeds,
             places,
             claimed,
-            greedy=self._terms.temperature == 0,
+            greedy=greedy,
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
@@ -382,6 +393,10 @@ def _flatten(
     none = (np.empty(0, np.int64),) * 4  # there may be no item
     return branches, _Tokens(
         *map(np.concatenate, zip(none, *columns, strict=True)),
+        temperatures=np.repeat(
+            np.array([branch.item.temperature for branch in branches], np.float32),
+            [branch.at.stop - branch.at.start for branch in branches],
+        ),
         margins=np.full(start, np.inf),
         logprobs=np.full(start, np.inf),
     )

@@ -301,7 +301,7 @@ class Verifier:
         return not lost
 
     def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
-        if self._run.temperature == 0:
+        if environment_of(self._run, work.lease).sampling.temperature == 0:
             return True  # equal prompts have equal replies, whoever draws them
         try:
             self._copies.check(work.arrival.number, work.arrival.node, rollout)
@@ -456,11 +456,18 @@ class Verifier:
     ) -> AuditCall:
         """Make the call; `held` has at least the states of the versions that are claimed."""
         arrival, lease = work.arrival, work.lease
+        sampling = environment_of(self._run, lease).sampling
         chosen: list[AuditTarget] = []
         for one in passed:
             turns = plain_turns(one.rollout.branches) or one.score.turns
             items = audit_items(
-                one.rollout, turns, lease=lease, run=self._run_id, node=arrival.node, plan=work.plan
+                one.rollout,
+                turns,
+                lease=lease,
+                run=self._run_id,
+                sampling=sampling,
+                node=arrival.node,
+                plan=work.plan,
             )
             chosen.append(AuditTarget(one.rollout, items))
         claimed = {v for one in chosen for item in one.items for v in item.versions}

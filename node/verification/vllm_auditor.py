@@ -94,6 +94,8 @@ MOST_DIFFERENCES = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Rows = NDArray[np.float32]
+_Prefix = tuple[float, *tuple[int, ...]]
+"""A temperature, and tokens."""
 
 
 def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any]) -> EngineConfig:
@@ -320,6 +322,10 @@ class _Text:
         claims["routed"] &= own
         return claims
 
+    def prefix(self, place: int) -> "_Prefix":
+        """What leads to a place, and the temperature that is asked for with it."""
+        return self.item.temperature, *self.lead(place)
+
     def lead(self, place: int) -> list[int]:
         """The tokens that lead to a place."""
         return list(self.item.token_ids[:place])
@@ -365,15 +371,16 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
 
 
 def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
-    """Numbers of the texts that share what leads to their first claimed place: by the first, all others.
+    """Numbers of the texts of one temperature that share what leads to their first claimed place: by the first,
+    all others.
 
     vLLM computes it for the first of them, and takes it from its cache for the others. One that has no other
     place is on its own.
     """
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[_Prefix, int] = {}
     found: dict[int, list[int]] = {}
     for number, text in enumerate(texts):
-        leader = first.setdefault(tuple(text.lead(int(text.places[0]))), number)
+        leader = first.setdefault(text.prefix(int(text.places[0])), number)
         if leader != number and len(text.places) > 1:
             found.setdefault(leader, []).append(number)
     return found
@@ -548,18 +555,22 @@ class VllmAuditor:
             parts = [texts[one].asked(version, slice(1)) for one in numbers]
             claims[leader] = np.concatenate([claims[leader], *parts])
         leads = [text.lead(int(text.places[-1])) for text in texts]
-        answers = await self._ask(engine, list(map(self._request, leads, claims)))
+        requests = [
+            PrefillRequest(lead, own.tobytes(), text.item.temperature)
+            for lead, own, text in zip(leads, claims, texts, strict=True)
+        ]
+        answers = await self._ask(engine, requests)
         for leader, numbers in heads.items():
             rows, extra = np.split(answers[leader], [len(texts[leader].places)])
             answers[leader] = rows
             for one, row in zip(numbers, extra, strict=True):
                 answers[one] = np.concatenate([row[None], answers[one]])
-        prefixes: dict[tuple[int, ...], list[int]] = {}
+        prefixes: dict[_Prefix, list[int]] = {}
         for number, (text, rows) in enumerate(zip(texts, answers, strict=True)):
             missing = not_computed(rows)
             if missing.any():
                 last = int(text.places[missing].max())
-                prefixes.setdefault(tuple(text.lead(last)), []).append(number)
+                prefixes.setdefault(text.prefix(last), []).append(number)
         if prefixes:
             await self._read_again(engine, version, texts, answers, prefixes)
         for text, rows in zip(texts, answers, strict=True):
@@ -571,14 +582,15 @@ class VllmAuditor:
         version: int,
         texts: Sequence[_Text],
         answers: list[Rows],
-        prefixes: Mapping[tuple[int, ...], Sequence[int]],
+        prefixes: Mapping["_Prefix", Sequence[int]],
     ) -> None:
         """Complete `answers`: each prefix is read once, for all the texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
-        for prefix, numbers in prefixes.items():
+        for (temperature, *lead), numbers in prefixes.items():
             parts = [texts[one].asked(version, not_computed(answers[one])) for one in numbers]
-            claims = np.concatenate(parts)
-            requests.append(self._request(list(prefix), claims, f"{next(self._salts)}"))
+            claims = np.concatenate(parts).tobytes()
+            salt = f"{next(self._salts)}"
+            requests.append(PrefillRequest(lead, claims, temperature, salt))
         for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
             start = 0
             for number in numbers:
@@ -587,10 +599,6 @@ class VllmAuditor:
                 answers[number] = answers[number].copy()
                 answers[number][missing] = rows[start:end]
                 start = end
-
-    def _request(self, token_ids: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
-        temperature = self._require_started().temperature
-        return PrefillRequest(token_ids, claims.tobytes(), temperature, salt)
 
     async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
         """Have texts read, in parts: the engine begins while the rest is sent."""

@@ -198,6 +198,7 @@ def _play(
                 versions=[OWN] * len(reply.token_ids),
                 proof=proof,
                 boundaries=boundaries,
+                temperature=TEMPERATURE,
             )
         )
     return found
@@ -205,7 +206,7 @@ def _play(
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """As the trainer measures them."""
-    replay = Replay(AuditTerms(str(setting.model_dir), TEMPERATURE, setting.dtype, setting.device))
+    replay = Replay(AuditTerms(str(setting.model_dir), setting.dtype, setting.device))
     found = replay.measure(items, {OWN: setting.state}, {})
     return [one for one in found if isinstance(one, Measured)]
 

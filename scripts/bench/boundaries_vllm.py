@@ -60,6 +60,7 @@ def item(request: GenerateRequest, said: Completion) -> AuditItem:
             BoundaryClaim(end, "raw", part)
             for end, part in zip(ENDS, said.boundaries, strict=False)
         ],
+        temperature=TEMPERATURE,
     )
 
 
@@ -77,7 +78,7 @@ async def measure(asked: argparse.Namespace) -> None:
     """Everything, printed on the way."""
     made = trained_model(recipe("tiny", num_hidden_layers=ENDS[-1]))
     shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
-    replay = Replay(AuditTerms(str(made.directory), TEMPERATURE, asked.dtype, "cpu"))
+    replay = Replay(AuditTerms(str(made.directory), asked.dtype, "cpu"))
     bounds = contract(asked.dtype)
     todo = requests(made, asked.rollouts)
     async with pipeline(

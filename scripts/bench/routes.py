@@ -178,7 +178,7 @@ def mismatch(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """What an auditor measures of honest and of forged routes."""
-    terms = AuditTerms(str(case.directory), 1.0, options.dtype, options.device, routes=case.shape)
+    terms = AuditTerms(str(case.directory), options.dtype, options.device, routes=case.shape)
     auditor = Replay(terms)
     auditor.prepare(threads=options.threads)
     rng = np.random.default_rng(options.seed)

@@ -281,7 +281,7 @@ class Workshop:
         return GenerateRequest(
             prompt=tuple(prompt),
             max_tokens=run.environments[0].sampling.max_tokens,
-            temperature=run.temperature,
+            temperature=run.environments[0].sampling.temperature,
             seed=seed,
             stop_token_ids=run.model.stop_token_ids,
         )

@@ -53,13 +53,14 @@ def wheel(directory: Path, module: str, source: str) -> Path:
 # -- a package from nothing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["single", "multi"])
+@pytest.mark.parametrize("kind", ["single", "multi", "tools"])
 @pytest.mark.slow
 def test_a_new_package_installs_passes_and_is_trusted(
     cli: Cli, home: Path, site: Path, kind: str
 ) -> None:
     name = f"first-{kind}-env"  # a name of its own: a module that was imported stays imported
-    made = cli("env", "init", name, *(["--multi-turn"] if kind == "multi" else []))
+    flags = {"single": [], "multi": ["--multi-turn"], "tools": ["--tools"]}
+    made = cli("env", "init", name, *flags[kind])
     assert made.code == 0, made.err
     installed = cli("env", "install", f"./{name}", "--json")
     assert installed.code == 0, installed.err
@@ -72,10 +73,13 @@ def test_a_new_package_installs_passes_and_is_trusted(
 
     found = checks(cli("env", "test", name, "--tasks", "3", "--json"))
     assert [problem for _, problem in found.values()] == [""] * len(found)
-    assert found["tasks"][0].startswith("train at least 1,000")
+    assert found["tasks"][0].startswith("train at least")
     if kind == "single":
         assert "right answer 1, empty 0" in found["rewards"][0]
         assert found["prompts"][0].startswith("10 characters")
+    elif kind == "tools":
+        assert "right answer 1, empty 0" in found["rewards"][0]
+        assert "right answer 2, empty 0" in found["tools"][0]
     else:
         assert found["rollouts"][0] == "9 played, 5 turn(s) each"
 
@@ -108,6 +112,11 @@ def test_a_name_that_would_never_be_played_is_not_taken(
     cli: Cli, home: Path, name: str, word: str
 ) -> None:
     cli("env", "init", name).refused(2, word)
+    assert list(home.iterdir()) == []
+
+
+def test_a_new_environment_is_of_one_kind(cli: Cli, home: Path) -> None:
+    cli("env", "init", "third-env", "--tools", "--multi-turn").refused(2, "choose one")
     assert list(home.iterdir()) == []
 
 

@@ -233,6 +233,34 @@ def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: 
     ]
 
 
+def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
+    drawn = (
+        "sampling = { temperature = 0.6, max_completion_tokens = 9000, top_p = 1.0, min_p = 0.1 }\n"
+    )
+    played = (
+        '[[orchestrator.eval.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
+        "sampling = { temperature = 0.0, top_p = 0.9, top_k = -1, max_completion_tokens = 64 }\n"
+    )
+    every = "[orchestrator.eval.sampling]\ntemperature = 0.8\ntop_k = 20\n"
+    played = every + played
+    config = convert(
+        tmp_path, ONE_SOURCE.replace("reverse-text", "x") + ONE_SOURCE + drawn + played
+    )
+    first, second = config.values["environments"]
+    assert "sampling" not in first
+    assert second["sampling"] == {"temperature": 0.6, "max_tokens": 2047}
+    (evaluated,) = config.values["evaluation"]["environments"]
+    assert evaluated["sampling"] == {
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": 20,
+        "max_tokens": 64,
+    }
+    assert [one.key for one in config.missing] == ["orchestrator.train.source[1].sampling.min_p"]
+    only = convert(tmp_path, ONE_SOURCE + drawn.replace("9000", "90"))
+    assert only.values["sampling"] == {"temperature": 0.6, "max_tokens": 90}
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -242,7 +270,7 @@ def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: 
         ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
         ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
         ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "needs num_tasks"),
-        ('algo = { type = "opd" }\nid = "a"', "one algorithm a run"),
+        ('algo = { type = "opd" }\nid = "a"', "nearest: environments[].advantage and .loss"),
     ],
 )  # fmt: skip
 def test_what_an_environment_asks_for_in_vain_is_reported(

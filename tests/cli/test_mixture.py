@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from primerl.node.app.factories import sample_terms
 from primerl.node.app.trainer import step_settings
 from primerl.node.config import run
 from primerl.node.config.loader import load
 from primerl.node.config.run import EnvironmentConfig, RunConfig
+from primerl.node.config.training import LossConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
 from primerl.node.ops.doctor import check_environments
 from primerl.node.ops.errors import UsageError
@@ -33,7 +35,10 @@ group_size = 16
 max_turns = 1
 advantage = "rloo"
 [environments.sampling]
+temperature = 0.6
 max_tokens = 4
+[environments.loss]
+type = "gspo"
 """
 
 
@@ -53,6 +58,11 @@ def test_what_an_environment_leaves_out_is_the_runs(mixture: RunConfig) -> None:
     assert (first.sampling.max_tokens, first.advantage) == (16, "grpo")
     assert (second.name, second.ratio, second.group_size) == ("sums", 3.0, 16)
     assert (second.sampling.max_tokens, second.advantage) == (4, "rloo")
+    assert (first.sampling.temperature, second.sampling.temperature) == (1.0, 0.6)
+    assert {name: one.loss.type for name, one in mixture.training_on().items()} == {
+        "reverse-text": "dppo_kl",
+        "sums": "gspo",
+    }
     assert {name: one.advantage for name, one in mixture.training_on().items()} == {
         "reverse-text": "grpo",
         "sums": "rloo",
@@ -60,6 +70,12 @@ def test_what_an_environment_leaves_out_is_the_runs(mixture: RunConfig) -> None:
     kept = step_settings(mixture)
     assert kept.training["advantage"] == "grpo"
     assert {name: one["advantage"] for name, one in kept.own.items()} == {"sums": "rloo"}
+    assert kept.own["sums"]["loss"]["type"] == "gspo"
+    assert (kept.temperature, kept.temperatures) == (1.0, {"sums": 0.6})
+    learned = sample_terms(mixture)
+    assert learned.keys() == {"sums"}, "what does not differ is the run's"
+    assert learned["sums"].temperature == 0.6
+    assert LossConfig.model_validate_json(learned["sums"].loss) == second.loss
 
 
 def test_one_environment_is_a_mixture_of_one() -> None:
@@ -84,6 +100,7 @@ def test_the_manifest_has_what_each_environment_is_played_by(mixture: RunConfig)
         1,
     )
     assert [one.sampling.max_tokens for one in (first, second)] == [16, 4]
+    assert [one.sampling.temperature for one in (first, second)] == [1.0, 0.6]
     wanted = EnvironmentConfig(id="arithmetic", args={"max_value": 9}, max_turns=1)
     assert options_of(second) == wanted, "a worker reads only what it plays by"
 
@@ -109,7 +126,26 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
         ('[[environments]]\nid = "a"\nratio = 0.0\n', "ratio"),
         ('[[environments]]\nid = "a"\ngroup_size = 5000\n', "group_size"),
         ('[[environments]]\nid = "a"\nratios = 1.0\n', "ratios"),
-        ('[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0.5\n', "temperature"),
+        ('[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0\n', "temperature"),
+        (
+            '[[environments]]\nid = "a"\n[environments.sampling]\ntop_p = 0.9\nstop = ["."]\n',
+            "environments.0.sampling.*: stop and top_p cannot be set in training",
+        ),
+        ("[sampling.extra_body]\ntop_k = 5\n", "extra_body cannot be set in training"),
+        ('[[environments]]\nid = "a"\n[environments.loss]\ntype = "best"\n', "type"),
+        (
+            '[training]\ncontext_parallel = 2\n[[environments]]\nid = "a"\n[environments.loss]\n'
+            'type = "gspo"\n',
+            "the environment 'a': loss.type 'gspo' .* needs whole sequences",
+        ),
+        (
+            '[training.curriculum.gates.g]\n[[environments]]\nid = "a"\nadvantage = "rae"\n',
+            'the environment .a.: advantage "rae" compares no groups',
+        ),
+        (
+            '[[environments]]\nid = "a"\n[environments.loss]\ntype = "reverse_kl"\n',
+            "the loss of the environment 'a' compares with a reference that is not training.loss's",
+        ),
         (
             '[[environments]]\nid = "a"\n[environments.sampling]\nmax_tokens = 9000\n',
             "must be below training.seq_len",

@@ -20,7 +20,6 @@ from support.auditor_cases import (
     with_token,
 )
 from support.engine_cases import SHAPE, make_qwen3
-from support.protocol_cases import played_otherwise
 
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import EngineError
@@ -93,15 +92,12 @@ async def test_honest_branches_measure_next_to_nothing(auditor: Auditor, case: C
 
 
 async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_are_not(
-    kind: tuple[str, str], case: Case
+    auditor: Auditor, case: Case
 ) -> None:
-    auditor = AUDITORS[kind[0]]()
-    await auditor.start(case.model_dir, played_otherwise(case.run, temperature=0.0))
-    try:
-        honest = await generate(case.model_dir, case.states[OWN], kind[1], temperature=0.0)
-        *found, drawn = await audit(auditor, case, *honest[:4], case.item, near=False)
-    finally:
-        await auditor.close()
+    dtype = case.run.proofs.dtype
+    honest = await generate(case.model_dir, case.states[OWN], dtype, temperature=0.0)
+    leased = [replace(one, temperature=0.0) for one in (*honest[:4], case.item)]
+    *found, drawn = await audit(auditor, case, *leased, near=False)
     assert [moved(case, one) for one in found] == [set()] * 4
     assert {"sampling", "sampling_max"} <= moved(case, drawn)
 
@@ -154,6 +150,22 @@ async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, 
         assert moved(case, one) == {"sampling", "sampling_max", "logprob"}
     for one in await audit(auditor, case, *map(case.forged, hot[:4])):
         assert moved(case, one) == {"sampling", "sampling_max"}
+
+
+async def test_each_item_is_measured_at_the_temperature_of_its_lease(
+    auditor: Auditor, case: Case
+) -> None:
+    proofs = case.run.proofs
+    hot = await generate(case.model_dir, case.states[OWN], proofs.dtype, temperature=1.6)
+    leased = [replace(one, temperature=1.6) for one in hot[:4]]
+    for one in await audit(auditor, case, *leased, *case.honest[:4]):
+        assert moved(case, one) == set()
+    cheats = [replace(one, temperature=1.6) for one in case.honest[:2]]
+    for one in (await audit(auditor, case, *leased[:2], *cheats, case.item))[2:4]:
+        assert moved(case, one) >= {"sampling", "sampling_max", "logprob"}
+    # the same text at two temperatures: an engine that keeps prefixes must not mix them up
+    both = await audit(auditor, case, case.item, replace(case.item, temperature=1.6))
+    assert [bool(moved(case, one)) for one in both] == [False, True]
 
 
 async def test_forged_logprobs_move_only_the_logprobs(auditor: Auditor, case: Case) -> None:

@@ -132,6 +132,9 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
         await swarm.crash_trainer()
         with pytest.raises(UsageError, match="began with the environments letters"):
             await swarm.start_trainer(resume=True, environments=ENVIRONMENTS[:2])
+        hotter = [{**one, "sampling": {"temperature": 1.5}} for one in ENVIRONMENTS]
+        with pytest.raises(UsageError, match="samples letters with temperature 1 and max_tokens 4"):
+            await swarm.start_trainer(resume=True, environments=hotter)
         await swarm.start_trainer(resume=True, environments=ENVIRONMENTS)
         summary = await swarm.finished()
     assert summary["steps"] == 4

@@ -147,6 +147,7 @@ def item_of(request: GenerateRequest, completion: Completion, version: int) -> A
         versions=[version] * count,
         proof=completion.proof,
         routes=completion.routes,
+        temperature=TEMPERATURE,
     )
 
 
@@ -159,6 +160,7 @@ def joined(first: AuditItem, second: AuditItem) -> AuditItem:
         versions=[*first.versions, *second.versions],
         proof=first.proof + second.proof,
         routes=first.routes + second.routes,
+        temperature=TEMPERATURE,
     )
 
 

@@ -238,7 +238,7 @@ class WitnessAuditor:
             list(item.token_ids),
             [p for r in item.replies for p in range(r.start, r.end)],
         )
-        temperature = self._run.temperature
+        temperature = item.temperature
         apart = [
             abs(claim - told(names[version], version, temperature, tokens[:at], tokens[at]))
             for claim, version, at in zip(item.logprobs, item.versions, places, strict=True)
@@ -247,7 +247,7 @@ class WitnessAuditor:
             felt(names[version], tokens[:at])
             for version, at in zip(item.versions, places, strict=True)
         ]
-        margins = [gap for reply in item.replies for gap in self._margins(tokens, reply)]
+        margins = [gap for reply in item.replies for gap in self._margins(item, tokens, reply)]
         return Measured(
             tokens=len(places),
             fingerprint=self._distance(item, rows),
@@ -258,7 +258,7 @@ class WitnessAuditor:
             other_policy=0.0,
         )
 
-    def _margins(self, tokens: list[int], reply: SampledSpan) -> list[float]:
+    def _margins(self, item: AuditItem, tokens: list[int], reply: SampledSpan) -> list[float]:
         """No gap where the seed says the same, a large one where it does not."""
         assert self._run is not None
         stops = self._run.model.stop_token_ids
@@ -266,7 +266,7 @@ class WitnessAuditor:
         request = GenerateRequest(
             tuple(tokens[: reply.start]),
             longest,
-            self._run.temperature,
+            item.temperature,
             reply.seed,
             stops,
         )

@@ -238,6 +238,27 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     await engine.close()
 
 
+async def test_an_environment_is_evaluated_with_sampling_of_its_own() -> None:
+    asked: list[tuple[float, float, int, tuple[int, ...]]] = []
+
+    def reply(request: GenerateRequest, version: int) -> list[int]:
+        drawn = (request.temperature, request.top_p, request.max_tokens, request.stop_token_ids)
+        asked.append(drawn)
+        return [STOP]
+
+    engine = ScriptedEngine(reply)
+    await engine.start(Path())
+    evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)))
+    environment, greedy = CountingEnvironment(), EvalSampling(9, 0.0, top_p=0.5)
+    tasks = [
+        EvalTask("a", environment, 1, 1),
+        EvalTask("b", environment, 1, 1, sampling=greedy),
+    ]
+    await evaluator.evaluate_tasks(NOTHING, tasks, seed=0)
+    assert asked == [(1.0, 1.0, 4, (STOP,)), (0.0, 0.5, 9, (STOP,))]
+    await engine.close()
+
+
 class Broken(CountingEnvironment):
     """Has no held-out tasks."""
 

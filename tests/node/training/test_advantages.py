@@ -49,6 +49,14 @@ def mixed(rewards: list[float], lengths: list[int]) -> RolloutGroup:
     return RolloutGroup(b"t", "e", rollouts, 0, b"n", b"l")
 
 
+def test_a_loss_of_its_own_decides_what_of_an_environment_is_trained() -> None:
+    flat, other = mixed([1.0, 1.0], [2, 2]), replace(mixed([1.0, 1.0], [2, 2]), environment="other")
+    own = {"other": training(loss={"type": "reverse_kl"})}
+    batch = credit([flat, other], training(), own)
+    assert [one.environment for one in batch.samples] == ["other", "other"]
+    assert (batch.groups, batch.pruned, batch.flat) == (1, 1, 2)
+
+
 def test_grpo_is_the_distance_from_the_group_mean() -> None:
     assert grpo([1.0, 0.0, 0.0, 1.0]) == [0.5, -0.5, -0.5, 0.5]
 

@@ -13,7 +13,7 @@ from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.backend import Sample, TrainBatch
+from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.state import digests
@@ -23,6 +23,10 @@ CLOCKED = ("time/", "perf/")
 
 def learner(model_dir: Path, config: TrainingConfig = FAST, temperature: float = 1.0) -> Learner:
     return Learner.build(model_dir, config, max_steps=10, seed=0, temperature=temperature)
+
+
+def terms(temperature: float, loss: LossConfig | None = None) -> SampleTerms:
+    return SampleTerms(temperature, (loss or LossConfig()).model_dump_json())
 
 
 def masters(subject: Learner, directory: Path) -> dict[str, bytes]:
@@ -465,6 +469,75 @@ def test_trainer_logprobs_are_taken_at_the_sampling_temperature(model_dir: Path)
         assert logprobs(subject, samples[:1])[0][-1] == pytest.approx(
             float(last.detach()), abs=1e-5
         )
+
+
+def test_each_sample_of_a_row_is_read_at_its_environments_temperature(model_dir: Path) -> None:
+    rng = random.Random(3)
+    rows = [sample(rng, prompt=3, drawn=drawn) for drawn in (6, 5, 4)]
+    named = [replace(one, environment=name) for one, name in zip(rows, ("a", "", "b"), strict=True)]
+    own = {"a": terms(0.5), "b": terms(1.5)}
+    subject = Learner.build(model_dir, FAST, max_steps=10, seed=0, temperature=0.8, own=own)
+    alone = [
+        value
+        for one, temperature in zip(rows, (0.5, 0.8, 1.5), strict=True)
+        for value in learner(model_dir, temperature=temperature).packed_logprobs([one])
+    ]
+    assert subject.packed_logprobs(named) == pytest.approx(alone, abs=1e-5)
+
+
+LOSSES = [
+    LossConfig(),
+    LossConfig(type="gspo", echo_alpha=0.3),
+    LossConfig(type="reinforce", importance="sequence", rejection="second_moment"),
+]
+
+
+def test_a_step_of_a_mixture_is_the_mean_over_the_tokens_of_all_its_losses(
+    model_dir: Path,
+) -> None:
+    """Whatever the split into rows: each environment's gradient weighs by its share of the step's tokens."""
+    rng = random.Random(4)
+    rows = [sample(rng, drawn=5, advantage=(-1.0) ** at) for at in range(9)]
+    names = ["a", "b", "c"] * 3
+    named = [replace(one, environment=name) for one, name in zip(rows, names, strict=True)]
+    heard = [replace(one, mask=[False] * 9, echo=[False] * 4 + [True] * 5) for one in named[1::3]]
+    own = {
+        name: terms(heat, loss)
+        for name, heat, loss in zip("abc", (0.7, 1.0, 1.4), LOSSES, strict=True)
+    }
+
+    def moved(samples: list[Sample], seq_len: int = 64) -> dict[str, torch.Tensor]:
+        config = FAST.model_copy(update={"max_norm": 1e9, "seq_len": seq_len})
+        subject = Learner.build(model_dir, config, max_steps=10, seed=0, temperature=1.0, own=own)
+        figures.append(subject.step(TrainBatch(1, samples)).values)
+        moments = subject.saved().moments  # the first one is proportional to the gradient
+        return {name: one for name, one in moments.items() if name.endswith(":exp_avg")}
+
+    figures: list[dict[str, float]] = []
+    parts = [moved([one for one in named if one.environment == name]) for name in "abc"]
+    said = moved(heard)
+    means = [one["loss/mean"] for one in figures[:3]]
+    for seq_len in (64, 18):
+        whole = moved([*named, *heard], seq_len)
+        assert figures[-1]["tokens"] == 45
+        assert figures[-1]["loss/mean"] == pytest.approx(sum(means) / 3, rel=1e-5, abs=1e-6)
+        for name, moment in whole.items():
+            wanted = sum(one[name] for one in parts) / 3 + said[name]
+            assert torch.allclose(moment, wanted, rtol=1e-4, atol=1e-7)
+            assert not torch.allclose(moment, said[name], rtol=1e-4, atol=1e-7)
+
+
+def test_only_the_loss_that_has_a_teacher_compares_with_it(model_dir: Path, tmp_path: Path) -> None:
+    taught = distilling(teacher_of(tmp_path / "teacher", hidden_size=48))
+    own = {"free": terms(1.0, LossConfig())}
+    subject = Learner.build(model_dir, taught, max_steps=10, seed=0, temperature=1.0, own=own)
+    row = sample(random.Random(5), drawn=6)
+    values = subject.step(TrainBatch(1, [row, replace(row, environment="free")])).values
+    alone = learner(model_dir, taught).step(TrainBatch(1, [row])).values
+    assert values["ref_kl/all/mean"] == pytest.approx(alone["ref_kl/all/mean"], rel=1e-5)
+    assert values["loss/mean"] != pytest.approx(alone["loss/mean"], rel=1e-3)
+    only = subject.step(TrainBatch(2, [replace(row, environment="free")])).values
+    assert "ref_kl/all/mean" not in only
 
 
 def test_warm_up_leaves_no_moment_behind(model_dir: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.training_cases import FAST, TINY, batch, logprobs
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
-from primerl.node.training.backend import TrainBatch
+from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.world import World
 
@@ -46,14 +46,25 @@ FIGURES = ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/all/
 TAUGHT = (*FIGURES, "ref_kl/all/mean", "sft_loss/mean", "sft_loss/tokens")
 
 
+HOT = {"hot": SampleTerms(1.3, LossConfig(type="ipo").model_dump_json())}
+
+
 def steps() -> list[TrainBatch]:
-    """Of many samples, of one only (some rank has none), of many again."""
-    return [batch(1), TrainBatch(2, batch(2).samples[:1]), batch(3, rows=9)]
+    """Of many samples, of one only (some rank has none), of many again; some of another environment."""
+    found = [batch(1), TrainBatch(2, batch(2).samples[:1]), batch(3, rows=9)]
+    return [TrainBatch(one.step, of_two_environments(one.samples)) for one in found]
+
+
+def of_two_environments(samples: list[Sample]) -> list[Sample]:
+    """The samples, every third one of the environment HOT."""
+    return [replace(one, environment="" if at % 3 else "hot") for at, one in enumerate(samples)]
 
 
 def learn(model_dir: Path, config: TrainingConfig, world: World) -> dict[str, Any]:
     """What one rank makes of the steps."""
-    learner = Learner.build(model_dir, config, max_steps=9, seed=1, temperature=0.9, world=world)
+    learner = Learner.build(
+        model_dir, config, max_steps=9, seed=1, temperature=0.9, own=HOT, world=world
+    )
     values = [learner.step(one).values for one in steps()]
     found = {
         "figures": [[one[name] for name in FIGURES] for one in values],

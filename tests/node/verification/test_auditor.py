@@ -109,7 +109,10 @@ def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
     assert rollout.crossed == [STATED]
     turns = plain_turns(rollout.branches)
     assert turns is not None
-    (item,) = audit_items(rollout, turns, lease=LEASE, run=RUN, node=WORKER.node_id, plan=PLAN)
+    sampling = MANIFEST.environments[0].sampling
+    (item,) = audit_items(
+        rollout, turns, lease=LEASE, run=RUN, sampling=sampling, node=WORKER.node_id, plan=PLAN
+    )
     assert item.boundaries == [BoundaryClaim(14, "fp8", STATED[0])]
 
 
