@@ -27,8 +27,8 @@ from ...protocol.pipelines import PipelinePlan, check_plan
 from ...protocol.version import ALPN_PIPELINE, KIB, MIB
 from ..p2p.connections import ConnectionPool
 from ..p2p.limits import TokenBuckets
-from ..p2p.rpc import ask, receive, send
-from ..p2p.transport import Stream
+from ..p2p.rpc import Refused, ask, receive, send
+from ..p2p.transport import Stream, TransportError
 from .ring import Ring
 
 EMPTY_PROBES = 4
@@ -37,6 +37,8 @@ FULL_PROBES = 3
 """Probes of MAX_PROBE bytes each way: the first ones open the congestion window, the fastest gives the rate."""
 MIN_TIME_S = 1e-4
 PROBE_LANE = 1
+RETRY_S = 0.3
+"""Pause before a node that did not answer is probed again."""
 PROBE_BYTES_PER_S = 1.0 * MIB
 PROBE_BURST_BYTES = 16.0 * MIB
 """Bytes that one peer may send and request in a burst."""
@@ -72,6 +74,23 @@ async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQ
     down = min([await time_probe(Probe(answer=MAX_PROBE)) for _ in range(FULL_PROBES)])
     slower = max(MIN_TIME_S, max(up, down) - round_trip)
     return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
+
+
+async def is_reachable(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
+    """Return whether `node` replies in time, also with a refusal; it may take a while to change networks."""
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=PROBE_LANE)
+            await ask(connection, Probe(), Probe, deadline=max(RETRY_S, left))
+        except TransportError:
+            await links.drop(node, ALPN_PIPELINE, lane=PROBE_LANE)
+            await asyncio.sleep(RETRY_S)
+        except (Refused, RemoteProtocolError):
+            return True
+        else:
+            return True
+    return False
 
 
 logger = logging.getLogger(__name__)
