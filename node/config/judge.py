@@ -49,7 +49,7 @@ class JudgeRunConfig(NodeConfig):
     """How long a join ticket is valid, unless `ticket --expires` says otherwise; the judge's own is renewed."""
     ticket_uses: Annotated[int, Field(ge=0)] = 0
     """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
-    engine: JudgeEngineConfig = JudgeEngineConfig()
+    engine: JudgeEngineConfig = JudgeEngineConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     verification: JudgeAuditConfig = JudgeAuditConfig()
     api: ApiConfig = ApiConfig()
 
