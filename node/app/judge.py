@@ -222,7 +222,7 @@ class JudgeNode(IssuingNode):
                 ttl_s=self._config.ticket_ttl_s,
                 uses=self._config.ticket_uses,
             )
-            name = f"{self._config.model.name}@{weights.hex()[:DIGEST_SHOWN]}"
+            name = f"{public_name(config.model.name)}@{weights.hex()[:DIGEST_SHOWN]}"
             verification = Verification(config, documents, self.key.node_id, self._factories)
             try:
                 await verification.start(model_dir)
@@ -355,6 +355,12 @@ class JudgeNode(IssuingNode):
         if self._services is None or self._scheduler is None:
             return []
         return worker_rows(self._services, self._scheduler)
+
+
+def public_name(model: str) -> str:
+    """Name a model to other nodes: a hub id as it is, of a directory no more than its own name."""
+    directory = Path(model).expanduser()
+    return directory.resolve().name if directory.is_dir() else model
 
 
 def check_contract(config: RunConfig, run: RunManifest) -> None:

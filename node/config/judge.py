@@ -13,6 +13,13 @@ MAX_PROMPT_TOKENS = 60_000
 """As in protocol/version.py, which is not imported for a --help."""
 
 
+class JudgeEngineConfig(EngineConfig):
+    """Engine of the audits: type, dtype, device, and the length of sequences."""
+
+    max_model_len: Positive = 8192
+    """Longest sequence, prompt and reply, tokens."""
+
+
 class JudgeAuditConfig(VerificationConfig):
     """Checks of replies before they are given."""
 
@@ -42,8 +49,7 @@ class JudgeRunConfig(NodeConfig):
     """How long a join ticket is valid, unless `ticket --expires` says otherwise; the judge's own is renewed."""
     ticket_uses: Annotated[int, Field(ge=0)] = 0
     """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
-    engine: EngineConfig = EngineConfig(max_model_len=8192)
-    """Of the audits: dtype, device, max_model_len (prompt and reply) and type."""
+    engine: JudgeEngineConfig = JudgeEngineConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     verification: JudgeAuditConfig = JudgeAuditConfig()
     api: ApiConfig = ApiConfig()
 
@@ -51,6 +57,18 @@ class JudgeRunConfig(NodeConfig):
     def run_dir(self) -> Path:
         """Where the judge writes."""
         return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _knows_honest_noise(self) -> Self:
+        told = self.verification
+        fixed = told.calibration is not None or told.bounds == "built-in"
+        if self.engine.dtype == "float32" or fixed or told.references or told.numerics == "exact":
+            return self
+        raise ValueError(
+            "in bfloat16 a judge has to know honest noise, or a worker could turn a yes that is a little "
+            "likelier than a no: set verification.references to the id of a worker of yours (`primerl-node id "
+            "--data-dir D` shows it) or verification.calibration, or leave engine.dtype at float32"
+        )
 
     @model_validator(mode="after")
     def _fits_a_lease(self) -> Self:

@@ -8,7 +8,7 @@ Invariants:
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
@@ -52,8 +52,6 @@ class WaitingPrompt:
     """Of its task."""
     packed: bytes
     digest: bytes
-    drawn: bool = False
-    """Whether a lease has it or is about to; False again once what came back was rejected."""
     reply: "asyncio.Future[Completion]" = field(default_factory=asyncio.Future)
 
 
@@ -65,7 +63,9 @@ class PromptQueue:
         self._next = first
         self._most = most
         self._waiting: dict[int, WaitingPrompt] = {}
-        """By index, the oldest first."""
+        """By index."""
+        self._fresh: deque[int] = deque()
+        """Indices of those that were never leased, the oldest first."""
         self._by_digest: dict[bytes, WaitingPrompt] = {}
         self._replies: OrderedDict[bytes, Completion] = OrderedDict()
         self.tasks = TaskQueue(draw=self._draw)
@@ -89,23 +89,19 @@ class PromptQueue:
                 raise EngineLost(f"{self._most} prompts wait for workers: come back later")
             waiting = WaitingPrompt(self._next, packed, name)
             self._next += 1
+            self._fresh.append(waiting.index)
             self._waiting[waiting.index] = self._by_digest[name] = waiting
             self.arrived.set()
         # whoever gives up may ask again, so the prompt stays
         return await asyncio.shield(waiting.reply)
 
     def _draw(self, number: int, out: Collection[int]) -> int | None:
-        """Choose the next prompt for a lease: the oldest that no lease has."""
-        for index, one in self._waiting.items():
-            if not one.drawn and index not in out:
-                one.drawn = True
-                return index
-        return None
+        """Choose the next prompt for a lease (TaskQueue.draw)."""
+        return self._fresh.popleft() if self._fresh else None
 
     def unleased(self) -> int:
         """Count the prompts that no lease has, nor a submission that is being verified."""
-        undrawn = sum(not one.drawn for one in self._waiting.values())
-        return undrawn + len(self.tasks.drawn) + len(self.tasks.requeued)
+        return len(self._fresh) + len(self.tasks.drawn) + len(self.tasks.requeued)
 
     def prompt(self, index: int) -> WaitingPrompt:
         """Return a prompt that waits."""
@@ -117,8 +113,8 @@ class PromptQueue:
             reply = replies.get(task.index)
             if reply is not None:
                 self._answer(task.digest, reply)
-            elif (waiting := self._waiting.get(task.index)) is not None:
-                waiting.drawn = False
+            elif task.index in self._waiting:
+                self.tasks.requeued.append(task.index)
                 self.arrived.set()
 
     def _answer(self, name: bytes, reply: Completion) -> None:
@@ -130,7 +126,7 @@ class PromptQueue:
         if waiting is None:
             return  # a lease from before a restart had the same prompt, and came first
         del self._waiting[waiting.index]
-        for queue in (self.tasks.drawn, self.tasks.requeued):
+        for queue in (self._fresh, self.tasks.drawn, self.tasks.requeued):
             if waiting.index in queue:
                 queue.remove(waiting.index)
         waiting.reply.set_result(reply)
@@ -217,10 +213,19 @@ class PromptSupply(TaskSupply):
         prompts = tuple(self._prompts.prompt(task.index).packed for task in lease.tasks)
         return structs.replace(lease, prompts=prompts)
 
+    def is_ready(self) -> bool:
+        """See TaskSupply."""
+        self._take_next(PREPARED_TASKS)
+        return bool(self.digests)
+
     async def _prepare(self, leases: int) -> bool:
-        known, wanted = self.digests, self._book.upcoming(0, leases)
+        known = self.digests.keys()
+        self._take_next(leases)
+        return not self.digests.keys() <= known
+
+    def _take_next(self, leases: int) -> None:
+        wanted = self._book.upcoming(0, leases)
         self.digests = {index: self._prompts.prompt(index).digest for index in wanted}
-        return not self.digests.keys() <= known.keys()
 
 
 class PromptDemand(LeaseDemand):

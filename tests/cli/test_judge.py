@@ -12,6 +12,13 @@ def test_a_dry_run_says_what_audits_need_of_memory(cli: Cli) -> None:
     assert (ran.code, "# memory" in ran.out) == (0, False)
 
 
+def test_in_bfloat16_a_judge_without_a_measure_of_noise_is_refused(cli: Cli) -> None:
+    given = ("judge", "--model.name", "m", "--engine.dtype", "bfloat16", "--dry-run")
+    cli(*given).refused(2, "has to know honest noise", "verification.references")
+    assert cli(*given, "--verification.references", "ab" * 32).code == 0
+    assert cli(*given, "--verification.bounds", "built-in").code == 0
+
+
 def test_replies_that_leave_no_room_for_a_prompt_are_refused_in_one_line(cli: Cli) -> None:
     ran = cli("judge", "--max-tokens", "8192", "--dry-run")
     ran.refused(2, "prompt and reply together have engine.max_model_len, 8192: lower it")

@@ -94,7 +94,6 @@ async def judge(directory: Path, **settings: Any) -> AsyncGenerator[Judge]:
             await task
 
 
-@pytest.mark.slow
 async def test_a_judge_goes_on_as_the_run_that_it_was_and_with_no_other_model_or_length(
     tmp_path: Path,
 ) -> None:
