@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil  # pyright: ignore[reportMissingModuleSource]
+
 LINE_BYTES = 2**24
 END_S = 30.0
 
@@ -22,24 +24,26 @@ Event = dict[str, Any]
 Handler = Callable[[Event], Awaitable[Event]]
 
 
+def cpu_by_process(root: int) -> dict[str, float]:
+    """CPU seconds of a process and of each that descends from it and lives, vLLM's too, by name and number."""
+    found: dict[str, float] = {}
+    process = psutil.Process(root)
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            spent = one.cpu_times()
+            found[f"{one.name()}:{one.pid}"] = spent.user + spent.system
+    return found
+
+
 def cpu_seconds(root: int) -> float:
-    """CPU time of a process and of all that descend from it and live, vLLM's too; from /proc."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        pid = int(path.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    """The same, of all together."""
+    return sum(cpu_by_process(root).values())
 
-    def below(pid: int) -> bool:
-        while pid > 1 and pid != root:
-            pid = parents.get(pid, 0)
-        return pid == root
 
-    return sum(used for pid, used in ticks.items() if below(pid)) / os.sysconf("SC_CLK_TCK")
+def tail(directory: Path, length: int = 2500) -> str:
+    """The ends of the logs of a `primerl-node rl` that writes its output to `rl.log` there."""
+    logs = [directory / "rl.log", *directory.glob("run/logs/*.log")]
+    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 class Wire:

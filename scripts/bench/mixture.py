@@ -1,6 +1,7 @@
 """Train configs/mixture.toml with two workers, one of which lacks the environment with a tool.
 
-    python scripts/bench/mixture.py --seeds 0 1 2 --steps 60 --out DIR
+    python scripts/bench/mixture.py [--seeds 0 1 2] [--steps 160] [--out DIR] [--warm RUN] [--quick]
+        [--json FILE] [FLAGS OF train]...
 
 Trainer and workers are real processes over loopback. The calculator is played from a package of its own, as
 any environment of somebody else is: the second worker does not have it. Seed after seed it prints the mean
@@ -8,7 +9,6 @@ reward of each environment in the first and the last tenth of the steps, and on 
 With --warm RUN every seed begins where that run was after its warm-up (kept by --checkpoint.keep-first true).
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from primerl.scripts.bench.report import conclude, make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKSETS = ROOT / "node" / "environments" / "tasksets"
@@ -80,9 +82,10 @@ def run(directory: Path, seed: int, more: list[str]) -> dict[str, Any]:
     return json.loads((own / "summary.json").read_text())
 
 
-def show(directory: Path, summary: dict[str, Any]) -> None:
+def show(directory: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Print the rewards of a run, and what was accepted and rejected."""
     rows = [json.loads(line) for line in (directory / "mixture" / "metrics.jsonl").open()]
+    found: list[dict[str, Any]] = []
     for name, figures in summary["environments"].items():
         curve = [row[f"reward/{name}"] for row in rows if row.get(f"reward/{name}") is not None]
         part = max(1, len(curve) // 10)
@@ -92,27 +95,34 @@ def show(directory: Path, summary: dict[str, Any]) -> None:
             f"{figures['reward_before']:.3f} -> {figures['reward_after']:.3f} held out, "
             f"{figures['accepted']} accepted"
         )
+        found.append({"environment": name, "first": first, "last": last, **figures})
     print(f"  rejected: {summary.get('rejected')}; workers: {json.dumps(summary.get('workers'))}")
+    return found
 
 
-def main() -> None:
+def main() -> int:
     """Run seed after seed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__, "one seed, few steps, hardly warmed up")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--warm", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench-mixture"))
     options, more = parser.parse_known_args()
+    if options.quick:
+        options.seeds, options.steps = options.seeds[:1], 3
+        more = ["--warmup.max-steps", "10", "--warmup.eval-interval", "5", *more]
     more += ["--max-steps", str(options.steps)]
     if options.warm is not None:
         more += ["--resume.dir", str(options.warm.absolute()), "--resume.step", "0"]
+    found: list[dict[str, Any]] = []
     for seed in options.seeds:
         directory = options.out.absolute() / f"seed_{seed}"
         began = time.monotonic()
         summary = run(directory, seed, more)
         print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
-        show(directory, summary)
+        found += [{"seed": seed, **row} for row in show(directory, summary)]
+    return conclude(found, [], options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
