@@ -74,6 +74,10 @@ class Wire:
             self.tell("answer", **await answering)
 
 
+class ChildFailed(RuntimeError):
+    """A process ended, or did not answer in time; the message ends with its log."""
+
+
 class Child:
     """The parent's end of one process."""
 
@@ -85,7 +89,9 @@ class Child:
         self._reading: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
 
-    async def start(self, *command: str) -> None:
+    async def start(
+        self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it in a process group of its own."""
         self.begun = time.time()
         with self.log.open("ab") as log:
@@ -94,13 +100,15 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                cwd=cwd,
+                env=env,
                 limit=LINE_BYTES,
                 start_new_session=True,
             )
         self._reading = asyncio.create_task(self._read(), name=self.name)
 
     async def event(self, name: str, timeout_s: float) -> Event:
-        """The first event of that name. Raises RuntimeError when the process ends or time is up."""
+        """The first event of that name. Raises ChildFailed when the process ends or time is up."""
         return await self._wait(lambda: self._found(name, 0), name, timeout_s)
 
     async def ask(self, do: str, timeout_s: float = 60.0, **more: Any) -> Event:
@@ -109,18 +117,19 @@ class Child:
         assert self._process.stdin is not None
         before = len(self.events)
         self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        await self._process.stdin.drain()
+        with suppress(BrokenPipeError, ConnectionResetError):  # then it has ended: see below
+            await self._process.stdin.drain()
         return await self._wait(lambda: self._found("answer", before), do, timeout_s)
 
-    async def end(self) -> None:
-        """Have it stop, by force if need be."""
+    async def end(self, patience_s: float = END_S) -> None:
+        """Have it stop, by force after `patience_s`, and whatever it started."""
         process = self._process
         if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(patience_s):
                 await process.wait()
         except TimeoutError:
             pass
@@ -138,10 +147,10 @@ class Child:
             async with asyncio.timeout(timeout_s), self._news:
                 while (event := found()) is None:
                     if self._reading is None or self._reading.done():
-                        raise RuntimeError(f"{self.name} ended before {what!r}:\n{self.tail()}")
+                        raise ChildFailed(f"{self.name} ended before {what!r}:\n{self.tail()}")
                     await self._news.wait()
         except TimeoutError:
-            raise RuntimeError(
+            raise ChildFailed(
                 f"{self.name}: no {what!r} within {timeout_s:.0f} s:\n{self.tail()}"
             ) from None
         return event

@@ -33,13 +33,12 @@ import numpy as np
 
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
+from primerl.scripts.bench.children import Child, ChildFailed
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 from primerl.scripts.bench.swarm_links import (
     START_S,
-    Failed,
     Link,
     Meter,
-    Program,
     Star,
     Unavailable,
     Version,
@@ -87,7 +86,7 @@ Row = dict[str, Any]
 class Swarm:
     """Running nodes that know each other."""
 
-    def __init__(self, star: Star, nodes: list[Program], names: list[str]) -> None:
+    def __init__(self, star: Star, nodes: list[Child], names: list[str]) -> None:
         self._star = star
         self._nodes = nodes
         self._names = names
@@ -140,11 +139,11 @@ class Swarm:
 
     async def reports(self) -> list[Row]:
         """What every process says of itself."""
-        return [await node.ask(ASK_S, do="report") for node in self._nodes]
+        return [await node.ask("report", ASK_S) for node in self._nodes]
 
     async def _hold(self, index: int, version: Version, *, lie: bool) -> list[list[Any]]:
         answer = await self._nodes[index].ask(
-            ASK_S, do="hold", file=str(version.file), chunk=version.chunk, lie=lie
+            "hold", ASK_S, file=str(version.file), chunk=version.chunk, lie=lie
         )
         return answer["chunks"]
 
@@ -153,8 +152,8 @@ class Swarm:
     ) -> Row:
         neighbours = [name for i, name in enumerate(self._names) if i not in (0, worker)]
         return await self._nodes[worker].ask(
+            "fetch",
             deadline,
-            do="fetch",
             chunks=chunks,
             neighbours=neighbours,
             origin=self._names[0],
@@ -208,12 +207,12 @@ async def _swarm(star: Star, folder: Path, count: int) -> AsyncGenerator[Swarm]:
     """`count` running nodes that know each other's addresses."""
     async with launcher(star, folder) as programs:
         nodes = [
-            await programs.start([sys.executable, str(HERE / "swarm_node.py"), star.address(index)])
+            await programs.start(sys.executable, str(HERE / "swarm_node.py"), star.address(index))
             for index in range(count)
         ]
-        hellos = await asyncio.gather(*(node.hear(START_S) for node in nodes))
+        hellos = await asyncio.gather(*(node.event("up", START_S) for node in nodes))
         roster = [[hello["node"], hello["addresses"]] for hello in hellos]
-        await asyncio.gather(*(node.ask(ASK_S, do="meet", nodes=roster) for node in nodes))
+        await asyncio.gather(*(node.ask("meet", ASK_S, nodes=roster) for node in nodes))
         yield Swarm(star, nodes, [hello["node"] for hello in hellos])
 
 
@@ -277,12 +276,12 @@ async def measure_shardcast(
     async with launcher(star, folder) as programs:
         for index, role in enumerate(roles):
             command = [role, _upstream(star, role, tree.middles)]
-            node = await programs.start([*_private(python, folder, index), *command])
-            await node.hear(START_S)  # it probes its servers: they must be up, and not busy
+            node = await programs.start(*_private(python, folder, index), *command)
+            await node.event("up", START_S)  # it probes its servers: they must be up, and not busy
         nodes = programs.started
         meter = Meter(star)
         at = time.monotonic() + LEAD_S
-        order = nodes[0].ask(deadline, file=str(version.file), shard=tree.shard, at=at)
+        order = nodes[0].ask("publish", deadline, file=str(version.file), shard=tree.shard, at=at)
         waiting = [_fetch_shardcast(node, at, deadline) for node in nodes[first_client:]]
         published, ends = await asyncio.gather(order, asyncio.gather(*waiting))
         figures = meter.read(version.size, range(first_client, len(nodes)))
@@ -300,11 +299,11 @@ async def measure_shardcast(
     }
 
 
-async def _fetch_shardcast(node: Program, at: float, deadline: float) -> float | None:
+async def _fetch_shardcast(node: Child, at: float, deadline: float) -> float | None:
     """When the client had the file; None if that was not before the deadline, or it gave up."""
     try:
-        answer = await node.ask(deadline, version="v1", at=at)
-    except Failed as failure:
+        answer = await node.ask("fetch", deadline, version="v1", at=at)
+    except ChildFailed as failure:
         lines = str(failure).splitlines()
         print(f"  shardcast client: {lines[0]}; its log ends: {lines[-1]}", file=sys.stderr)
         return None
@@ -318,7 +317,7 @@ def _upstream(star: Star, role: str, middles: int) -> str:
 
 
 def _private(python: Path, folder: Path, index: int) -> list[str]:
-    """A Python whose shardcast package lies in a folder of this node alone.
+    """A Python whose shardcast package lies in a folder of this node alone, as does its /tmp.
 
     Its clients keep a temporary file beside the package: two of one machine would take each other's.
     """
@@ -326,11 +325,9 @@ def _private(python: Path, folder: Path, index: int) -> list[str]:
     installed = _run(str(python), "-c", "import shardcast; print(shardcast.__path__[0])").strip()
     shutil.copytree(installed, own / "shardcast", ignore=shutil.ignore_patterns("__pycache__"))
     return [
-        "env",
-        f"PYTHONPATH={own}",
-        "PYTHONDONTWRITEBYTECODE=1",
-        str(python),
-        str(HERE / "swarm_shardcast_node.py"),
+        *("sh", "-c", 'mount --bind "$PWD" /tmp && exec "$@"', "sh"),
+        *("env", f"PYTHONPATH={own}", "PYTHONDONTWRITEBYTECODE=1"),
+        *(str(python), str(HERE / "swarm_shardcast_node.py")),
     ]
 
 
@@ -460,7 +457,7 @@ def attempt(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
     say(name)
     try:
         rows = measure()
-    except Failed as failure:
+    except ChildFailed as failure:
         say(f"  failed: {failure}")
         return [{"system": name, "file": "", "workers": 0, "failed": str(failure)}]
     return told(rows)
@@ -608,7 +605,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def scratch() -> Path:
-    """Where files of a run go: in memory if possible; never below /tmp, which every node replaces."""
+    """Where files of a run go: in memory if possible; never below /tmp, which nodes of shardcast replace."""
     shared = Path("/dev/shm")
     VENV.parent.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="swarm-", dir=shared if shared.is_dir() else VENV.parent))

@@ -1,11 +1,9 @@
 """The machine of swarm.py: a star of rate-limited links between network namespaces, and a process on each node.
 
 The star is made as root and removed at the end. Nothing of it is in the machine's own network: the bridge has a
-namespace too, and no namespace has a way out. Processes are spoken to in JSON lines; every question has a
-deadline, and every process is killed when its block ends.
+namespace too, and no namespace has a way out. Processes (children.py) are killed when their block ends.
 """
 
-import asyncio
 import fcntl
 import json
 import os
@@ -15,12 +13,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
+
+from primerl.scripts.bench.children import Child
 
 PREFIX = "primerl-swarm-"
 HUB = PREFIX + "hub"
@@ -30,9 +29,6 @@ QUEUE_MS = 50
 """How long a packet may wait before a full link drops it: a home router's queue."""
 MAX_NODES = 200
 START_S = 60.0
-LINE_BYTES = 2**24
-
-Answer = dict[str, Any]
 
 
 # -- links ----------------------------------------------------------------------------------------
@@ -73,12 +69,8 @@ class Star:
         return f"{SUBNET}.{index + 1}"
 
     def inside(self, index: int) -> list[str]:
-        """What to put before a command so that it runs on this node, with a /tmp of its own.
-
-        That command's first argument must be the directory that shall be its /tmp.
-        """
-        mount = 'mount --bind "$1" /tmp && shift && exec "$@"'
-        return ["ip", "netns", "exec", _name(index), "sh", "-c", mount, "sh"]
+        """What to put before a command so that it runs on this node; what it mounts is its own."""
+        return ["ip", "netns", "exec", _name(index)]
 
     def traffic(self) -> list[Traffic]:
         """Byte counters of every node."""
@@ -190,10 +182,6 @@ def _run(*command: str) -> str:
 # -- processes ------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
-    """A process did not do what it was asked; the message ends with its log."""
-
-
 @dataclass(frozen=True)
 class Version:
     """A file to spread."""
@@ -209,74 +197,24 @@ class Version:
         return self.file.stat().st_size
 
 
-class Program:
-    """One process; what it logs is in `log`."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    async def hear(self, timeout: float) -> Answer:
-        """Its next answer. Raises Failed."""
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(timeout):
-                line = await self._process.stdout.readline()
-        except TimeoutError as error:
-            raise Failed(f"{self._log.name}: no answer in {timeout:.0f} s{self._tail()}") from error
-        if not line:
-            raise Failed(f"{self._log.name}: ended early{self._tail()}")
-        return json.loads(line)
-
-    async def ask(self, timeout: float, **command: Any) -> Answer:
-        """Its answer to `command`. Raises Failed."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        try:
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise Failed(f"{self._log.name}: ended early{self._tail()}") from error
-        return await self.hear(timeout)
-
-    async def kill(self) -> None:
-        """End it and what it started."""
-        with suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-
-    def _tail(self) -> str:
-        return "\n" + self._log.read_text(errors="replace")[-2000:]
-
-
 class Launcher:
     """Starts processes, the i-th one on node i."""
 
     def __init__(self, star: Star, folder: Path) -> None:
         self._star = star
         self._folder = folder
-        self.started: list[Program] = []
+        self.started: list[Child] = []
 
-    async def start(self, command: Sequence[str]) -> Program:
-        """`command` on the next node, with a folder of its own as its /tmp and current directory."""
+    async def start(self, *command: str) -> Child:
+        """`command` on the next node, in a folder of its own."""
         index = len(self.started)
         home = self._folder / str(index)
         home.mkdir(parents=True)
-        log = self._folder / f"node-{index}.log"
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *self._star.inside(index),
-                str(home),
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                cwd=home,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                limit=LINE_BYTES,
-                start_new_session=True,
-            )
-        self.started.append(Program(process, log))
-        return self.started[-1]
+        child = Child(f"node-{index}", self._folder / f"node-{index}.log")
+        self.started.append(child)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        await child.start(*self._star.inside(index), *command, cwd=home, env=environment)
+        return child
 
 
 @asynccontextmanager
@@ -286,8 +224,8 @@ async def launcher(star: Star, folder: Path) -> AsyncGenerator[Launcher]:
     try:
         yield launched
     finally:
-        for program in launched.started:
-            await program.kill()
+        for child in launched.started:
+            await child.end(0)
 
 
 def busy_seconds() -> float:
