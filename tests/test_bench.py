@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
     )
     assert found.returncode in (0, 1), found.stdout + found.stderr
     return json.loads(report.read_text())
+
+
+QUICK = {
+    **dict.fromkeys(("audit", "boundaries", "cheats", "checkpoints", "demo", "environments"), ()),
+    **dict.fromkeys(("gpu_lora", "gpu_ranks", "help", "pipeline_encoding", "run", "update"), ()),
+    "beside_learner": ("--ways", "idle", "process"),
+    "codec": ("--synthetic",),
+    "floods": ("--keys", "20", "--seconds", "4"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_a_benchmark_that_needs_no_gpu_writes_rows_and_goals(name: str, tmp_path: Path) -> None:
+    told = bench(f"{name}.py", tmp_path / "r.json", *QUICK[name], timeout=800)
+    assert told["rows"]
+    for goal in told["goals"]:
+        assert goal.keys() == {"name", "value", "goal", "unit", "ok"}
+        assert isfinite(goal["value"])
 
 
 def test_the_bench_of_the_trainer_runs_at_toy_size(tmp_path: Path) -> None:

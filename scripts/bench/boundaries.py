@@ -367,7 +367,7 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def trained(asked: argparse.Namespace, layers: int) -> Trained:
     """The model; hardly trained with --quick."""
-    steps = 40 if asked.quick else None
+    steps = 10 if asked.quick else None
     model = recipe(asked.model, steps=steps, num_hidden_layers=layers)
     return trained_model(model, device=asked.device)
 

@@ -96,15 +96,6 @@ SEEN = {
 is honest. What is smaller is measured, not promised."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16, dense."""
-SMALL = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 512,
-}
 SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 JUDGED = "honest rollouts judged"
 SUSPECTED = "honest rollouts that are suspect"
@@ -582,7 +573,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message).160s", level=logging.INFO)
     options.cheats = options.cheats or not options.honest
     if options.quick:
-        SHAPES["small"], options.shape = small(options.shape), "small"
+        SHAPES["quick"], options.shape = small(options.shape), "quick"
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     SHAPES[options.shape] = SHAPES[options.shape] | {k: v for k, v in sizes.items() if v}
     if is_embedded(options.shape):
@@ -612,7 +603,7 @@ def small(shape: str) -> dict[str, int]:
     """A small model with experts, or with a head of its own, where that shape has them."""
     wanted = SHAPES[shape]
     head = {"tie_word_embeddings": wanted.get("tie_word_embeddings", True)}
-    return SMALL | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
+    return SHAPES["small"] | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
 
 
 def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[Goal]:

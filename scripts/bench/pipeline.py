@@ -66,18 +66,6 @@ STEP_TOKENS = 2048
 """Of a step, as vLLM has it by default; with more sequences one for each."""
 NARROW_MS = 20.0
 """Round trip of narrow lines."""
-SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "vocab_size": 1024,
-}
-"""For two CPU cores: a step of 64 sequences takes some ten milliseconds."""
-ALL_SHAPES = SHAPES | {"small": SMALL}
-
 WAYS = ("one", "one, large", "overlap, few", "overlap")
 
 Row = dict[str, Any]
@@ -316,7 +304,7 @@ def agreement(path: Path, whole: Path) -> dict[str, float]:
 def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
     """Random weights of that shape, made if they are not there; the model's config."""
     changes = {"max_position_embeddings": length}
-    config = ModelCreateConfig.model_validate({**ALL_SHAPES[shape], **changes})
+    config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
     if not (directory / "config.json").exists():
         making = directory.with_suffix(".part")
         huggingface.create(making, config, seed=0)
@@ -414,7 +402,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=4, help="most in flight, for each stage")
     parser.add_argument("--tokens", type=int, default=48, help="of a completion")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
-    parser.add_argument("--shape", default="0.6b" if cuda else "small", choices=list(ALL_SHAPES))
+    parser.add_argument("--shape", default="0.6b" if cuda else "small", choices=list(SHAPES))
     parser.add_argument("--encoding", default="raw", choices=["raw", "fp8", "int8"])
     parser.add_argument("--fingerprint", default="projection", choices=["", "projection"])
     parser.add_argument("--rounds", type=int, default=2)

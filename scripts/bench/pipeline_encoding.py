@@ -86,7 +86,7 @@ def main() -> int:
     device = pick_device(asked.device)
     steps = None
     if asked.quick:
-        asked.texts, steps = 8, 40
+        asked.texts, steps = 8, 10
     if device.type == "cpu":
         torch.set_num_threads(1)
     model = recipe(asked.model, steps=steps, num_hidden_layers=asked.layers)
