@@ -253,6 +253,8 @@ def main() -> int:
         options.model, options.few, options.lr = "tiny", True, options.lr[:1]
         options.blocks, options.rollouts, options.at_once = 400, 16, 32
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
     worlds = make_worlds(options)
     found = asyncio.run(measure(worlds, Path(os.environ.get("OUT", ".")), options))
     return conclude(found, [], options.json)

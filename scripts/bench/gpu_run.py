@@ -180,12 +180,15 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
             rl = subprocess.Popen(
                 [*command, *more], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
-        why = wait(rl, directory, began + options.limit)
-        if why:
-            (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs(rl.pid))
-            abort(rl.pid, "primerl.cli.main")
-            time.sleep(2.0)
-            rl.kill()
+        try:
+            why = wait(rl, directory, began + options.limit)
+            if why:
+                (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs(rl.pid))
+                abort(rl.pid, "primerl.cli.main")
+                time.sleep(2.0)
+                rl.kill()
+        finally:
+            rl.terminate()
             rl.wait()
     finally:
         (options.out / f"run_{options.gpus}.log").write_text(tail(directory, 200_000))
@@ -295,8 +298,14 @@ def show(found: dict[str, Any]) -> None:
     print(f"{'reward':36} {' '.join(f'{one:.2f}' for one in means)}")
 
 
+def stop(number: int, frame: object) -> None:
+    """End as by an error, so that no process stays."""
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Run, print, and say by the exit code whether every goal was met."""
+    signal.signal(signal.SIGTERM, stop)
     parser = make_parser(__doc__, "a small model on the CPU")
     parser.add_argument(
         "--gpus", type=int, default=1, help="1: shared; 2 or more: the trainer has one"
