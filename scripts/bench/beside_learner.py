@@ -1,7 +1,7 @@
 """What a trainer's network gives while its learner computes: in the daemon, or in a process of its own.
 
     python scripts/bench/beside_learner.py [--shape tiny|50m|0.6b] [--tokens N] [--seconds N] [--compile]
-        [--ways idle local process] [--json FILE]
+        [--ways idle local process] [--quick] [--json FILE]
 
 A node serves pieces of 1 MiB over iroh, as a trainer does, to a process that computes nothing: four streams,
 each asks for the next piece when it has one, and every two seconds a new connection is made. The learner is
@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer_rows import fake_batch, make_model
-
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import make_backend
 from primerl.node.config.run import RunConfig
@@ -31,6 +29,8 @@ from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.transport import Connection, Stream, TransportError
 from primerl.node.process.threads import share_python
 from primerl.node.training.backend import TrainBatch
+from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
+from primerl.scripts.bench.report import conclude, make_parser
 
 ALPN = b"bench/1"
 PIECE = bytes(1 << 20)
@@ -149,28 +149,30 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
     """The table, or one of its processes."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="50m")
+    parser = make_parser(__doc__, "a tiny model, a few seconds")
+    parser.add_argument("--shape", default="50m", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--ways", nargs="+", default=["idle", "local", "process"])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.shape, options.seconds = "tiny", 8
     if options.peer:
         node_id, address = options.peer
         print(json.dumps(asyncio.run(fetch(bytes.fromhex(node_id), address, options.seconds))))
-    elif options.model:
+        return 0
+    if options.model:
         print(json.dumps(asyncio.run(node(options, options.model, options.ways[0]))))
-    else:
-        compare(options)
+        return 0
+    return conclude(compare(options), [], options.json)
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every way in a process of its own, which has compiled nothing yet."""
     rows: list[dict[str, Any]] = []
     print("| learner | MiB/s | median s | worst s | silent s | slowest connection, s | steps |")
@@ -185,9 +187,8 @@ def compare(options: argparse.Namespace) -> None:
             )
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(line(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

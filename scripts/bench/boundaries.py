@@ -1,18 +1,23 @@
 """How far honest stages of a pipeline are from a prefill at their boundaries, and to which one a cheat is laid.
 
     python scripts/bench/boundaries.py [--model tiny] [--layers 8] [--stages 4] [--dtype bfloat16]
-        [--rollouts 192] [--batch 32] [--device cpu] [--massive 0] [--quick] [--json FILE]
+        [--rollouts 192] [--batch 32] [--device cpu] [--massive 0] [--vllm [--bits 4]] [--quick] [--json FILE]
 
 A model is trained a little (trained_model.py) and decoded token by token by what the stages of a pipeline
 compute, one of which may hold other weights than it should; then each rollout is measured by a prefill and laid
 to stages by the rules of a run. `built in` are the bounds of verification/bounds.py; `calibrated` are 1.2
 times the largest distance of half of the honest rollouts to reject, and their 99 % quantile to suspect.
 --massive makes one channel of the residual stream so many times larger than the others, as trained models do.
+
+--vllm does the same with three stages of vLLM in processes of their own, of 2, 3 and 3 layers: first all are
+honest, then one after the other holds its matrices in so many bits. Bounds are the largest honest distance to
+suspect, and 1.2 times that to reject.
 """
 
 import argparse
+import asyncio
 import functools
-import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +30,7 @@ from torch import Tensor
 
 from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import signs
 from primerl.node.inference.model import LanguageModel, pick_device
 from primerl.node.models import huggingface
@@ -43,11 +48,22 @@ from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
-from primerl.scripts.bench.trained_model import Corpus, recipe, trained_model
+from primerl.scripts.bench.report import conclude, make_parser
+from primerl.scripts.bench.trained_model import (
+    Corpus,
+    Trained,
+    recipe,
+    trained_model,
+    with_massive_channel,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # for --vllm
 
 PROMPT, REPLY = 24, 64
 TEMPERATURE = 1.0
 OWN = 1
+ENDS = [2, 5, 8]
+"""Of the stages of vLLM."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +83,15 @@ class Setting:
 class Watch:
     """Keeps what is projected, pass by pass."""
 
-    def __init__(self, layers: Sequence[int], raw: bool = False) -> None:
+    def __init__(self, layers: Sequence[int]) -> None:
         self.layers = frozenset(layers)
-        self._raw = raw
         self.passes: list[dict[int, Tensor]] = []
 
     def take(self, layer: int, x: Tensor) -> None:
         """Project the states [T, d] after `layer` layers."""
         if layer == min(self.layers):
             self.passes.append({})
-        if self._raw:
-            matrix = torch.from_numpy(signs(x.shape[1])).to(x.device)
-            self.passes[-1][layer] = x.float() @ matrix
-        else:
-            self.passes[-1][layer] = project(x)
+        self.passes[-1][layer] = project(x)
 
 
 class Watched(LanguageModel):
@@ -124,66 +135,50 @@ def shifted(state: State, layers: range, size: float) -> State:
     return found
 
 
-def with_massive_channel(state: State, factor: float) -> State:
-    """One channel of every embedding is `factor` times the others' size, and every norm takes it back."""
-    if not factor:
-        return state
-    found = dict(state)
-    for name, tensor in state.items():
-        weights = to_torch(tensor).float()
-        if name == "model.embed_tokens.weight":
-            weights[:, 5] = factor * weights.std()
-        elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
-            weights[5] = 0.0
-            weights *= factor / weights.shape[0] ** 0.5  # its length is mostly that channel's now
-        elif name == "model.norm.weight":
-            weights[5] = 0.0
-            weights *= factor / weights.shape[0] ** 0.5
-        found[name] = from_torch(weights.to(torch.bfloat16))
-    return found
+def requests(corpus: Corpus, count: int) -> list[GenerateRequest]:
+    """What is asked of the pipeline."""
+    return [
+        GenerateRequest(
+            prompt=tuple(corpus.text([3, number], PROMPT)),
+            max_tokens=REPLY,
+            temperature=TEMPERATURE,
+            seed=1000 + number,
+            stop_token_ids=(),
+        )
+        for number in range(count)
+    ]
 
 
-def play(setting: Setting, state: State, raw: bool = False) -> list[AuditItem]:
+def play(setting: Setting, state: State) -> list[AuditItem]:
     """Rollouts drawn by stages that hold `state` together."""
     device = pick_device(setting.device)
     model = huggingface.model_from_state(
         setting.model_dir, state, dtype=setting.dtype, device=device
     )
     network = Watched(model, state, setting.cuts)
-    requests = [
-        GenerateRequest(
-            prompt=tuple(setting.corpus.text([3, number], PROMPT)),
-            max_tokens=REPLY,
-            temperature=TEMPERATURE,
-            seed=1000 + number,
-            stop_token_ids=(),
-        )
-        for number in range(setting.rollouts)
-    ]
+    todo = requests(setting.corpus, setting.rollouts)
     items: list[AuditItem] = []
-    for start in range(0, len(requests), setting.batch):
-        items += _play(network, requests[start : start + setting.batch], setting, raw)
+    for start in range(0, len(todo), setting.batch):
+        items += _play(network, todo[start : start + setting.batch], setting)
     return items
 
 
-def _play(
-    network: Watched, requests: Sequence[GenerateRequest], setting: Setting, raw: bool
-) -> list[AuditItem]:
-    network.watch = watch = Watch(setting.cuts, raw)
+def _play(network: Watched, asked: Sequence[GenerateRequest], setting: Setting) -> list[AuditItem]:
+    network.watch = watch = Watch(setting.cuts)
     with torch.inference_mode():
         replies = decode(
             network,
-            requests,
+            asked,
             max_length=PROMPT + REPLY,
             cancelled=lambda: False,
             keep_hidden=True,
         )
     prefill, *steps = watch.passes
     found: list[AuditItem] = []
-    for row, (request, reply) in enumerate(zip(requests, replies, strict=True)):
+    for row, (request, reply) in enumerate(zip(asked, replies, strict=True)):
         boundaries: list[BoundaryClaim] = []
         for cut in setting.cuts:
-            first = prefill[cut].unflatten(0, (len(requests), -1))[row, -1:]
+            first = prefill[cut].unflatten(0, (len(asked), -1))[row, -1:]
             later = [step[cut][row : row + 1] for step in steps]
             boundaries.append(BoundaryClaim(cut, "raw", pack_projected(torch.cat([first, *later]))))
         assert reply.hidden is not None
@@ -310,33 +305,108 @@ def report(setting: Setting, quick: bool) -> dict[str, Any]:
     return rows
 
 
-def main() -> None:
-    """See the top of the file."""
-    parser = argparse.ArgumentParser(description="Distances at boundaries.")
+# -- stages of vLLM ---------------------------------------------------------------------------------
+
+
+def item(request: GenerateRequest, said: Completion) -> AuditItem:
+    """What is audited of a completion; all claim version 0."""
+    start, count = len(request.prompt), len(said.token_ids)
+    return AuditItem(
+        token_ids=[*request.prompt, *said.token_ids],
+        replies=[SampledSpan(start, start + count, request.seed)],
+        logprobs=said.logprobs,
+        versions=[0] * count,
+        proof=said.proof,
+        boundaries=[
+            BoundaryClaim(end, "raw", part)
+            for end, part in zip(ENDS, said.boundaries, strict=False)
+        ],
+        temperature=TEMPERATURE,
+    )
+
+
+async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Everything, printed on the way."""
+    from support.vllm_pipeline_cases import pipeline, plan_of, shape_of
+
+    made = trained(asked, ENDS[-1])
+    shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
+    replay = Replay(AuditTerms(str(made.directory), asked.dtype, "cpu"))
+    bounds = contract(asked.dtype)
+    todo = requests(made.corpus, asked.rollouts)
+    rows: list[dict[str, Any]] = []
+    async with pipeline(
+        made.directory, plan_of(shape, ENDS), fingerprint="projection", dtype=asked.dtype
+    ) as stages:
+        for version, liar in enumerate((-1, *range(len(ENDS)))):
+            for rank, one in reversed(list(enumerate(stages.all))):
+                first = ENDS[rank - 1] if rank else 0
+                layers = range(first, ENDS[rank]) if rank == liar else range(0)
+                whole = coarse(made.state, layers, asked.bits)
+                await one.load(version, stages.share(rank, whole))
+            if not version:
+                await stages.join()
+            said = await asyncio.gather(*map(stages.head.generate, todo))
+            items = [item(*pair) for pair in zip(todo, said, strict=True)]
+            answers = replay.measure(items, {0: made.state}, {})
+            found = [one for one in answers if isinstance(one, Measured)]
+            table = outputs(found)
+            if liar < 0:
+                most = float(table.max())
+                bounds = contract(asked.dtype, 1.2 * most, most)
+            name = "honest" if liar < 0 else f"int{asked.bits} in stage {liar}"
+            print(name, "median", np.median(table, 0).round(4), "largest", table.max(0).round(4))
+            row = shares(laid(found, bounds), liar)
+            print("  ", {key: round(value, 3) for key, value in row.items()})
+            rows.append({"what": name, **row, "median": np.median(table, 0).tolist()})
+    return rows
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def trained(asked: argparse.Namespace, layers: int) -> Trained:
+    """The model; hardly trained with --quick."""
+    steps = 10 if asked.quick else None
+    model = recipe(asked.model, steps=steps, num_hidden_layers=layers)
+    return trained_model(model, device=asked.device)
+
+
+def report_all(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Everything, printed on the way."""
+    made = trained(asked, asked.layers)
+    cuts = tuple(asked.layers * rank // asked.stages for rank in range(1, asked.stages))
+    state = with_massive_channel(made.state, asked.massive)
+    run = (asked.dtype, asked.device, asked.rollouts, asked.batch)
+    print(
+        f"{asked.model}, {asked.layers} layers cut at {cuts}, {asked.dtype}, loss {made.loss:.3f}"
+    )
+    setting = Setting(made.directory, state, made.corpus, cuts, *run)
+    found = report(setting, asked.quick)
+    return [{"what": name, **row} for name, row in found.items()]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = make_parser(__doc__, "one cheat, few rollouts of a model that is hardly trained")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rollouts", type=int, default=192)
+    parser.add_argument("--rollouts", type=int, help="192; 32 with --vllm")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--massive", type=float, default=0.0)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--vllm", action="store_true", help="stages of vLLM")
+    parser.add_argument("--bits", type=int, default=4, help="of the cheat's matrices, with --vllm")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    made = trained_model(recipe(asked.model, num_hidden_layers=asked.layers), device=asked.device)
-    cuts = tuple(asked.layers * rank // asked.stages for rank in range(1, asked.stages))
-    state = with_massive_channel(made.state, asked.massive)
-    run = (asked.dtype, asked.device, asked.rollouts, asked.batch)
-    setting = Setting(made.directory, state, made.corpus, cuts, *run)
-    print(
-        f"{asked.model}, {asked.layers} layers cut at {cuts}, {asked.dtype}, loss {made.loss:.3f}"
-    )
-    rows = report(setting, asked.quick)
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1))
+    if asked.device == "cpu":
+        torch.set_num_threads(1)
+    asked.rollouts = asked.rollouts or (16 if asked.quick else 32 if asked.vllm else 192)
+    rows = asyncio.run(report_vllm(asked)) if asked.vllm else report_all(asked)
+    return conclude(rows, [], asked.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

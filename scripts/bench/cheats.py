@@ -10,40 +10,86 @@ large batches; with --engine vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_ch
 
 import argparse
 import asyncio
-import json
+import math
+import random
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from cheats_measure import Sample, play_cheats, play_honestly, start_auditors
-from cheats_report import as_json, cheat_rows, honest_row, judge, show
-from cheats_store import Setting, load, save
+import numpy as np
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.fingerprint import Projection
-from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import FalsePositives, bands, false_positives, upper_bound
+from primerl.protocol.audits import audit_rate
+from primerl.protocol.manifests import ProofContract
+from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
+from primerl.scripts.bench.cheats_measure import (
+    Sample,
+    Setting,
+    evidence_of,
+    load,
+    models_of,
+    play_cheats,
+    play_honestly,
+    rejudged,
+    save,
+    start_auditors,
+)
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
-from primerl.tests.attacks.cheat_world import World, learning_material, new_world, with_updates
+from primerl.tests.attacks.cheat_world import (
+    Outcome,
+    World,
+    learning_material,
+    new_world,
+    with_updates,
+)
 
 COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
 """Rollouts at once, and the share of the honest blocks."""
 MOST = 128
 """Rollouts of a cheat at once."""
 UPDATES = 4
+EXPECTED_AUDITS = 200_000
+"""Of the run that the bars are made for: 800 steps of 16 x 8 rollouts, twice."""
+SUBMISSION = 8
+"""Rollouts that arrive together."""
+PATIENCE = 8192
+"""Rollouts after which a simulated worker counts as never banned."""
+RECORD = 1000.0
+"""Good rollouts of a proven worker before it begins to cheat."""
+DRAWS = 2000
+AUDITS = 100_000
+LIVES = 200
+SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
+FALSE_POSITIVES = 1e-4
+PROOF_BYTES = 8.1
+HARMLESS = "failures told as errors"
+"""Costs the rollouts and nothing else; what it leaves open stands in docs/proofs.md."""
+
+COLUMNS = (
+    "rollouts",
+    "rejected",
+    "suspect",
+    "by",
+    "audits",
+    "caught within them",
+    "by built-in bounds",
+    "rollouts until ban, all audited",
+    "proven, 10 %",
+    "medians: fingerprint, sampling, logprob, other policy",
+)
 
 
-def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, Trained]:
-    """A trained model and a smaller one; the same again without `small`."""
-    right = recipe(name)
-    if not small:
-        found = trained_model(right, device=device)
-        return found, found
-    shape = dict(right.shape)
-    narrow = {"hidden_size": max(48, shape.get("hidden_size", 96) // 2)}
-    layers = {"num_hidden_layers": max(1, shape.get("num_hidden_layers", 2) // 2)}
-    less = recipe(name, steps=max(60, right.steps // 2), **narrow, **layers)
-    return trained_model(right, device=device), trained_model(less, device=device)
+# -- measuring ------------------------------------------------------------------------------------
 
 
 async def start_main(world: World, config: EngineConfig) -> Engine | None:
@@ -147,9 +193,362 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+# -- the trust of a run, fed with outcomes that are drawn from those measured ----------------------
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Rollouts that were sent until the ban, over many simulated workers."""
+
+    banned: float
+    """Share of the workers that were banned at all."""
+    median: float
+    slowest: float
+    """95 % of all workers were banned within so many; infinite if fewer ever were."""
+    quarantined: float
+    """Median until nothing was leased any more, by ban or quarantine."""
+
+
+def caught_within(
+    outcomes: Sequence[Outcome], audited: int, contract: ProofContract, chance: random.Random
+) -> float:
+    """P(some rollout rejected, or the worker banned) among `audited` audited rollouts."""
+    test = ban_test(contract, EXPECTED_AUDITS)
+    caught = 0
+    for _ in range(DRAWS):
+        drawn = chance.choices(outcomes, k=audited)
+        caught += any(one.caught for one in drawn) or _banned(drawn, test)
+    return caught / DRAWS
+
+
+def _banned(drawn: Sequence[Outcome], test: BanTest) -> bool:
+    reputation = Reputation()
+    reputation.observe(observed(drawn), test)
+    return bool(reputation.banned)
+
+
+def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: random.Random) -> int:
+    """Bans of honest workers among AUDITS audited rollouts; a banned worker starts anew.
+
+    The contract promises false_bans of them in EXPECTED_AUDITS.
+    """
+    test = ban_test(contract, EXPECTED_AUDITS)
+    reputation, bans = Reputation(), 0
+    for one in observed(chance.choices(honest, k=AUDITS)):
+        reputation.observe([one], test)
+        if reputation.banned:
+            bans += 1
+            reputation = Reputation()
+    return bans
+
+
+def until_ban(
+    outcomes: Sequence[Outcome],
+    contract: ProofContract,
+    chance: random.Random,
+    *,
+    proven: bool,
+) -> Stopped:
+    """A newcomer, all of whose rollouts are audited, or a proven worker that begins to cheat."""
+    lives = [_live(outcomes, contract, chance, proven=proven) for _ in range(LIVES)]
+    bans = sorted(ban for ban, _ in lives)
+    return Stopped(
+        banned=sum(ban < float("inf") for ban in bans) / LIVES,
+        median=median(bans),
+        slowest=bans[int(0.95 * LIVES)],
+        quarantined=median(quarantine for _, quarantine in lives),
+    )
+
+
+def _live(
+    outcomes: Sequence[Outcome], contract: ProofContract, chance: random.Random, *, proven: bool
+) -> tuple[float, float]:
+    """Rollouts sent until the ban, and until quarantine or ban."""
+    test = ban_test(contract, EXPECTED_AUDITS)
+    reputation = Reputation(good=RECORD if proven else 0.0, clean_streak=10**6 if proven else 0)
+    quarantined = float("inf")
+    for sent in range(SUBMISSION, PATIENCE + 1, SUBMISSION):
+        rate = 1.0
+        if proven:
+            rate = audit_rate(reputation, contract.audit_rate, 0.0, reputation.recent_fault)
+        batch = chance.choices(outcomes, k=SUBMISSION)
+        audited = _audited(batch, rate, chance)
+        seen = [one for one in batch if one.caught and one.evidence is None]
+        rejected = Counter(one.reason for one in [*seen, *audited] if one.reason is not None)
+        reputation.record(SUBMISSION - rejected.total(), rejected, now=1.0)
+        reputation.observe(observed(audited), test)
+        if reputation.refused:
+            quarantined = min(quarantined, sent)
+        if reputation.banned:
+            return sent, quarantined
+    return float("inf"), quarantined
+
+
+def _audited(batch: Sequence[Outcome], rate: float, chance: random.Random) -> list[Outcome]:
+    """A share `rate` of what the cheap checks let pass; all of it once one is guilty."""
+    passed = [one for one in batch if one.evidence is not None]
+    drawn = [one for one in passed if chance.random() < rate]
+    return passed if any(one.caught for one in drawn) else drawn
+
+
+def observed(outcomes: Sequence[Outcome]) -> list[Audited]:
+    """What the sequential tests are told."""
+    found: list[Audited] = []
+    for one in outcomes:
+        kind = outcome_of(one.reason, one.suspect)
+        if kind is not None and one.evidence is not None:
+            found.append(Audited(kind, one.evidence.other_policy))
+    return found
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HonestRow:
+    """Honest rollouts of one kind."""
+
+    name: str
+    rollouts: int
+    blocks: int
+    rejected: int
+    suspected: int
+    rejected_at_most: float
+    """95 % upper bound of the share, Clopper-Pearson."""
+    suspected_at_most: float
+    calibrated: FalsePositives
+    """By bounds made of the other half."""
+    bans: tuple[int, int]
+    """In 100,000 audits drawn from these, by built-in and by calibrated bounds."""
+    quantiles: dict[str, list[float]]
+    """Per measure, at SHARES."""
+    generated_per_s: float
+    """Tokens."""
+    verified_per_s: float
+
+
+@dataclass(frozen=True)
+class CheatRow:
+    """Rollouts of one cheat."""
+
+    setting: str
+    name: str
+    rollouts: int
+    rejected: float
+    """Share, by calibrated bounds like what follows."""
+    suspected: float
+    """Share, the rejected audits included."""
+    reasons: dict[str, int]
+    within: int
+    caught: float
+    """Within so many audited rollouts, by calibrated bounds."""
+    caught_built_in: float
+    """By the bounds that are built in for the dtype."""
+    wanted: float
+    newcomer: Stopped
+    proven: Stopped
+    medians: dict[str, float]
+    """Of every measure."""
+
+
+def honest_row(setting: Setting) -> HonestRow:
+    """The honest of one setting."""
+    samples = setting.honest
+    played = [one for sample in samples for one in sample.outcomes]
+    outcomes = rejudged(played, setting.contract)
+    rejected = sum(one.caught for one in outcomes)
+    suspected = sum(one.suspect for one in outcomes)
+    evidence = evidence_of(outcomes)
+    tokens = sum(one.tokens for one in samples)
+    return HonestRow(
+        name=setting.label,
+        rollouts=len(outcomes),
+        blocks=sum(one.blocks for one in samples),
+        rejected=rejected,
+        suspected=suspected,
+        rejected_at_most=upper_bound(rejected, len(outcomes)),
+        suspected_at_most=upper_bound(suspected, len(outcomes)),
+        calibrated=false_positives(evidence, setting.contract),
+        bans=_bans(setting, outcomes),
+        quantiles={
+            field: np.quantile([getattr(one, field) for one in evidence], SHARES).tolist()
+            for field in MEASURES
+        },
+        generated_per_s=tokens / max(1e-9, sum(one.generating for one in samples)),
+        verified_per_s=tokens / max(1e-9, sum(one.verifying for one in samples)),
+    )
+
+
+def _bans(setting: Setting, outcomes: Sequence[Outcome]) -> tuple[int, int]:
+    chance = random.Random(setting.label)
+    contracts = (setting.contract, calibrate(setting))
+    built_in, calibrated = (
+        false_bans(rejudged(outcomes, contract), contract, chance) for contract in contracts
+    )
+    return built_in, calibrated
+
+
+def calibrate(setting: Setting) -> ProofContract:
+    """The setting's contract with the bounds that its honest rollouts give."""
+    evidence = [one for sample in setting.honest for one in evidence_of(sample.outcomes)]
+    return bands(evidence).contract(setting.contract)
+
+
+def cheat_rows(settings: Sequence[Setting]) -> list[CheatRow]:
+    """All cheats of all settings."""
+    rows: list[CheatRow] = []
+    for setting in settings:
+        calibrated = calibrate(setting)
+        rows += [_cheat_row(setting, sample, calibrated) for sample in setting.cheats]
+    return rows
+
+
+def _cheat_row(setting: Setting, sample: Sample, calibrated: ProofContract) -> CheatRow:
+    """What was measured, and what trust makes of it."""
+    cheat = BOOK[sample.name.partition(" @ ")[0]]
+    chance = random.Random(sample.name)
+    outcomes = rejudged(sample.outcomes, calibrated)
+    by_built_in = rejudged(sample.outcomes, setting.contract)
+    return CheatRow(
+        setting=setting.label,
+        name=sample.name,
+        rollouts=len(outcomes),
+        rejected=sum(one.caught for one in outcomes) / len(outcomes),
+        suspected=sum(one.suspect for one in outcomes) / len(outcomes),
+        reasons=reasons(outcomes),
+        within=cheat.within,
+        caught=caught_within(outcomes, cheat.within, calibrated, chance),
+        caught_built_in=caught_within(by_built_in, cheat.within, setting.contract, chance),
+        wanted=cheat.wanted,
+        newcomer=until_ban(outcomes, calibrated, chance, proven=False),
+        proven=until_ban(outcomes, calibrated, chance, proven=True),
+        medians=medians(sample),
+    )
+
+
+def reasons(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Why rollouts were rejected, the commonest first."""
+    found = Counter(one.reason.value for one in outcomes if one.reason is not None)
+    return dict(found.most_common())
+
+
+def medians(sample: Sample) -> dict[str, float]:
+    """The median of every measure over the audited rollouts."""
+    evidence = evidence_of(sample.outcomes)
+    if not evidence:
+        return {}
+    return {
+        field: float(np.median([getattr(one, field) for one in evidence])) for field in MEASURES
+    }
+
+
+# -- tables and goals -----------------------------------------------------------------------------
+
+
+def show(settings: Sequence[Setting]) -> None:
+    """All tables."""
+    show_honest([honest_row(one) for one in settings])
+    print()
+    for one in settings:
+        show_bounds(f"{one.label}, built in", one.contract)
+        show_bounds(f"{one.label}, calibrated", calibrate(one))
+    show_cheats(cheat_rows(settings))
+
+
+def show_honest(rows: Sequence[HonestRow]) -> None:
+    """Error rates, then quantiles."""
+    print(
+        "\n| honest | rollouts | blocks | built in: rejected (at most) | suspected (at most) "
+        "| calibrated: rejected (at most) | suspected (at most) "
+        "| false bans in 100,000 audits: built in, calibrated | tokens/s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.name} | {row.rollouts:,} | {row.blocks:,} "
+            f"| {row.rejected} ({row.rejected_at_most:.1e}) "
+            f"| {row.suspected} ({row.suspected_at_most:.2%}) "
+            f"| {row.calibrated.rejected} ({row.calibrated.rejected_at_most:.1e}) "
+            f"| {row.calibrated.suspected} ({row.calibrated.suspected_at_most:.2%}) "
+            f"| {row.bans[0]}, {row.bans[1]} "
+            f"| {row.generated_per_s:,.0f} drawn, {row.verified_per_s:,.0f} verified |"
+        )
+    print("\n| honest, 50 / 99 / 99.9 / 99.99 % / max | " + " | ".join(MEASURES) + " |")
+    print("|---" * (len(MEASURES) + 1) + "|")
+    for row in rows:
+        cells = (" / ".join(f"{value:.3g}" for value in row.quantiles[f]) for f in MEASURES)
+        print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def show_bounds(name: str, contract: ProofContract) -> None:
+    """The bounds that were judged by."""
+    for kind, bounds in (("reject", contract.reject), ("suspect", contract.suspect)):
+        values = ", ".join(f"{field} {getattr(bounds, field):g}" for field in MEASURES)
+        print(f"{name}, {kind}: {values}")
+
+
+def show_cheats(rows: Sequence[CheatRow]) -> None:
+    """One table a setting."""
+    for setting in dict.fromkeys(row.setting for row in rows):
+        print(f"\n| {setting} | " + " | ".join(COLUMNS) + " |")
+        print("|---" * (len(COLUMNS) + 1) + "|")
+        for row in rows:
+            if row.setting == setting:
+                print(_line(row))
+
+
+def _line(row: CheatRow) -> str:
+    by = ", ".join(f"{name} {count}" for name, count in row.reasons.items()) or "-"
+    shown = ("fingerprint", "sampling", "logprob", "other_policy")
+    found = ", ".join(f"{row.medians[name]:.3g}" for name in shown) if row.medians else "-"
+    return (
+        f"| {row.name} | {row.rollouts} | {row.rejected:.1%} | {row.suspected:.1%} | {by} "
+        f"| {row.within} | {row.caught:.1%} | {row.caught_built_in:.1%} "
+        f"| {_stopped(row.newcomer)} | {_stopped(row.proven)} | {found} |"
+    )
+
+
+def _stopped(found: Stopped) -> str:
+    if found.banned > 0.5:
+        return f"{found.median:.0f} (95 %: {_number(found.slowest)})"
+    if math.isfinite(found.quarantined):
+        return f"quarantine {found.quarantined:.0f}"
+    return "never"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) else "never"
+
+
+def judge(
+    honest: Sequence[HonestRow], cheats: Sequence[CheatRow], proof_bytes: dict[str, float]
+) -> list[Goal]:
+    """Every goal with what was reached."""
+    goals = [
+        at_least(f"{row.setting}: {row.name}, caught within {row.within}", row.caught, row.wanted)
+        for row in cheats
+        if row.name != HARMLESS
+    ]
+    rollouts = sum(row.rollouts for row in honest)
+    for kind, rejected in (
+        ("built in", sum(row.rejected for row in honest)),
+        ("calibrated", sum(row.calibrated.rejected for row in honest)),
+    ):
+        share, bound = rejected / max(1, rollouts), upper_bound(rejected, rollouts)
+        goals.append(at_most(f"honest rollouts rejected, {kind}, share", share, FALSE_POSITIVES))
+        print(
+            f"{kind}: {rejected} of {rollouts:,} rejected, at most {bound:.1e} with 95 % confidence"
+        )
+    bans = sum(row.bans[1] for row in honest)
+    goals.append(at_most("false bans, calibrated, in 100,000 audits of each setting", bans, 0))
+    for name, size in proof_bytes.items():
+        goals.append(at_most(f"{name}: proof bytes per token", size, PROOF_BYTES))
+    return goals
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "tiny model: about a minute")
     parser.add_argument("--models", default="tiny,tiny:bfloat16,50m", help="NAME[:DTYPE],...")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of honest workers")
     parser.add_argument("--blocks", type=int, default=10_000, help="honest, per model")
@@ -160,8 +559,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--train-device", default="", help="where models are trained")
-    parser.add_argument("--quick", action="store_true", help="tiny model: about a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured")
     parser.add_argument("--load", type=Path, nargs="+", metavar="FILE", help="measure nothing")
     return parser.parse_args()
@@ -184,10 +581,9 @@ def main() -> int:
     sizes = {Projection().name: Projection().size(options.tokens) / options.tokens}
     honest, cheats = [honest_row(one) for one in settings], cheat_rows(settings)
     goals = judge(honest, cheats, sizes)
-    if options.json:
-        options.json.write_text(json.dumps(as_json(honest, cheats, goals), indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    rows: list[dict[str, Any]] = [asdict(row) for row in (*honest, *cheats)]
+    return conclude(rows, goals, options.json)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

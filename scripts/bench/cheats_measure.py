@@ -1,19 +1,29 @@
-"""Plays honest workers and cheats for leases and has every rollout judged: the sample behind the tables."""
+"""Honest workers and cheats play for leases and every rollout is judged: the samples behind the tables.
 
+What was measured in a setting can be written to disk: tables are made of it anywhere, with any bounds.
+"""
+
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable, audit_terms
+from primerl.node.verification.bounds import BUILT_IN, BUILT_IN_SCALE
 from primerl.node.verification.judge import judge
 from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State
+from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
+from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
 from primerl.tests.attacks.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 
@@ -51,6 +61,75 @@ class Sample:
         )
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One model, dtype and fingerprint; outcomes are judged by `contract`."""
+
+    label: str
+    contract: ProofContract
+    honest: list[Sample]
+    cheats: list[Sample]
+
+
+def save(path: Path, settings: list[Setting]) -> None:
+    """Write everything that was measured."""
+    path.write_text(json.dumps([_plain(one) for one in settings]))
+
+
+def load(path: Path) -> list[Setting]:
+    """What save() wrote, with the bounds that are built in today."""
+    return [
+        Setting(
+            plain["label"],
+            _today(plain["contract"]),
+            [_sample(one) for one in plain["honest"]],
+            [_sample(one) for one in plain["cheats"]],
+        )
+        for plain in json.loads(path.read_text())
+    ]
+
+
+def _today(contract: dict[str, Any]) -> ProofContract:
+    dtype = contract["dtype"]
+    reject, suspect = BUILT_IN[dtype]
+    scale = {"other_scale": BUILT_IN_SCALE[dtype]}  # files of before have none
+    read = msgspec.convert(contract | scale, ProofContract)
+    return msgspec.structs.replace(read, reject=reject, suspect=suspect)
+
+
+def _plain(setting: Setting) -> dict[str, Any]:
+    return {
+        "label": setting.label,
+        "contract": msgspec.to_builtins(setting.contract),
+        "honest": [_plain_sample(one) for one in setting.honest],
+        "cheats": [_plain_sample(one) for one in setting.cheats],
+    }
+
+
+def _plain_sample(sample: Sample) -> dict[str, Any]:
+    outcomes = [
+        [
+            one.reason.value if one.reason else "",
+            one.suspect,
+            None if one.evidence is None else msgspec.structs.astuple(one.evidence),
+        ]
+        for one in sample.outcomes
+    ]
+    return {
+        "name": sample.name,
+        "seconds": [sample.generating, sample.verifying],
+        "outcomes": outcomes,
+    }
+
+
+def _sample(plain: dict[str, Any]) -> Sample:
+    outcomes = [
+        Outcome(Reason(reason) if reason else None, suspect, Evidence(*seen) if seen else None)
+        for reason, suspect, seen in plain["outcomes"]
+    ]
+    return Sample(plain["name"], outcomes, *plain["seconds"])
+
+
 def rejudged(outcomes: Sequence[Outcome], contract: ProofContract) -> list[Outcome]:
     """The same rollouts by other bounds; what was not audited stays as it is."""
     found: list[Outcome] = []
@@ -65,6 +144,19 @@ def rejudged(outcomes: Sequence[Outcome], contract: ProofContract) -> list[Outco
 def evidence_of(outcomes: Sequence[Outcome]) -> list[Evidence]:
     """What audits measured."""
     return [one.evidence for one in outcomes if one.evidence is not None]
+
+
+def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, Trained]:
+    """A trained model and a smaller one; the same again without `small`."""
+    right = recipe(name)
+    if not small:
+        found = trained_model(right, device=device)
+        return found, found
+    shape = dict(right.shape)
+    narrow = {"hidden_size": max(48, shape.get("hidden_size", 96) // 2)}
+    layers = {"num_hidden_layers": max(1, shape.get("num_hidden_layers", 2) // 2)}
+    less = recipe(name, steps=max(60, right.steps // 2), **narrow, **layers)
+    return trained_model(right, device=device), trained_model(less, device=device)
 
 
 class BenchAuditor:

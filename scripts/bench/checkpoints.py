@@ -1,13 +1,14 @@
 """What a checkpoint costs the training that goes on: staging, writing, reading, and steps meanwhile.
 
-    python scripts/bench/checkpoints.py [--shape tiny|50m|0.6b|4b] [--tokens N] [--directory DIR]
+    python scripts/bench/checkpoints.py [--shape tiny|50m|0.6b|4b] [--tokens N] [--directory DIR] [--quick]
+        [--json FILE]
 
 A learner as a run has it, with random weights, is saved at once (`save`), and by `stage` and a
 write in a thread while steps are timed beside it. GB are those of the files: 12 bytes a parameter.
 """
 
-import argparse
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from trainer_rows import fake_batch, make_model
 
 from primerl.node.config.training import TrainingConfig
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.checkpoint import sync_tree
 from primerl.node.training.learner import Learner
+from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
+from primerl.scripts.bench.report import conclude, make_parser
 
 ON_CUDA = torch.cuda.is_available()
 WARM_STEPS, STEPS = 3, 5
@@ -68,13 +70,15 @@ def measure(learner: Learner, tokens: int, directory: Path) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny")
+    parser = make_parser(__doc__, "a tiny model")
+    parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, default=16384 if ON_CUDA else 256)
     parser.add_argument("--directory", type=Path, default=None, help="where to write")
     chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.shape, chosen.tokens = "tiny", 256
     home = Path(tempfile.mkdtemp(dir=chosen.directory))
     try:
         model_dir = home / "model"
@@ -90,7 +94,8 @@ def main() -> None:
     for name, seconds in found.items():
         rate = f"{size / seconds:8.2f} GB/s" if not name.startswith("step") else ""
         print(f"{name:24}{seconds:9.3f} s{rate}")
+    return conclude(found, [], chosen.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil  # pyright: ignore[reportMissingModuleSource]
+
 LINE_BYTES = 2**24
 END_S = 30.0
 
@@ -22,24 +24,26 @@ Event = dict[str, Any]
 Handler = Callable[[Event], Awaitable[Event]]
 
 
+def cpu_by_process(root: int) -> dict[str, float]:
+    """CPU seconds of a process and of each that descends from it and lives, vLLM's too, by name and number."""
+    found: dict[str, float] = {}
+    process = psutil.Process(root)
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            spent = one.cpu_times()
+            found[f"{one.name()}:{one.pid}"] = spent.user + spent.system
+    return found
+
+
 def cpu_seconds(root: int) -> float:
-    """CPU time of a process and of all that descend from it and live, vLLM's too; from /proc."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        pid = int(path.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    """The same, of all together."""
+    return sum(cpu_by_process(root).values())
 
-    def below(pid: int) -> bool:
-        while pid > 1 and pid != root:
-            pid = parents.get(pid, 0)
-        return pid == root
 
-    return sum(used for pid, used in ticks.items() if below(pid)) / os.sysconf("SC_CLK_TCK")
+def tail(directory: Path, length: int = 2500) -> str:
+    """The ends of the logs of a `primerl-node rl` that writes its output to `rl.log` there."""
+    logs = [directory / "rl.log", *directory.glob("run/logs/*.log")]
+    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 class Wire:
@@ -70,6 +74,10 @@ class Wire:
             self.tell("answer", **await answering)
 
 
+class ChildFailed(RuntimeError):
+    """A process ended, or did not answer in time; the message ends with its log."""
+
+
 class Child:
     """The parent's end of one process."""
 
@@ -81,7 +89,9 @@ class Child:
         self._reading: asyncio.Task[None] | None = None
         self._news = asyncio.Condition()
 
-    async def start(self, *command: str) -> None:
+    async def start(
+        self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it in a process group of its own."""
         self.begun = time.time()
         with self.log.open("ab") as log:
@@ -90,13 +100,15 @@ class Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                cwd=cwd,
+                env=env,
                 limit=LINE_BYTES,
                 start_new_session=True,
             )
         self._reading = asyncio.create_task(self._read(), name=self.name)
 
     async def event(self, name: str, timeout_s: float) -> Event:
-        """The first event of that name. Raises RuntimeError when the process ends or time is up."""
+        """The first event of that name. Raises ChildFailed when the process ends or time is up."""
         return await self._wait(lambda: self._found(name, 0), name, timeout_s)
 
     async def ask(self, do: str, timeout_s: float = 60.0, **more: Any) -> Event:
@@ -105,18 +117,19 @@ class Child:
         assert self._process.stdin is not None
         before = len(self.events)
         self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        await self._process.stdin.drain()
+        with suppress(BrokenPipeError, ConnectionResetError):  # then it has ended: see below
+            await self._process.stdin.drain()
         return await self._wait(lambda: self._found("answer", before), do, timeout_s)
 
-    async def end(self) -> None:
-        """Have it stop, by force if need be."""
+    async def end(self, patience_s: float = END_S) -> None:
+        """Have it stop, by force after `patience_s`, and whatever it started."""
         process = self._process
         if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(patience_s):
                 await process.wait()
         except TimeoutError:
             pass
@@ -134,10 +147,10 @@ class Child:
             async with asyncio.timeout(timeout_s), self._news:
                 while (event := found()) is None:
                     if self._reading is None or self._reading.done():
-                        raise RuntimeError(f"{self.name} ended before {what!r}:\n{self.tail()}")
+                        raise ChildFailed(f"{self.name} ended before {what!r}:\n{self.tail()}")
                     await self._news.wait()
         except TimeoutError:
-            raise RuntimeError(
+            raise ChildFailed(
                 f"{self.name}: no {what!r} within {timeout_s:.0f} s:\n{self.tail()}"
             ) from None
         return event

@@ -2,35 +2,364 @@
 
     python scripts/bench/codec.py [--quick] [--threads N] [--synthetic] [--json FILE]
 
-Synthetic deltas of several densities, and deltas of real optimizer steps (codec_deltas.py); formats in
-codec_formats.py. GB/s count the bf16 bytes of the whole model in wall time, and, as other work on the
-machine shows less in it, per second of CPU of all threads and processes. Speeds are judged as ratios to
-copying the same bytes with as many threads (memcpy into memory that was written before), before and after
-the calls that are measured. Decoding includes the digests of tensors and state. The bound is the order-0
-entropy of the gaps between changed weights plus that of how far each moved.
+Deltas are synthetic, of several densities, and those of real optimizer steps: bf16 bits before and after one
+step. All formats are given the same tensors and threads, make blocks of the same size, and end with the BLAKE3
+digest of every tensor that they wrote and of the state; what they decode is compared bit by bit. GB/s count the
+bf16 bytes of the whole model in wall time, and, as other work on the machine shows less in it, per second of
+CPU of all threads and processes. Speeds are judged as ratios to copying the same bytes with as many threads
+(memcpy into memory that was written before), before and after the calls that are measured. The bound is the
+order-0 entropy of the gaps between changed weights plus that of how far each moved.
 """
 
 import argparse
-import json
+import gc
+import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
-from codec_deltas import Pair, optimizer_steps, synthetic
-from codec_formats import ANCHOR, FULL, SPARSE, XOR, Format, ours
-from codec_report import judge, show
+import zstandard
+from numpy.typing import NDArray
 
+from primerl.crypto.hashing import NO_DIGEST
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.weights.blocks import BLOCK, measure
+from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.payload import ordered
-from primerl.node.weights.replica import Policy, prove
-from primerl.node.weights.state import State, state_bytes
+from primerl.node.weights.replica import Policy, WeightReplica, prove
+from primerl.node.weights.state import State, Tensor, state_bytes, state_digest, tensor_digest
+from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
+from primerl.scripts.bench.models import SHAPES
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
+DEVIATION = 0.02
+"""Of synthetic weights, as of a model that was just made."""
+TENSOR = 4 << 20
+"""Elements of a synthetic tensor."""
+SHARES = (0.001, 0.01, 0.015, 0.05, 0.30, 1.0)
+
+DEMO = ModelCreateConfig(hidden_size=96, num_hidden_layers=2)
+"""As in configs/demo.toml."""
+DEMO_LR = 8e-4
+MIDDLE = ModelCreateConfig.model_validate(
+    SHAPES["50m"] | {"num_hidden_layers": 16, "vocab_size": 8192}
+)
+"""54.5M parameters."""
+RATES = (1e-6, 3e-6, 1e-5)
+COLUMNS = (
+    ("bytes", "bytes", "{:,}"),
+    ("bits/changed", "bits_per_changed", "{:.2f}"),
+    ("x smaller", "ratio", "{:.2f}"),
+    ("enc GB/s", "encode_gbps", "{:.2f}"),
+    ("per cpu-s", "encode_cpu_gbps", "{:.2f}"),
+    ("dec GB/s", "decode_gbps", "{:.2f}"),
+    ("per cpu-s", "decode_cpu_gbps", "{:.2f}"),
+    ("memcpy", "copy_gbps", "{:.2f}"),
+    ("enc MiB", "encode_peak_mib", "{:.0f}"),
+    ("dec MiB", "decode_peak_mib", "{:.0f}"),
+)
+MIB = 256
+"""What encoding and decoding may take beyond twice the largest tensor."""
+
+Bits = NDArray[np.uint16]
+LEVEL = 1
+"""Of zstd."""
 T = TypeVar("T")
+
+
+# -- pairs of states ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model before and after a step."""
+
+    name: str
+    base: State
+    new: State
+    share: float | None = None
+    """The share of elements that a synthetic step was made to change."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: fp32 masters, cross-entropy."""
+
+    shape: ModelCreateConfig
+    length: int
+    batch: int
+    warm_steps: int
+    """At `warm_rate`, so that the weights are no longer as they were drawn."""
+    warm_rate: float
+    steps: int
+    """At each of the rates, with a fresh optimizer; the last one is the delta."""
+
+
+def synthetic(elements: int) -> Iterator[Pair]:
+    """Normal weights, each moved by a normal step of the size that changes the wanted share."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(0, DEVIATION, elements).astype(np.float32)
+    base = _as_state(to_bf16(weights))
+    for share in SHARES:
+        yield Pair(f"synthetic {share:.1%}", base, _as_state(moved(weights, share, rng)), share)
+
+
+def optimizer_steps(quick: bool) -> Iterator[Pair]:
+    """The demo's model at the demo's rate, and one of 54.5M parameters at rates of real runs, at the first
+    by Muon too."""
+    demo = Training(DEMO, 24, 64, 20 if quick else 60, 3e-3, 5 if quick else 10)
+    middle = Training(MIDDLE, 64, 6, 1 if quick else 12, 5e-4, 2 if quick else 8)
+    yield from _trained("demo", demo, [DEMO_LR])
+    yield from _trained("54.5M", middle, RATES)
+    yield from _trained("54.5M muon", middle, RATES[:1], "muon")
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round to nearest even, as a trainer's cast does."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def moved(
+    weights: NDArray[np.float32], share: float, rng: np.random.Generator
+) -> NDArray[np.uint16]:
+    """The bf16 bits of `weights` after a step that changes `share` of them."""
+    before = to_bf16(weights)
+    direction = rng.standard_normal(weights.size, dtype=np.float32)
+    sample = slice(0, 1 << 20)
+
+    def step(part: slice, size: float) -> NDArray[np.uint16]:
+        return to_bf16((weights[part] + size * direction[part]).astype(np.float32))
+
+    if share == 1:
+        # No step changes every bit pattern: take a large one and nudge the rest.
+        after = step(slice(None), 1e-3)
+        after[after == before] ^= 1
+        return after
+    low, high = 1e-9, 1e-2
+    for _ in range(30):
+        size = (low * high) ** 0.5
+        few = np.mean(step(sample, size) != before[sample]) < share
+        low, high = (size, high) if few else (low, size)
+    return step(slice(None), high)
+
+
+def _as_state(bits: NDArray[np.uint16]) -> State:
+    """`bits` as a model of a few matrices."""
+    parts = [bits[at : at + TENSOR] for at in range(0, bits.size, TENSOR)]
+    return {
+        f"layers.{at:02}.weight": Tensor("BF16", (part.size,), part)
+        for at, part in enumerate(parts)
+    }
+
+
+# -- real steps ------------------------------------------------------------------------------------
+
+
+def _trained(
+    name: str,
+    training: Training,
+    rates: tuple[float, ...] | list[float],
+    kind: Literal["adamw", "muon"] = "adamw",
+) -> Iterator[Pair]:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        create(Path(directory), training.shape, seed=0)
+        model = load_model(Path(directory), dtype="float32", device="cpu")
+    model.train()
+    rng = np.random.default_rng(1)
+    _steps(model, training, training.warm_rate, training.warm_steps, rng, kind)
+    warm = {key: value.detach().clone() for key, value in model.named_parameters()}
+    for rate in rates:
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                value.copy_(warm[key])
+        optimizer = _steps(model, training, rate, training.steps - 1, rng, kind)
+        base = policy_state(model)
+        _step(model, optimizer, training, rate, rng)
+        del optimizer  # the peak of memory that is measured next is the codec's own
+        gc.collect()
+        yield Pair(f"{name} lr {rate:g}", base, policy_state(model))
+
+
+def _steps(
+    model: Any, training: Training, rate: float, count: int, rng: np.random.Generator, kind: str
+) -> Any:
+    """Train so many steps with a fresh optimizer, which is returned."""
+    from primerl.node.training.optimizer import Optimizer
+
+    config = TrainingConfig.model_validate({"optimizer": kind, "betas": (0.9, 0.95)})
+    optimizer = Optimizer(dict(model.named_parameters()), config)
+    for _ in range(count):
+        _step(model, optimizer, training, rate, rng)
+    return optimizer
+
+
+def _step(
+    model: Any, optimizer: Any, training: Training, rate: float, rng: np.random.Generator
+) -> None:
+    """One step on sequences whose second half is the first one backwards."""
+    import torch
+
+    half = rng.integers(0, training.shape.vocab_size, (training.batch, training.length // 2))
+    tokens = torch.from_numpy(np.concatenate([half, half[:, ::-1]], axis=1))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.clip()
+    optimizer.step(rate)
+
+
+# -- formats --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to move a new state to somebody who holds a base."""
+
+    name: str
+    encode: Callable[[Policy, Policy, int], Iterable[bytes]]
+    """Base, new, threads."""
+    decode: Callable[[Policy, Policy, list[bytes], int], State]
+    """Base, what is due (its layout and digests), payload, threads; decoded, applied and hashed."""
+
+
+# -- our format ------------------------------------------------------------------------------------------
+
+
+def _manifest(
+    new: Policy, kind: Any, base: Policy | None, payload: list[bytes]
+) -> tuple[PolicyManifest, Artifact]:
+    infos = tuple(
+        TensorInfo(name, tensor.dtype, tensor.shape, new.digests[name])
+        for name, tensor in new.state.items()
+    )
+    held = (base.version, base.digest) if base else (-1, NO_DIGEST)
+    artifact = Artifact(kind, *held, CODEC, sum(map(len, payload)), ())
+    return PolicyManifest(NO_DIGEST, new.version, new.digest, infos, (artifact,)), artifact
+
+
+def ours(encoders: Encoders) -> Format:
+    """The codec as a trainer and a worker use it; threads decode and hash."""
+
+    def encode(base: Policy, new: Policy, _threads: int) -> Iterator[bytes]:
+        return encoders.encode_delta(base.state, new.state)
+
+    return Format(CODEC, encode, _decode_ours)
+
+
+def _decode_ours(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
+    manifest, artifact = _manifest(new, "delta", base, payload)
+    return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
+
+
+def _encode_anchor(_base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
+    return encode_full(new.state, threads=threads)
+
+
+def _decode_anchor(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
+    manifest, artifact = _manifest(new, "anchor", None, payload)
+    return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
+
+
+# -- other formats: a coder of blocks, run over all of them -----------------------------------------------
+
+
+def _squeeze(data: Any) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL).compress(data)
+
+
+def _expand(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def _encode_full(_base: Bits, new: Bits) -> bytes:
+    return _squeeze(new.view(np.uint8).data)
+
+
+def _decode_full(_base: Bits, body: bytes, out: Bits) -> None:
+    out[:] = np.frombuffer(_expand(body), "<u2")
+
+
+def _encode_xor(base: Bits, new: Bits) -> bytes:
+    mixed = (base ^ new).view(np.uint8).reshape(-1, 2)
+    return _squeeze(np.ascontiguousarray(mixed.T).data)
+
+
+def _decode_xor(base: Bits, body: bytes, out: Bits) -> None:
+    mixed = np.frombuffer(_expand(body), np.uint8).reshape(2, -1)
+    out[:] = np.ascontiguousarray(mixed.T).view("<u2").ravel()
+    out ^= base
+
+
+def _encode_sparse(base: Bits, new: Bits) -> bytes:
+    index = np.flatnonzero(base != new)
+    gaps = np.diff(index, prepend=0).astype("<i4")
+    return _squeeze(gaps.tobytes() + new[index].tobytes())
+
+
+def _decode_sparse(base: Bits, body: bytes, out: Bits) -> None:
+    plain = _expand(body)
+    count = len(plain) // 6
+    index = np.cumsum(np.frombuffer(plain, "<i4", count), dtype=np.int64)
+    out[:] = base
+    out[index] = np.frombuffer(plain, "<u2", count, 4 * count)
+
+
+def _blockwise(
+    name: str,
+    encode: Callable[[Bits, Bits], bytes],
+    decode: Callable[[Bits, bytes, Bits], None],
+) -> Format:
+    def parts(state: State) -> Iterator[tuple[str, slice]]:
+        for key, tensor in state.items():
+            for at in range(0, tensor.data.size, BLOCK):
+                yield key, slice(at, at + BLOCK)
+
+    def encode_all(base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
+        jobs = (
+            (base.state[key].data[part], new.state[key].data[part])
+            for key, part in parts(new.state)
+        )
+        return ordered(encode, jobs, threads)
+
+    def decode_all(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
+        state = {
+            key: Tensor(held.dtype, held.shape, np.empty_like(held.data))
+            for key, held in base.state.items()
+        }
+        jobs = (
+            (base.state[key].data[part], body, state[key].data[part])
+            for (key, part), body in zip(parts(state), payload, strict=True)
+        )
+        for _ in ordered(decode, jobs, threads):
+            pass
+        with ThreadPoolExecutor(threads) as pool:
+            hashes = dict(zip(state, pool.map(tensor_digest, state.values()), strict=True))
+        if state_digest(hashes) != new.digest:
+            raise SystemExit(f"{name} is not lossless")
+        return state
+
+    return Format(name, encode_all, decode_all)
+
+
+ANCHOR = Format(f"{CODEC} full", _encode_anchor, _decode_anchor)
+FULL = _blockwise("full bf16 + zstd-1", _encode_full, _decode_full)
+XOR = _blockwise("xor + shuffle + zstd-1", _encode_xor, _decode_xor)
+SPARSE = _blockwise("i32 gaps + values + zstd-1", _encode_sparse, _decode_sparse)
+
+
+# -- measuring ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,6 +519,46 @@ def run(
     )
 
 
+def show(rows: Sequence[Row]) -> None:
+    """The formats on one pair, for people."""
+    first = rows[0]
+    print(
+        f"\n{first.pair}: {first.changed:.2%} changed, bound {first.bound_bits:.2f} bits per changed"
+        f" weight, largest tensor {first.largest_mib:.0f} MiB"
+    )
+    print(f"  {'':27}" + "".join(f"{title:>14}" for title, _, _ in COLUMNS))
+    for row in rows:
+        cells = (f"{form.format(getattr(row, name)):>14}" for _, name, form in COLUMNS)
+        print(f"  {row.format:27}" + "".join(cells), flush=True)
+
+
+def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
+    """Every goal with what was reached. Rows come in fives: ours is the first."""
+    groups = [rows[at : at + 5] for at in range(0, len(rows), 5)]
+    goals: list[Goal] = []
+    for ours, anchor, full, xor, sparse in groups:
+        over = 100 * (ours.bits_per_changed / ours.bound_bits - 1)
+        most = 5 if ours.changed < 0.1 else 10
+        goals.append(at_most(f"{ours.pair}: above the entropy bound", over, most, "%"))
+        if ours.changed < 0.1:
+            gain = sparse.bytes / ours.bytes
+            goals.append(at_least(f"{ours.pair}: smaller than {sparse.format}", gain, 2, "x"))
+        least = min(anchor.bytes, full.bytes, xor.bytes) / ours.bytes
+        goals.append(at_least(f"{ours.pair}: smaller than xor, full and raw", least, 1, "x"))
+        peak = max(ours.encode_peak_mib, ours.decode_peak_mib)
+        room = 2 * ours.largest_mib + MIB
+        goals.append(at_most(f"{ours.pair}: peak memory", peak, room, "MiB"))
+    row = next(group[0] for group in groups if group[0].share == 0.015)
+    times = "x memcpy of the same bytes"
+    encode, decode = row.encode_gbps / row.copy_gbps, row.decode_gbps / row.copy_gbps
+    return [
+        *goals,
+        at_most("1.5 %: size", row.bits_per_changed, 9.7, "bits per changed weight"),
+        at_least(f"1.5 %: encode, {threads} threads", encode, 0.5, times),
+        at_least(f"1.5 %: decode, apply and digest, {threads} threads", decode, 0.3, times),
+    ]
+
+
 def pairs(options: argparse.Namespace) -> Iterator[Pair]:
     """All that is measured."""
     yield from synthetic((8 if options.quick else 64) << 20)
@@ -199,9 +568,7 @@ def pairs(options: argparse.Namespace) -> Iterator[Pair]:
 
 def main() -> int:
     """Measure, print, write the report, and say by the exit code whether every goal was met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--quick", action="store_true", help="small models, once: about a minute")
+    parser = make_parser(__doc__, "small models, once: about a minute")
     parser.add_argument(
         "--synthetic", action="store_true", help="no training: synthetic deltas only"
     )
@@ -216,11 +583,7 @@ def main() -> int:
             for form in (ours(options.encoders), ANCHOR, FULL, XOR, SPARSE):
                 rows.append(run(pair, base, new, form, bound, options))
             show(rows[-5:])
-    goals = judge(rows, options.threads)
-    if options.json:
-        report = {"rows": [asdict(row) for row in rows], "goals": goals}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    return conclude([asdict(row) for row in rows], judge(rows, options.threads), options.json)
 
 
 if __name__ == "__main__":

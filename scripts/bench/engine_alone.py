@@ -18,13 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from children import Event, Wire, cpu_seconds
-
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.vllm_arguments import engine_arguments, set_environment
 from primerl.node.models.model_files import read_state
+from primerl.scripts.bench.children import Event, Wire, cpu_seconds
 
 WARM_LIMIT_S = 60.0
 

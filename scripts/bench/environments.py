@@ -1,6 +1,7 @@
 """What it costs that environments run in a process of their own: time of tasks, rollouts and scores.
 
-    .venv/bin/python scripts/bench/environments.py [--rollouts 2000] [--at-once 64] [--tokens 8 128]
+    .venv/bin/python scripts/bench/environments.py [--rollouts 2000] [--at-once 64] [--tokens 8 128] [--quick]
+        [--json FILE]
 
 reverse-text with a policy that answers at once: nothing but the environment and the way to it is measured.
 """
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
@@ -21,19 +23,26 @@ from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.models import huggingface
+from primerl.scripts.bench.report import conclude, make_parser
 
 ROUNDS = 5
 
 
-async def main() -> None:
+def main() -> int:
     """Measure both and print a table; medians of ROUNDS rounds, in turns."""
-    parser = argparse.ArgumentParser(
-        description="Environments in this process, and in one of their own."
-    )
+    parser = make_parser(__doc__, "few rollouts")
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 128])
     options = parser.parse_args()
+    if options.quick:
+        options.rollouts, options.tokens = 64, [8]
+    return conclude(asyncio.run(run(options)), [], options.json)
+
+
+async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each environment, number of tokens, and thing that it does."""
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         huggingface.create(Path(directory), ModelCreateConfig(), 0)
         environments: dict[str, Environment] = {}
@@ -49,28 +58,31 @@ async def main() -> None:
             await environments[name].start()
             print(f"{name}: started in {time.monotonic() - began:.1f} s")
         for tokens in options.tokens:
-            await compare(environments, options.rollouts, options.at_once, tokens)
+            rows += await compare(environments, options.rollouts, options.at_once, tokens)
         (process,) = psutil.Process().children()
         print(f"\nmemory of the process: {process.memory_info().rss / 2**20:.0f} MiB")
         for environment in environments.values():
             await environment.close()
+    return rows
 
 
 async def compare(
     environments: dict[str, Environment], rollouts: int, at_once: int, tokens: int
-) -> None:
+) -> list[dict[str, Any]]:
     """Rounds of both, one after the other."""
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(ROUNDS):
         for name, environment in environments.items():
-            for what, seconds in (
-                await measure(environment, rollouts, at_once, tokens, number)
-            ).items():
+            measured = await measure(environment, rollouts, at_once, tokens, number)
+            for what, seconds in measured.items():
                 found.setdefault((name, what), []).append(seconds)
     print(f"\n{tokens} tokens a reply, {at_once} at once; microseconds each")
+    rows: list[dict[str, Any]] = []
     for (name, what), seconds in found.items():
-        median = sorted(seconds)[ROUNDS // 2]
-        print(f"  {name:>10} {what:<18} {1e6 * median / rollouts:8.0f}")
+        each = 1e6 * sorted(seconds)[ROUNDS // 2] / rollouts
+        print(f"  {name:>10} {what:<18} {each:8.0f}")
+        rows.append({"environment": name, "tokens": tokens, "what": what, "us": each})
+    return rows
 
 
 async def measure(
@@ -122,4 +134,4 @@ async def timed(work: Callable[[int], Awaitable[None]], count: int, at_once: int
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(main())

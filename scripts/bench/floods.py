@@ -15,7 +15,6 @@ both count against us.
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import random
@@ -27,11 +26,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from goals import show_goals
 from support.swarm import Swarm, make_model
 from support.witness import Fakes
 
@@ -45,6 +42,7 @@ from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.manifests import PeerRecord, Ticket
 from primerl.protocol.messages import Hello, LeaseReply, LeaseRequest, Welcome, WorkerStats
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
+from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 
 GOAL = 0.9
 """Of the throughput alone."""
@@ -213,20 +211,20 @@ async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def judge(rows: list[Row]) -> list[dict[str, Any]]:
+def judge(rows: list[Row]) -> list[Goal]:
     """Each attack against what the honest did alone just before and after."""
-    goals: list[dict[str, Any]] = []
+    goals: list[Goal] = []
     for before, row, after in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
         for field in ("steps_per_s", "accepted_per_s"):
             alone = (getattr(before, field) + getattr(after, field)) / 2
             share = getattr(row, field) / alone
             name = f"{row.name}, {row.keys} keys: {field} of alone"
-            goals.append({"name": name, "value": share, "goal": GOAL, "ok": share >= GOAL})
+            goals.append(at_least(name, share, GOAL))
     return goals
 
 
-def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
-    """The table, then each goal beside its figure."""
+def show(rows: list[Row]) -> None:
+    """The table."""
     head = ("what", "keys", "steps/s", "rollouts/s", "leases", "peers", "cores")
     print("".join(f"{one:>12}" for one in head))
     for row in rows:
@@ -234,16 +232,13 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
             f"{row.name:>12}{row.keys:>12}{row.steps_per_s:>12.2f}{row.accepted_per_s:>12.1f}"
             f"{row.leases:>12}{row.connected:>12}{row.cpu:>12.2f}"
         )
-    show_goals(goals)
 
 
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__, "100 keys, 8 seconds")
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
-    parser.add_argument("--quick", action="store_true", help="100 keys, 8 seconds")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--attack", choices=ATTACKS, help=argparse.SUPPRESS)
     parser.add_argument("--ticket", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -255,12 +250,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # not among the user's own nodes
         rows = asyncio.run(run(Path(directory), options))
-    goals = judge(rows)
-    show(rows, goals)
-    if options.json:
-        document = {"rows": [asdict(row) for row in rows], "goals": goals}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    show(rows)
+    return conclude([asdict(row) for row in rows], judge(rows), options.json)
 
 
 if __name__ == "__main__":

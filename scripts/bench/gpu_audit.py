@@ -1,7 +1,7 @@
 """vLLM as the auditor: honest noise, cheats, and cost, with calibrated numerics and with exact ones.
 
     bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b|8b|moe] [--hidden N --layers N] [--rollouts 256]
-        [--reply 64] [--numerics exact calibrated] [--eager] [--minutes 4.7] [--small]
+        [--reply 64] [--numerics exact calibrated] [--eager] [--minutes 4.7] [--quick]
         [--trained [--train-seconds 60]] [--honest N [--cheats]]
 
 One engine generates and one audits, on one GPU; random weights, sharp enough that distributions are not flat.
@@ -11,60 +11,77 @@ and how far they are above the largest honest one; tokens/s of audits beside the
 tokens / peak) and of generation; and the seconds of a swap between two versions. Compare both numerics: the
 difference in generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner.
 
---honest judges so many honest rollouts by bounds that --rollouts of them have made (honest.py); speeds and
-cheats follow with --cheats only. --trained trains the model first, on text of a small language, so that
-distributions are as peaked as a real model's. --small is for a machine without a GPU, to see that this runs; a
-mixture of experts is then computed by the embedded engine. What the time does not allow is left out.
+--honest judges so many honest rollouts by bounds that --rollouts of them have made, as a run does; they are
+drawn later, in portions that differ in prompts and seeds. What each portion has shown is printed when it is
+judged, so that nothing is lost of a bench that is stopped. Speeds and cheats follow with --cheats only.
+--trained trains the model first, on text of a small language, so that distributions are as peaked as a real
+model's. --quick is for a machine without a GPU, to see that this runs; a mixture of experts is then computed by
+the embedded engine. What the time does not allow is left out.
 """
 
 import argparse
 import asyncio
-import json
+import gc
 import logging
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from audit_bench import (  # pyright: ignore
-    BEFORE,
-    BEGAN,
-    CUDA,
-    DEVICE,
-    HONEST,
-    OTHER,
-    OWN,
-    Bench,
-    Model,
-    calibrate,
-    honest_row,
-    is_embedded,
-    make_bench,
-    make_policies,
-    rejections,
-    say,
-)
-from goals import judge_goals, show_goals  # pyright: ignore
-from honest import JUDGED, honest_goals, judge_honest  # pyright: ignore
-from shapes import SHAPES  # pyright: ignore
+from msgspec import structs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.auditor_cases import make_run, measured
 from support.exact_cases import (
     altered,
     claiming,
     low_rank,
     near_ties,
     play,
+    requests,
     shifted,
     stepped,
 )
+from support.protocol_cases import played_otherwise
 
-from primerl.node.ops.errors import NodeError
-from primerl.node.verification.auditor import AuditItem, Measured
+from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Engine, GenerateRequest
+from primerl.node.inference.numerics import numerics_of
+from primerl.node.models.model_files import export
+from primerl.node.models.tensors import from_torch, to_torch
+from primerl.node.ops.errors import NodeError, UsageError
+from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, evidence
+from primerl.node.verification.bounds import SUSPECT, proof_contract
+from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.judge import judge
+from primerl.node.verification.self_calibration import Reference, make_bounds
+from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes
+from primerl.node.weights.state import State, Tensor
+from primerl.protocol.manifests import ProofContract, RunManifest
+from primerl.protocol.rollouts import Evidence
+from primerl.scripts.bench.models import SHAPES, random_policy
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.trained_model import Corpus, Course, stop_token, train_for
 
+OWN, BEFORE, OTHER = 1, 0, 9
+PROMPT = 64
+SEQUENCES = 256
+HONEST = "honest rollouts that are rejected"
+GAIN = 2.0
+WORDS = 160
+"""Of the language that models are trained on."""
+TRAINED_BYTES, TRAINED_SHARE = 18, 0.75
+"""What a parameter takes while it is trained, and how much of a GPU's memory all of them may."""
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BEGAN = time.monotonic()
 SPEEDS_S = 60.0
 """Speeds take about so long."""
 CHEATED = 64
@@ -79,16 +96,274 @@ SEEN = {
 is honest. What is smaller is measured, not promised."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """bf16, dense."""
-SMALL = {
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 512,
-}
 SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+JUDGED = "honest rollouts judged"
+SUSPECTED = "honest rollouts that are suspect"
+PORTION = 512
+SLACK = 2.0
+"""Times SUSPECT: bounds of few rollouts are extrapolated."""
+CLOSING_S = 10.0
+"""To end both engines."""
+
+
+def say(line: str) -> None:
+    """Print a line with the seconds since the start."""
+    print(f"[{time.monotonic() - BEGAN:4.0f} s] {line}", flush=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model directory without weights, its policies, and the language of a trained one."""
+
+    directory: Path
+    states: dict[int, State]
+    corpus: Corpus | None = None
+
+
+@dataclass
+class Bench:
+    """Two engines over one model."""
+
+    model: Model
+    run: RunManifest
+    contract: ProofContract
+    """The bounds that judge."""
+    config: EngineConfig
+    engine: Engine
+    auditor: Auditor
+    options: argparse.Namespace
+
+    @property
+    def states(self) -> dict[int, State]:
+        """The policies, by version."""
+        return self.model.states
+
+    @property
+    def left_s(self) -> float:
+        """Of the time that was given."""
+        return 60 * self.options.minutes - (time.monotonic() - BEGAN)
+
+    def requests(self, count: int, portion: int = 0) -> list[GenerateRequest]:
+        """Requests that share prompts in groups: random tokens, or text of the language of a trained model."""
+        vocabulary = self.states[OWN]["model.embed_tokens.weight"].shape[0]
+        text = None if self.model.corpus is None else self.model.corpus.text
+        return requests(count, PROMPT, self.options.reply, vocabulary, portion=portion, text=text)
+
+    async def audit(self, items: Sequence[AuditItem], *, beside: bool = False) -> list[Measured]:
+        """Measure rollouts of OWN."""
+        others = {OWN: [BEFORE]} if beside else {}
+        return measured(await self.auditor.audit(items, self.states, others))
+
+
+def is_embedded(shape: str) -> bool:
+    """Whether the embedded engine has to do: vLLM without a GPU cannot be given the weights of experts."""
+    return not CUDA and bool(SHAPES[shape].get("num_experts"))
+
+
+def make_bench(model: Model, numerics: str, options: argparse.Namespace) -> Bench:
+    """Engines that are not started."""
+    embedded, length = is_embedded(options.shape), PROMPT + options.reply + 64
+    vllm: dict[str, Any] = {"enforce_eager": True} if options.eager and not embedded else {}
+    if CUDA:
+        vllm |= cache_of(options, length)
+    config = EngineConfig(
+        type="hf" if embedded else "vllm",
+        dtype="bfloat16",
+        max_batch=SEQUENCES,
+        max_model_len=length,
+        batch_invariant=numerics == "exact",
+        vllm=vllm,
+    )
+    told = {"engine": config.model_dump(), "verification": {"numerics": numerics}}
+    run = played_otherwise(make_run("bfloat16"), temperature=1.0)
+    run = structs.replace(
+        run,
+        proofs=proof_contract(RunConfig.model_validate(told), ""),
+        limits=structs.replace(run.limits, max_model_len=length),
+    )
+    auditor = (HfAuditor if embedded else VllmAuditor)(config, timeout_s=240.0)
+    return Bench(model, run, run.proofs, config, build_engine(config), auditor, options)
+
+
+def cache_of(options: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Memory of the engine that generates, on a GPU.
+
+    With --honest the bytes of keys and values are said. Else vLLM takes what is left of a share, and what the
+    other engine takes meanwhile would be missing: too much where both have a large model.
+    """
+    if not options.honest:
+        return {"gpu_memory_utilization": 0.45}
+    shape = SHAPES[options.shape]
+    token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    tokens = SEQUENCES * (length + 32)
+    return {"gpu_memory_utilization": LEAST_SHARE, "kv_cache_memory_bytes": tokens * token}
+
+
+# -- the model ---------------------------------------------------------------------------------------
+
+
+def make_policies(directory: Path, options: argparse.Namespace) -> Model:
+    """The policy, and that before it where something needs it."""
+    corpus, rope = None, {"rope_type": "default", "rope_theta": 10000.0}
+    made = random_policy(
+        directory, options.shape, **({"rope_parameters": rope} if options.trained else {})
+    )
+    own: State = made
+    if options.trained:
+        corpus = Corpus(WORDS, stop_token(directory))
+        own = trained(directory, made, corpus, options)
+    else:  # in place: there is not room for two large models everywhere
+        for name, one in made.items():
+            if len(one.shape) == 2:
+                made[name] = from_torch((to_torch(one).to(DEVICE) * GAIN).cpu())
+    states: dict[int, State] = {OWN: own}
+    if options.cheats:
+        states[BEFORE] = altered(own, stepped(1e-6), DEVICE)
+    if CUDA:
+        torch.cuda.empty_cache()
+    return Model(directory, states, corpus)
+
+
+def check_trainable(options: argparse.Namespace, parameters: int) -> None:
+    """Raise UsageError for a model that one GPU cannot train whole, with AdamW."""
+    if not CUDA:
+        return
+    wanted = TRAINED_BYTES * parameters
+    most = TRAINED_SHARE * torch.cuda.get_device_properties(0).total_memory
+    if wanted > most:
+        raise UsageError(
+            f"--trained: {options.shape} takes {wanted / 1e9:.0f} GB of weights, gradients and moments, and at "
+            f"most {most / 1e9:.0f} GB may go into them on this GPU: choose 0.6b or moe, or leave it out"
+        )
+
+
+def trained(
+    directory: Path, made: dict[str, Tensor], corpus: Corpus, options: argparse.Namespace
+) -> State:
+    """The policy after --train-seconds."""
+    check_trainable(options, sum(tensor.data.size for tensor in made.values()))
+    wide = SHAPES[options.shape]["hidden_size"] >= 512
+    rows, length = (64, 256) if CUDA else (16, 96)
+    course = Course(options.train_seconds, rows, length, 1e-3 if wide else 4e-3, DEVICE)
+    with tempfile.TemporaryDirectory() as name:
+        export(made, directory, Path(name) / "model")
+        made.clear()
+        state = train_for(Path(name) / "model", corpus, course, say=say)
+    gc.collect()
+    return state
+
+
+# -- judging -----------------------------------------------------------------------------------------
+
+
+def honest_row(found: Sequence[Measured]) -> str:
+    """Mean and largest of each measure; rollouts whose states are equal to the last bit."""
+    equal = sum(one.fingerprint == 0 for one in found) / len(found)
+    parts = [
+        f"{name} {sum(getattr(one, name) for one in found) / len(found):.2e}"
+        f"/{max(getattr(one, name) for one in found):.2e}"
+        for name in MEASURES
+    ]
+    return f"{', '.join(parts)}; rollouts with equal bits {equal:.1%}"
+
+
+def evidences(found: Sequence[Measured]) -> list[Evidence]:
+    """One of each rollout."""
+    return [evidence(CheckedRollout(0, 0, [], 0.0), [one]) for one in found]
+
+
+def calibrate(bench: Bench, honest: Sequence[Measured]) -> None:
+    """Judge by bounds that are measured on these rollouts, as a run does."""
+    numerics = numerics_of(bench.config)
+    seen = [Reference(b"", OWN, one) for one in evidences(honest)]
+    bounds = make_bounds(numerics, seen, bench.run.proofs, number=1, term=0)
+    say(f"bounds of {numerics}: suspect {bounds.suspect}, reject {bounds.reject}")
+    bench.contract = bounds.applied(bench.run.proofs)
+
+
+def rejections(bench: Bench, found: Sequence[Measured]) -> tuple[int, int]:
+    """How many are rejected, and how many are suspect."""
+    judged = [judge(seen, bench.contract) for seen in evidences(found)]
+    return sum(one.reason is not None for one in judged), sum(one.suspect for one in judged)
+
+
+# -- many honest rollouts -------------------------------------------------------------------------
+
+
+class Tally:
+    """What was seen of the rollouts that were judged."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.judged = self.rejected = self.suspect = 0
+        self.nearest = dict.fromkeys(MEASURES, 0.0)
+        """Of each measure, the largest over its bound to reject."""
+
+    def add(self, found: Sequence[Measured]) -> None:
+        """Judge these."""
+        contract = self._bench.contract
+        for one in evidences(found):
+            verdict = judge(one, contract)
+            self.judged += 1
+            self.rejected += verdict.reason is not None
+            self.suspect += verdict.suspect
+            if verdict.reason is not None:
+                say(f"an honest rollout is rejected: {verdict.reason}: {verdict.detail}")
+            for name in MEASURES:
+                ratio = getattr(one, name) / max(getattr(contract.reject, name), 1e-12)
+                self.nearest[name] = max(self.nearest[name], ratio)
+
+    def row(self) -> str:
+        """The counts so far, and the measure that came nearest to its bound."""
+        name = max(self.nearest, key=self.nearest.__getitem__)
+        return (
+            f"{self.judged} honest rollouts judged: {self.rejected} rejected, {self.suspect} suspect; "
+            f"nearest to its bound: {name}, {self.nearest[name]:.2f} of it"
+        )
+
+
+async def judge_honest(
+    bench: Bench, items: Sequence[AuditItem], numerics: str
+) -> tuple[dict[str, float], list[Measured]]:
+    """Rows, and what was measured of `items`, of which the bounds are made."""
+    references = await bench.audit(items)
+    if numerics != "exact":
+        calibrate(bench, references)
+    say(f"{numerics}: {len(items)} references, mean/largest: {honest_row(references)}")
+    tally, portion, longest = Tally(bench), 0, 0.0
+    while tally.judged < bench.options.honest:
+        if bench.left_s < 1.5 * longest + CLOSING_S:
+            say(f"{numerics}: left out: {bench.options.honest - tally.judged} honest rollouts")
+            break
+        began, portion = time.monotonic(), portion + 1
+        wanted = bench.requests(min(PORTION, bench.options.honest - tally.judged), portion)
+        drawn = await play(bench.engine, wanted)
+        generated = time.monotonic()
+        found = await bench.audit(drawn)
+        ended = time.monotonic()
+        tally.add(found)
+        longest = max(longest, ended - began)
+        say(
+            f"{numerics}: {tally.row()}; {nats(drawn):.2f} nats a token, rollouts with equal bits "
+            f"{sum(one.fingerprint == 0 for one in found) / len(found):.0%}, {generated - began:.1f} s to "
+            f"generate, {ended - generated:.1f} s to audit"
+        )
+    rows = {
+        JUDGED: float(tally.judged),
+        HONEST: float(tally.rejected),
+        SUSPECTED: float(tally.suspect),
+        **{f"largest {name} over its bound": value for name, value in tally.nearest.items()},
+    }
+    return rows, references
+
+
+def nats(items: Sequence[AuditItem]) -> float:
+    """Mean of a drawn token's -logprob: small where distributions are peaked."""
+    drawn = [value for one in items for value in one.logprobs]
+    return -sum(drawn) / len(drawn)
+
+
+# -- speeds and cheats ----------------------------------------------------------------------------
 
 
 async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
@@ -99,9 +374,6 @@ async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
         await work()
         took.append(time.perf_counter() - began)
     return min(took)
-
-
-# -- what is measured ------------------------------------------------------------------------------
 
 
 async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, float]:
@@ -278,7 +550,7 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "a small model, for a machine without a GPU")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--hidden", type=int, help="width, in place of the shape's")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
@@ -297,13 +569,11 @@ def main() -> int:
     parser.add_argument("--trained", action="store_true", help="train the model first")
     parser.add_argument("--train-seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=4.7)
-    parser.add_argument("--small", action="store_true", help="for a machine without a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all measures there")
     options = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message).160s", level=logging.INFO)
     options.cheats = options.cheats or not options.honest
-    if options.small:
-        SHAPES["small"], options.shape = small(options.shape), "small"
+    if options.quick:
+        SHAPES["quick"], options.shape = small(options.shape), "quick"
     sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers}
     SHAPES[options.shape] = SHAPES[options.shape] | {k: v for k, v in sizes.items() if v}
     if is_embedded(options.shape):
@@ -320,37 +590,39 @@ def main() -> int:
         for numerics, of_one in found.items()
         for name, value in of_one.items()
     }
-    goals = judge_goals(
-        rows,
-        [
-            (f"{numerics}: {name}", goal, at_least)
-            for numerics in found
-            for name, goal, at_least in goals_of(options, found[numerics])
-        ],
-    )
-    show_goals(goals)
-    if options.json:
-        named = [{"name": name, "value": value} for name, value in rows.items()]
-        options.json.write_text(json.dumps({"rows": named, "goals": goals}, indent=2) + "\n")
-    complete = found.keys() == set(options.numerics)
-    return 0 if complete and all(goal["ok"] for goal in goals) else 1
+    goals: list[Goal] = []
+    for numerics, of_one in found.items():
+        for goal in goals_of(options, of_one):
+            goal["name"] = f"{numerics}: {goal['name']}"
+            goals.append(goal)
+    met = conclude(rows, goals, options.json)
+    return met if found.keys() == set(options.numerics) else 1
 
 
 def small(shape: str) -> dict[str, int]:
     """A small model with experts, or with a head of its own, where that shape has them."""
     wanted = SHAPES[shape]
     head = {"tie_word_embeddings": wanted.get("tie_word_embeddings", True)}
-    return SMALL | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
+    return SHAPES["small"] | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
 
 
-def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[tuple[str, float, bool]]:
-    """Nobody honest rejected, every cheat seen, and what it costs."""
+def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[Goal]:
+    """No honest rollout rejected, every cheat seen, and what it costs: of what was measured.
+
+    Of many honest rollouts few are suspect: a sequential test expects some.
+    """
+    least = {
+        JUDGED: float(options.honest),
+        **{f"{name}: suspect": float(seen) for name, seen in SEEN.items()},
+        "audited / roofline": 0.6,
+        "audited / generated": 12.0 if options.shape in ("4b", "8b") else 8.0,
+    }
+    most = {HONEST: 0.0, "swap and one rollout, s": 1.0}
+    if JUDGED in rows:
+        most[SUSPECTED] = SLACK * SUSPECT * rows[JUDGED]
     return [
-        *(honest_goals(options.honest, rows) if JUDGED in rows else [(HONEST, 0.0, False)]),
-        *((f"{name}: suspect", float(least), True) for name, least in SEEN.items()),
-        ("audited / roofline", 0.6, True),
-        ("audited / generated", 12.0 if options.shape in ("4b", "8b") else 8.0, True),
-        ("swap and one rollout, s", 1.0, False),
+        *(at_least(name, rows[name], goal) for name, goal in least.items() if name in rows),
+        *(at_most(name, rows[name], goal) for name, goal in most.items() if name in rows),
     ]
 
 

@@ -1,18 +1,16 @@
 """The cheat book on a GPU: vLLM generates, honest and not, and a prefill by transformers' weights judges.
 
-    bash scripts/bench/gpu.sh gpu_cheats [--minutes 8] [--blocks 100000]
+    bash scripts/bench/gpu.sh gpu_cheats [--minutes 8] [--blocks 100000] [--quick] [--json FILE]
 
 A model of 0.6B parameters, trained for a minute, in bf16. Written to $OUT are all measured rollouts; tables
 are made of them anywhere: python scripts/bench/cheats.py --load $OUT/h200.json
 """
 
-# pyright: reportUnknownParameterType=false
-# what scripts/bench holds is found at run time
-
 import argparse
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cheats import models_of  # pyright: ignore
-from cheats_measure import (  # pyright: ignore
-    Sample,
-    judge_all,
-    play_cheats,
-    play_honestly,
-    start_auditors,
-)
-from cheats_store import Setting, save  # pyright: ignore
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.verification.auditor import Auditor
+from primerl.scripts.bench.cheats_measure import (
+    Sample,
+    Setting,
+    judge_all,
+    models_of,
+    play_cheats,
+    play_honestly,
+    save,
+    start_auditors,
+)
+from primerl.scripts.bench.report import conclude, make_parser
 from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
 from primerl.tests.attacks.cheat_world import (
     Workshop,
@@ -190,8 +190,10 @@ async def some_cheats(
             setting.cheats.append(sample)
 
 
-async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespace) -> None:
-    """Everything, in the order in which it is missed most."""
+async def measure(
+    worlds: Sequence[World], out: Path, options: argparse.Namespace
+) -> dict[str, float]:
+    """Everything, in the order in which it is missed most; returns the speeds."""
     world = worlds[0]
     config = world.engine.model_copy(
         update={"type": "vllm", "vllm": VLLM if torch.cuda.is_available() else {}}
@@ -202,7 +204,8 @@ async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespac
     try:
         await bench.engine.start(world.model_dir, fingerprint="projection")
         say("vLLM started")
-        (out / "speeds.json").write_text(json.dumps(await speeds(bench, auditors)))
+        found = await speeds(bench, auditors)
+        (out / "speeds.json").write_text(json.dumps(found))
         for number, (lr, one) in enumerate(zip(options.lr, worlds, strict=True)):
             names = VERSIONS if number else FEW if options.few else audited_by_content()
             settings += await measure_rate(bench, one, auditors, lr, names)
@@ -211,6 +214,7 @@ async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespac
         settings[0].honest.append(sample)
         await honest(bench, auditors[0], sample, options.blocks, reserve=options.reserve)
         save(out / "h200.json", settings)
+        return found
     finally:
         await bench.engine.close()
         for auditor in auditors:
@@ -231,9 +235,9 @@ async def measure_rate(
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Generate, measure and save."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__, "a tiny model and a few cheats, to see that this runs")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--reserve", type=float, default=60.0, help="seconds kept at the end")
@@ -245,10 +249,16 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="a few cheats, no small model")
     parser.add_argument("--tf32", action="store_true", help="audits in float32 multiply in TF32")
     options = parser.parse_args()
+    if options.quick:
+        options.model, options.few, options.lr = "tiny", True, options.lr[:1]
+        options.blocks, options.rollouts, options.at_once = 400, 16, 32
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
     worlds = make_worlds(options)
-    asyncio.run(measure(worlds, Path(os.environ.get("OUT", ".")), options))
+    found = asyncio.run(measure(worlds, Path(os.environ.get("OUT", ".")), options))
+    return conclude(found, [], options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,23 @@
-"""Measure a draw on this GPU beside torch's own ways: `bash scripts/bench/gpu.sh gpu_noise`."""
+"""A draw on this GPU beside torch's own ways.
 
+bash scripts/bench/gpu.sh gpu_noise [--quick] [--json FILE]
+"""
+
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from primerl.node.inference.sampler import draw, draw_eager
+from primerl.scripts.bench.report import conclude, make_parser
 
 VOCABULARY = 151_936
-REPEATS = 50
 
 
-def milliseconds(run: Callable[[], object]) -> tuple[float, float]:
+def milliseconds(run: Callable[[], object], repeats: int) -> tuple[float, float]:
     """Of the device and of the host, for each call."""
     for _ in range(5):
         run()
@@ -20,12 +25,12 @@ def milliseconds(run: Callable[[], object]) -> tuple[float, float]:
     torch.cuda.synchronize()
     started = time.perf_counter()
     first.record()
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         run()
     last.record()
     host = time.perf_counter() - started
     torch.cuda.synchronize()
-    return first.elapsed_time(last) / REPEATS, host * 1000 / REPEATS
+    return first.elapsed_time(last) / repeats, host * 1000 / repeats
 
 
 def by_multinomial(logits: torch.Tensor) -> torch.Tensor:
@@ -34,10 +39,15 @@ def by_multinomial(logits: torch.Tensor) -> torch.Tensor:
     return logprobs.gather(1, torch.multinomial(logprobs.exp(), 1))
 
 
-def main() -> None:
+def main() -> int:
     """Print a table."""
+    options = make_parser(__doc__, "few calls").parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: nothing to measure", file=sys.stderr)
+        return 2
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", version("triton"))
     print("rows dtype | draw (host) | draw_eager | argmax | log_softmax+multinomial, ms a call")
+    found: list[dict[str, Any]] = []
     for rows in (256, 512):
         for dtype in (torch.bfloat16, torch.float32):
             logits = torch.randn(rows, VOCABULARY, device="cuda", dtype=dtype)
@@ -49,10 +59,16 @@ def main() -> None:
                 lambda logits=logits: logits.argmax(-1),
                 lambda logits=logits: by_multinomial(logits),
             ]
-            (device, host), *others = map(milliseconds, ways)
+            took = [milliseconds(way, 5 if options.quick else 50) for way in ways]
+            (device, host), *others = took
             cells = [f"{device:.3f} ({host:.3f})", *(f"{one:.3f}" for one, _ in others)]
-            print(rows, str(dtype).removeprefix("torch."), "|", " | ".join(cells), flush=True)
+            name = str(dtype).removeprefix("torch.")
+            print(rows, name, "|", " | ".join(cells), flush=True)
+            names = ("draw", "draw_eager", "argmax", "multinomial")
+            figures = {f"{way}_ms": one for way, (one, _) in zip(names, took, strict=True)}
+            found.append({"rows": rows, "dtype": name, "draw_host_ms": host, **figures})
+    return conclude(found, [], options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

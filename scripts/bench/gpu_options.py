@@ -1,10 +1,10 @@
 """What `engine.vllm` and engine.tp, pp, dp do on GPUs: each in an engine of its own. Prints a table.
 
-    bash scripts/bench/gpu.sh gpu_options [ROW]... [--small]
+    bash scripts/bench/gpu.sh gpu_options [ROW]... [--quick] [--json FILE]
 
 All rows that the visible GPUs allow, or those that are named; several of these programs may share a GPU. Each
 row has to draw what a forward pass of transformers explains, before and after an update in place: 0 is left if
-all do. Needs vLLM. --small is for a machine without GPUs, to see that this runs.
+all do. Needs vLLM. --quick is for a machine without GPUs, to see that this runs.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError
 from primerl.node.weights.state import Changed, State
+from primerl.scripts.bench.report import at_most, conclude, make_parser
 
 DENSE = ModelCreateConfig(
     hidden_size=512,
@@ -233,13 +234,13 @@ class Heard(logging.Handler):
         self.heard |= self._words in record.getMessage()
 
 
-async def main(names: list[str], *, small: bool) -> int:
-    """Print the table; how many rows failed."""
-    device, gpus = ("cpu", 1) if small else ("cuda", torch.cuda.device_count())
-    wanted = requests(8 if small else 128)
-    rows = [row for row in ROWS if row.name in names] if names else ROWS
+async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print a row of each engine."""
+    device, gpus = ("cpu", 1) if options.quick else ("cuda", torch.cuda.device_count())
+    wanted = requests(8 if options.quick else 128)
+    rows = [row for row in ROWS if row.name in options.rows] if options.rows else ROWS
     print("        row start s  tokens/s  proof  logprob | updated: proof  logprob")
-    failed = 0
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         cases: dict[bool, Case] = {}
         for row in rows:
@@ -247,22 +248,28 @@ async def main(names: list[str], *, small: bool) -> int:
                 print(f"{row.name:>11} skipped: needs {row.gpus} GPUs")
                 continue
             if row.experts not in cases:
-                shape = TINY if small else EXPERTS if row.experts else DENSE
+                shape = TINY if options.quick else EXPERTS if row.experts else DENSE
                 cases[row.experts] = Case.make(Path(name, str(row.experts)), shape)
             try:
                 async with asyncio.timeout(ROW_S):
                     figures = await measure(row, cases[row.experts], wanted, device)
             except (NodeError, TimeoutError) as error:
                 figures = [f"FAILED: {type(error).__name__} {error}"[:300]]
-            failed += figures[-1] != "ok"
             print(f"{row.name:>11} " + "  ".join(f"{one:>7}" for one in figures), flush=True)
-    return failed
+            found.append({"row": row.name, "figures": figures})
+    return found
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every row draws what it should."""
+    parser = make_parser(__doc__, "a tiny model on the CPU, to see that this runs")
+    parser.add_argument("rows", nargs="*", choices=[[], *(row.name for row in ROWS)])
+    options = parser.parse_args()
+    torch.set_num_threads(1 if options.quick else 8)
+    rows = asyncio.run(run(options))
+    failed = [one["row"] for one in rows if one["figures"][-1] != "ok"]
+    return conclude(rows, [at_most("rows that fail", len(failed), 0)], options.json)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", choices=[[], *(row.name for row in ROWS)])
-    parser.add_argument("--small", action="store_true")
-    asked = parser.parse_args()
-    torch.set_num_threads(1 if asked.small else 8)
-    sys.exit(asyncio.run(main(asked.rows, small=asked.small)))
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash scripts/bench/gpu.sh gpu_proofs [--sequences 256,512] [--repeats 3]
+    bash scripts/bench/gpu.sh gpu_proofs [--sequences 256,512] [--repeats 3] [--quick] [--json FILE]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from update import SHAPES, make_model, moved  # pyright: ignore
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -32,6 +32,8 @@ from primerl.node.inference.vllm_arguments import engine_arguments, read_shape
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
+from primerl.scripts.bench.models import SHAPES, moved, random_policy
+from primerl.scripts.bench.report import conclude, make_parser
 
 PROMPT, TOKENS = 64, 256
 LENGTH = 512
@@ -315,7 +317,7 @@ def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) ->
 
 async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Start every engine, then take turns."""
-    state = make_model(directory, options.shape)
+    state = random_policy(directory, options.shape)
     new, changed = other_policy(state)
     shape = SHAPES[options.shape]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%F")}
@@ -358,9 +360,9 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
     return report
 
 
-def main() -> None:
+def main() -> int:
     """Print the tables, and write them to $OUT if that is set."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__, "few sequences, one round")
     parser.add_argument(
         "--sequences", type=lambda text: list(map(int, text.split(","))), default=[256, 512]
     )
@@ -373,11 +375,17 @@ def main() -> None:
     parser.add_argument("--steady-below", type=int, default=1024)
     parser.add_argument("--name", default="proofs")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: nothing to measure", file=sys.stderr)
+        return 2
+    if options.quick:
+        options.sequences, options.repeats = [32], 1
     with tempfile.TemporaryDirectory() as name:
         report = asyncio.run(measure(Path(name), options))
     if out := os.environ.get("OUT"):
         (Path(out) / f"{options.name}.json").write_text(json.dumps(report, indent=1))
+    return conclude(report.pop("speeds"), [], options.json, **report)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,33 @@
 """A run of the whole stack by `primerl-node rl`: what was learned, how engine and trainer differ, who idles.
 
-    bash scripts/bench/gpu.sh gpu_run [--gpus 1|2] [--out DIR] [--toy] [FLAGS OF rl]...
+    bash scripts/bench/gpu.sh gpu_run [--gpus 1|2] [--out DIR] [--quick] [--json FILE] [FLAGS OF rl]...
 
 Model, data and settings: gpu_run.toml. With one GPU trainer and worker share it; with two each has its own.
---toy is a small model on the CPU, to see that this script works. Writes DIR/run_N.json (figures, reward and
-mismatch curves), DIR/run_N.png and DIR/run_N.log; of a run that comes to a stop DIR/hang_N.txt: what it
-waits for.
+--quick is a small model on the CPU, to see that this script works. Writes DIR/run_N.json (figures, reward and
+mismatch curves; or FILE), DIR/run_N.png and DIR/run_N.log; of a run that comes to a stop DIR/hang_N.txt: what
+it waits for.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import what_hangs
-from goals import show_goals
+import psutil  # pyright: ignore[reportMissingModuleSource]
+
+from primerl.scripts.bench.children import tail
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
 HERE = Path(__file__).parent
 ENDS = 10
@@ -30,6 +35,11 @@ ENDS = 10
 PUBLISHED = "policy 0 published"
 STALL_S = 90.0
 """Once the policy is out a step comes within this time, a cold start of vLLM included, or something hangs."""
+PROC = Path("/proc")
+MACHINE = ("loadavg", "pressure/cpu", "pressure/io", "pressure/memory")
+MEMORY = ("MemTotal", "MemAvailable", "Dirty", "Writeback")
+STACK = 6
+"""Innermost functions of the kernel that are shown of a thread that sleeps in it."""
 TOY = {
     "model.create.hidden-size": 96,
     "model.create.num-hidden-layers": 2,
@@ -50,6 +60,60 @@ TOY = {
     "training.threads": 1,
     "max-steps": 30,
 }
+
+
+# -- why nothing goes on: Linux alone, and kernel stacks only as root ----------------------------
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Process -> its command line, of all that descend from `root`."""
+    found: dict[int, str] = {}
+    for one in psutil.Process(root).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found[one.pid] = " ".join(one.cmdline())[:160]
+    return found
+
+
+def what_hangs(root: int) -> str:
+    """The machine, its UDP counters, and the threads of every process below `root`."""
+    lines = ["-- machine"]
+    lines += [f"{name}: {' '.join(_read(PROC / name).split())}" for name in MACHINE]
+    memory = _read(PROC / "meminfo").splitlines()
+    lines += [line for line in memory if line.startswith(MEMORY)]
+    lines += [line for line in _read(PROC / "net/snmp").splitlines() if line.startswith("Udp:")]
+    lines += [line for line in _read(PROC / "net/sockstat").splitlines() if "UDP" in line]
+    for pid, command in sorted(descendants(root).items()):
+        lines += [f"-- {pid} {command}", *_threads(PROC / str(pid) / "task")]
+    return "\n".join(lines)
+
+
+def abort(root: int, name: str) -> None:
+    """End those below `root` whose command line has `name` in it, each with the stacks of all its threads."""
+    for pid, command in descendants(root).items():
+        if name in command:
+            os.kill(pid, signal.SIGABRT)
+
+
+def _threads(tasks: Path) -> list[str]:
+    """Threads that are in the same state and wait for the same, counted; kernel stacks of stuck ones."""
+    found: Counter[str] = Counter()
+    for task in tasks.glob("[0-9]*"):
+        state = _read(task / "stat").rpartition(")")[2].split()[:1]
+        stack = " < ".join(line.split()[-1] for line in _read(task / "stack").splitlines()[:STACK])
+        where = stack if state == ["D"] else _read(task / "wchan")
+        found[f"{_read(task / 'comm').strip()} {''.join(state)} {where}"] += 1
+    return [f"  {count} x {what}" for what, count in found.most_common(25)]
+
+
+def _read(path: Path) -> str:
+    """A file of /proc; empty if it is gone or not for us."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# -- the run ---------------------------------------------------------------------------------------
 
 
 class Watch:
@@ -101,7 +165,7 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
     command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(HERE / "gpu_run.toml")]
     command += ["--output-dir", str(directory), "--engine.type", options.engine]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    if options.toy:
+    if options.quick:
         for name, value in TOY.items():
             command += [f"--{name}", str(value)]
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -116,12 +180,15 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
             rl = subprocess.Popen(
                 [*command, *more], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
-        why = wait(rl, directory, began + options.limit)
-        if why:
-            (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs.report(rl.pid))
-            what_hangs.abort(rl.pid, "primerl.cli.main")
-            time.sleep(2.0)
-            rl.kill()
+        try:
+            why = wait(rl, directory, began + options.limit)
+            if why:
+                (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs(rl.pid))
+                abort(rl.pid, "primerl.cli.main")
+                time.sleep(2.0)
+                rl.kill()
+        finally:
+            rl.terminate()
             rl.wait()
     finally:
         (options.out / f"run_{options.gpus}.log").write_text(tail(directory, 200_000))
@@ -146,12 +213,6 @@ def wait(rl: "subprocess.Popen[bytes]", directory: Path, deadline: float) -> str
         if now - since > STALL_S:
             return f"no step for {STALL_S:.0f} s"
     return ""
-
-
-def tail(directory: Path, length: int = 2500) -> str:
-    """The ends of all logs."""
-    logs = [directory / "rl.log", *directory.glob("run/logs/*.log")]
-    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
@@ -184,30 +245,22 @@ def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
     }
 
 
-def judge(found: dict[str, Any], *, toy: bool) -> list[dict[str, Any]]:
-    """The goals of a run on GPUs; of a toy only what every run has to keep."""
+def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
+    """The goals of a run on GPUs; of a quick one only what every run has to keep."""
     goals = [
-        ("mismatch KL, mean over the run", found["mismatch_kl_mean"], 0.01, False),
-        ("staleness, most", found["staleness_max"], 2, False),
+        at_most("mismatch KL, mean over the run", found["mismatch_kl_mean"], 0.01, "nats"),
+        at_most("staleness, most", found["staleness_max"], 2),
     ]
-    if not toy:
+    if not quick:
         gain = found["reward_last"] - found["reward_first"]
         goals += [
-            ("reward gained", gain, 0.2, True),
-            ("wall time, s", found["wall_s"], 480.0, False),
+            at_least("reward gained", gain, 0.2),
+            at_most("wall time", found["wall_s"], 480.0, "s"),
         ]
-    return [
-        {
-            "name": name,
-            "value": value,
-            "goal": goal,
-            "ok": value >= goal if least else value <= goal,
-        }
-        for name, value, goal, least in goals
-    ]
+    return goals
 
 
-def show(found: dict[str, Any], goals: list[dict[str, Any]]) -> None:
+def show(found: dict[str, Any]) -> None:
     """A short table."""
     idle = ", ".join(f"{one:.1%}" for one in found["worker_idle"])
     rows = [
@@ -243,17 +296,21 @@ def show(found: dict[str, Any], goals: list[dict[str, Any]]) -> None:
     step = max(1, len(curve) // 15)
     means = [fmean(curve[at : at + step]) for at in range(0, len(curve), step)]
     print(f"{'reward':36} {' '.join(f'{one:.2f}' for one in means)}")
-    show_goals(goals)
+
+
+def stop(number: int, frame: object) -> None:
+    """End as by an error, so that no process stays."""
+    sys.exit(128 + number)
 
 
 def main() -> int:
     """Run, print, and say by the exit code whether every goal was met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    signal.signal(signal.SIGTERM, stop)
+    parser = make_parser(__doc__, "a small model on the CPU")
     parser.add_argument(
         "--gpus", type=int, default=1, help="1: shared; 2 or more: the trainer has one"
     )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
-    parser.add_argument("--toy", action="store_true", help="a small model on the CPU")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the figures go")
     parser.add_argument(
         "--limit", type=float, default=540.0, help="seconds after which it is ended"
@@ -265,11 +322,9 @@ def main() -> int:
         wall = run(options, more, directory)
         found = figures(directory, wall, watch)
         shutil.copyfile(directory / "run" / "reward.png", options.out / f"run_{options.gpus}.png")
-    goals = judge(found, toy=options.toy)
-    show(found, goals)
-    report = {"figures": found, "goals": goals}
-    (options.out / f"run_{options.gpus}.json").write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    show(found)
+    path = options.json or options.out / f"run_{options.gpus}.json"
+    return conclude([found], judge(found, quick=options.quick), path)
 
 
 if __name__ == "__main__":

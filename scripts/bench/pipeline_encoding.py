@@ -1,7 +1,7 @@
 """What the encodings of hidden states between the stages of a pipeline do to the policy that is sampled.
 
     python scripts/bench/pipeline_encoding.py [--model tiny] [--layers 8] [--stages 2,4] [--dtype float32]
-        [--device cpu] [--texts 64] [--massive 0,20] [--json FILE]
+        [--device cpu] [--texts 64] [--massive 0,20] [--quick] [--json FILE]
 
 A model is trained a little (trained_model.py) and reads texts of its language twice: whole, and with what
 crosses from stage to stage rounded as it travels. For every token: the mismatch KL(sampled || whole) over the
@@ -9,19 +9,17 @@ whole vocabulary, and how far the log-probability of the text's own token moves.
 the residual stream so many times larger than the others, as large trained models have it.
 """
 
-import argparse
-import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
-from boundaries import with_massive_channel
 from torch import Tensor
 
 from primerl.node.inference.model import LanguageModel, pick_device
 from primerl.node.pipeline.activations import pack, rounded
 from primerl.protocol.pipelines import Encoding
-from primerl.scripts.bench.trained_model import recipe, trained_model
+from primerl.scripts.bench.report import conclude, make_parser
+from primerl.scripts.bench.trained_model import recipe, trained_model, with_massive_channel
 
 LENGTH = 96
 TEXTS_AT_ONCE = 8
@@ -74,9 +72,9 @@ def measure(
     }
 
 
-def main() -> None:
-    """See the top of the file."""
-    parser = argparse.ArgumentParser(description="Encodings of hidden states between stages.")
+def main() -> int:
+    """Measure and print."""
+    parser = make_parser(__doc__, "few texts, a model that is hardly trained")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--stages", default="2,4")
@@ -84,10 +82,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--massive", default="0,20")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     device = pick_device(asked.device)
-    made = trained_model(recipe(asked.model, num_hidden_layers=asked.layers), device=device.type)
+    steps = None
+    if asked.quick:
+        asked.texts, steps = 8, 10
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    model = recipe(asked.model, steps=steps, num_hidden_layers=asked.layers)
+    made = trained_model(model, device=device.type)
     rows = made.corpus.rows(99, asked.texts * LENGTH, LENGTH)[: asked.texts]
     texts = torch.from_numpy(rows).to(device)
     found: list[dict[str, Any]] = []
@@ -108,9 +111,8 @@ def main() -> None:
                     f"{one['mismatch_kl']:13.2e} {one['mismatch_kl_p99']:10.2e} "
                     f"{one['logprob_moves']:11.2e} {one['logprob_moves_p99']:10.2e}"
                 )
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
+    return conclude(found, [], asked.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

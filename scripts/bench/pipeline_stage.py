@@ -9,21 +9,20 @@ before; connecting anew keeps the engine, which takes long to start.
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from children import Event, Wire, cpu_seconds
-from pipeline_drawn import keep
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_iroh
@@ -41,6 +40,7 @@ from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.pipeline.ring import Ring
 from primerl.node.process.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE
+from primerl.scripts.bench.children import Event, Wire, cpu_seconds
 
 STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05
 VOCABULARY = 256
@@ -227,6 +227,15 @@ def lanes_of(engine: Engine | None) -> Any:
     """What a head that makes its own micro-batches says of them; None of the others."""
     lanes = getattr(engine, "lanes", None)
     return lanes() if lanes is not None else None
+
+
+def keep(path: Path, done: Sequence[Completion]) -> None:
+    """Tokens and log-probabilities of completions that are equally long."""
+    drawn = {
+        "tokens": [one.token_ids for one in done],
+        "logprobs": [one.logprobs for one in done],
+    }
+    path.write_text(json.dumps(drawn))
 
 
 def digest_of(done: list[Completion]) -> str:

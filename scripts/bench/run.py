@@ -33,10 +33,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from children import Child
-from goals import judge_goals, show_goals
-from gpu_run import tail
-from shapes import SHAPES
+from primerl.scripts.bench.children import Child, tail
+from primerl.scripts.bench.models import SHAPES, fake_batch, random_policy
+from primerl.scripts.bench.report import (
+    Goal,
+    at_least,
+    at_most,
+    conclude,
+    make_parser,
+    show_figures,
+)
 
 HERE = Path(__file__).parent
 RUN = "run"
@@ -77,12 +83,9 @@ def main() -> int:
             else {}
         )
     found = compare(whole, engine, trainer, synchronous, options)
-    goals = judge(found, options)
-    show(found, goals)
-    if options.json:
-        rows = [{"name": name, "value": value} for name, value in found.items()]
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    show_figures(found)
+    print()
+    return conclude(found, judge(found, options), options.json)
 
 
 class OutOfTime(Exception):
@@ -96,7 +99,7 @@ def end(signum: int, frame: object) -> None:
 
 def parse() -> argparse.Namespace:
     """The options; --quick sets those that it names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "tiny, with the hf engine on the CPU")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
     parser.add_argument(
@@ -117,8 +120,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the logs of the whole")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of the engine alone")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--learn", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.learn:
@@ -140,11 +141,10 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     update changes as many of them.
     """
     from safetensors.torch import save_file
-    from update import make_model as make_random
 
     from primerl.node.models.tensors import to_torch
 
-    state = make_random(
+    state = random_policy(
         directory, options.shape, tie_word_embeddings=False, max_position_embeddings=length(options)
     )
     tensors = {name: to_torch(tensor) for name, tensor in state.items()}
@@ -355,8 +355,6 @@ def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, flo
 
 async def learn(job: dict[str, Any]) -> float:
     """The process of trainer_alone(): tokens/s of a step and a snapshot per batch, after the first ones."""
-    from trainer_rows import fake_batch
-
     from primerl.node.app.factories import make_backend
     from primerl.node.config.run import RunConfig
     from primerl.node.training.backend import TrainBatch
@@ -440,30 +438,25 @@ def share_full(rows: Sequence[dict[str, Any]]) -> float:
     return fmean(row["inflight"] >= row["cap"] / 2 for row in rows) if rows else 0.0
 
 
-def judge(found: dict[str, float], options: argparse.Namespace) -> list[dict[str, Any]]:
+def judge(found: dict[str, float], options: argparse.Namespace) -> list[Goal]:
     """The goals of this device."""
     # on two cores audits, environments and the network take time from both parts
     least = {0: 0.4, 1: 0.85}.get(options.gpus, 0.90)
     goals = [
-        ("whole / parts", least, True),
-        ("staleness, most", float(options.bound), False),
-        ("rejected", 0.0, False),
+        at_least("whole / parts", found["whole / parts"], least),
+        at_most("staleness, most", found["staleness, most"], options.bound),
+        at_most("rejected", found["rejected"], 0),
     ]
     if options.gpus > 1 and found["engine alone, tokens/s"] < found["trainer alone, tokens/s"]:
-        goals.append(("engine at least half full, share of time", 0.95, True))
+        name = "engine at least half full, share of time"
+        goals.append(at_least(name, found[name], 0.95))
     if options.gpus:
-        goals.append(("a version is in the engine after, s", 3.0, False))
+        name = "a version is in the engine after, s"
+        goals.append(at_most(name, found[name], 3.0))
     if options.gpus and "mismatch KL, synchronous" in found:
-        goals.append(("mismatch KL", 1.5 * found["mismatch KL, synchronous"], False))
-    return judge_goals(found, goals)
-
-
-def show(found: dict[str, float], goals: Sequence[dict[str, Any]]) -> None:
-    """The table."""
-    for name, value in found.items():
-        print(f"{name:44} {value:12.5g}")
-    print()
-    show_goals(goals)
+        most = 1.5 * found["mismatch KL, synchronous"]
+        goals.append(at_most("mismatch KL", found["mismatch KL"], most))
+    return goals
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ requests, which the goal is for, and as one group of a lease, whose samples wait
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from goals import judge_goals, show_goals
-from shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import repeating
@@ -34,6 +31,8 @@ from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
+from primerl.scripts.bench.models import SHAPES
+from primerl.scripts.bench.report import at_least, conclude, make_parser
 
 FASTER = 1.3
 CIRCLES = 64
@@ -148,7 +147,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def parse() -> argparse.Namespace:
     """What to measure; defaults by what this machine has."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "two short rounds of a tiny model")
     parser.add_argument("--shape", default="0.6b" if cuda else "50m", choices=list(SHAPES))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--chance", type=float, default=0.9, help="of the next in the circle")
@@ -156,8 +155,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512 if cuda else 128, help="of a reply")
     parser.add_argument("--invariant", action="store_true", help="engine.batch_invariant")
-    parser.add_argument("--quick", action="store_true", help="two short rounds of a tiny model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     options.cuda = cuda
     if options.quick:
@@ -176,19 +173,14 @@ def main() -> int:
         f"{options.tokens} tokens"
     )
     rows = asyncio.run(run(options))
-    ratios = {
-        f"with drafts / without, {one['sequences']} sequences": one["ratio"]
+    goals = [
+        at_least(f"with drafts / without, {one['sequences']} sequences", one["ratio"], FASTER, "x")
         for one in rows
         if one["asked"] == "single"
-    }
-    goals = judge_goals(ratios, [(name, FASTER, True) for name in ratios])
-    exact = {"same replies": min(one["same"] for one in rows)}
+    ]
     if options.invariant or not options.cuda:
-        goals += judge_goals(exact, [("same replies", 1.0, True)])
-    show_goals(goals)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+        goals.append(at_least("same replies", min(one["same"] for one in rows), 1.0))
+    return conclude(rows, goals, options.json)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,26 @@
     sudo .venv/bin/python scripts/bench/swarm.py [--quick] [--json FILE] [--workers 1,4,16,32]
         [--trainer-mbit F] [--worker-mbit F] [--model-mb F] [--chunk-kib N] [--shardcast-python FILE]
 
-Every node is a process in a network namespace of its own, behind a token bucket in each direction; all are
-removed at the end. Both systems move the same file over the same links; encoding and decoding are not counted.
+Every node is a process in a network namespace of its own (swarm_links.py), behind a token bucket in each
+direction; all are removed at the end. Both systems move the same file over the same links; encoding and
+decoding are not counted. Node 0 is the trainer. Times count from one moment of the machine's monotonic clock,
+which all processes share.
+
+shardcast is that of PyPI: an origin, clients, and perhaps middle nodes between. Its defaults hold but for the
+poll intervals. It is a dependency of this benchmark alone, in a venv of its own.
 """
 
 import argparse
 import asyncio
-import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +30,23 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import swarm_ours
-import swarm_shardcast
-from swarm_links import Link, Unavailable, star
-from swarm_programs import Failed, Version
-from swarm_report import judge, show
-from swarm_shardcast import Missing, Tree
 
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
+from primerl.scripts.bench.children import Child, ChildFailed
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.swarm_links import (
+    START_S,
+    Link,
+    Meter,
+    Star,
+    Unavailable,
+    Version,
+    launcher,
+    star,
+)
 
+HERE = Path(__file__).parent
 KIB = 1024
 LEAST_CHUNK = 128 * KIB
 MOST_CHUNK = 4 * KIB * KIB
@@ -43,9 +58,280 @@ FULL_MB, QUICK_MB = 6.0, 4.0
 LIARS_VICTIMS = 8
 MIDDLES = 4
 SHARDS = 16
+LEAD_S = 0.5
+"""For the order to reach every process before it starts."""
+SETTLE_S = 3.0
+"""For what is still in the queues of the links to drain before the next version."""
+ASK_S = 30.0
+REQUIREMENT = "shardcast==0.3.2"
+SHARD_BYTES = 50_000_000
+"""shardcast's default."""
 VENV = Path(__file__).resolve().parents[2] / "build" / "shardcast-venv"
 
+JUDGED = 16
+"""Workers."""
+SLOWDOWN = 1.6
+COPIES = 2.0
+FASTER_ANCHOR = 4.0
+FASTER_DELTA = 50.0
+EXTRA = 1.0
+LATE = 0.0
+
 Row = dict[str, Any]
+
+
+# -- our nodes ------------------------------------------------------------------------------------
+
+
+class Swarm:
+    """Running nodes that know each other."""
+
+    def __init__(self, star: Star, nodes: list[Child], names: list[str]) -> None:
+        self._star = star
+        self._nodes = nodes
+        self._names = names
+        self._liar: int | None = None
+
+    @property
+    def liar(self) -> str:
+        """The id of the node that gives out wrong bytes."""
+        return "" if self._liar is None else self._names[self._liar]
+
+    def workers(self) -> list[int]:
+        """Everybody who fetches."""
+        return [i for i in range(1, len(self._nodes)) if i != self._liar]
+
+    async def corrupt(self, index: int, version: Version) -> None:
+        """Let a node claim to hold `version`, and give out wrong bytes."""
+        self._liar = index
+        await self._hold(index, version, lie=True)
+
+    async def spread(self, version: Version, deadline: float) -> Row:
+        """Publish `version` at the trainer; returns when every worker holds it."""
+        chunks = await self._hold(0, version, lie=False)
+        await asyncio.sleep(SETTLE_S)
+        before = await self.reports()
+        meter = Meter(self._star)
+        start = time.monotonic() + LEAD_S
+        answers = await asyncio.gather(
+            *(self._fetch(worker, chunks, start, deadline) for worker in self.workers())
+        )
+        figures = meter.read(version.size, self.workers())
+        after = await self.reports()
+        if any(answer["missing"] for answer in answers):
+            raise RuntimeError("a node said that it had fetched what it does not hold")
+        times = [answer["done"] - start for answer in answers]
+        cpu = sum(one["cpu"] for one in after) - sum(one["cpu"] for one in before)
+        given = sum(after[0]["served"].values()) - sum(before[0]["served"].values())
+        return {
+            "system": "primerl",
+            "file": version.name,
+            "workers": len(answers),
+            "bytes": version.size,
+            "first_s": min(times),
+            "last_s": max(times),
+            "given": given / version.size,
+            "wasted": sum(answer["wasted"] for answer in answers),
+            "cpu_s": cpu,
+            "peak_mib": max(one["peak_kib"] for one in after) / 1024,
+            **figures,
+        }
+
+    async def reports(self) -> list[Row]:
+        """What every process says of itself."""
+        return [await node.ask("report", ASK_S) for node in self._nodes]
+
+    async def _hold(self, index: int, version: Version, *, lie: bool) -> list[list[Any]]:
+        answer = await self._nodes[index].ask(
+            "hold", ASK_S, file=str(version.file), chunk=version.chunk, lie=lie
+        )
+        return answer["chunks"]
+
+    async def _fetch(
+        self, worker: int, chunks: list[list[Any]], start: float, deadline: float
+    ) -> Row:
+        neighbours = [name for i, name in enumerate(self._names) if i not in (0, worker)]
+        return await self._nodes[worker].ask(
+            "fetch",
+            deadline,
+            chunks=chunks,
+            neighbours=neighbours,
+            origin=self._names[0],
+            place=worker - 1,
+            at=start,
+        )
+
+
+async def measure_ours(
+    star: Star, folder: Path, workers: int, versions: Sequence[Version], deadline: float
+) -> list[Row]:
+    """One row for each of `versions` but the first, which only makes the nodes meet."""
+    rows: list[Row] = []
+    async with _swarm(star, folder, workers + 1) as swarm:
+        for version in versions:
+            rows.append(await swarm.spread(version, deadline))
+    return rows[1:]
+
+
+async def measure_corruption(
+    star: Star, folder: Path, workers: int, versions: Sequence[Version], deadline: float
+) -> Row:
+    """As measure_ours(), with one more worker that claims to hold the second version and serves wrong bytes.
+
+    `extra` is the most wrong chunks that one fetcher took from it over all versions; `late` what it took
+    after that version, when it should be known.
+    """
+    warm_up, attacked, *later = versions
+    liar = workers + 1
+    async with _swarm(star, folder, workers + 2) as swarm:
+        await swarm.spread(warm_up, deadline)
+        honest = (await swarm.reports())[liar]["served"]
+        for version in (attacked, *later):
+            await swarm.corrupt(liar, version)
+        row = await swarm.spread(attacked, deadline)
+        first = (await swarm.reports())[liar]["served"]
+        for version in later:
+            await swarm.spread(version, deadline)
+        last = (await swarm.reports())[liar]["served"]
+    wrong = {peer: size - honest.get(peer, 0) for peer, size in last.items()}
+    return row | {
+        "system": "primerl, one liar",
+        "extra": max(wrong.values(), default=0) / attacked.chunk,
+        "extra_mean": sum(wrong.values()) / attacked.chunk / workers,
+        "late": (sum(last.values()) - sum(first.values())) / attacked.chunk,
+    }
+
+
+@asynccontextmanager
+async def _swarm(star: Star, folder: Path, count: int) -> AsyncGenerator[Swarm]:
+    """`count` running nodes that know each other's addresses."""
+    async with launcher(star, folder) as programs:
+        nodes = [
+            await programs.start(sys.executable, str(HERE / "swarm_node.py"), star.address(index))
+            for index in range(count)
+        ]
+        hellos = await asyncio.gather(*(node.event("up", START_S) for node in nodes))
+        roster = [[hello["node"], hello["addresses"]] for hello in hellos]
+        await asyncio.gather(*(node.ask("meet", ASK_S, nodes=roster) for node in nodes))
+        yield Swarm(star, nodes, [hello["node"] for hello in hellos])
+
+
+# -- shardcast ------------------------------------------------------------------------------------
+
+
+class Missing(Exception):
+    """shardcast cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A way to set it up."""
+
+    clients: int
+    middles: int
+    shard: int = SHARD_BYTES
+
+    @property
+    def name(self) -> str:
+        """What to call it in the table."""
+        above = f"{self.middles} middle nodes" if self.middles else "origin only"
+        cut = "" if self.shard == SHARD_BYTES else ", small shards"
+        return f"shardcast, {above}{cut}"
+
+
+def find_python(venv: Path) -> Path:
+    """A Python that has shardcast: that of `venv`, which is made if need be. Raises Missing."""
+    if shutil.which("wget") is None:
+        raise Missing("shardcast downloads with wget, which is not installed")
+    python = venv / "bin" / "python"
+    if python.exists() and _imports(python):
+        return python
+    print(f"making {venv} with {REQUIREMENT}", flush=True)
+    try:
+        _run(sys.executable, "-m", "venv", str(venv))
+        _run(str(python), "-m", "pip", "install", "--quiet", REQUIREMENT)
+    except subprocess.CalledProcessError as error:
+        raise Missing(f"{REQUIREMENT} could not be installed: {error.stderr.strip()}") from error
+    return python
+
+
+def _imports(python: Path) -> bool:
+    check = [str(python), "-c", "import shardcast.client_node"]
+    return subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+async def measure_shardcast(
+    star: Star, folder: Path, python: Path, version: Version, tree: Tree, deadline: float
+) -> Row:
+    """One row; a run that takes longer than `deadline` has `late` clients, and counts as so long.
+
+    Node 0 is the origin, then come the middle nodes, then the clients.
+    """
+    roles = ["origin"] + ["middle"] * tree.middles + ["client"] * tree.clients
+    first_client = 1 + tree.middles
+    async with launcher(star, folder) as programs:
+        for index, role in enumerate(roles):
+            command = [role, _upstream(star, role, tree.middles)]
+            node = await programs.start(*_private(python, folder, index), *command)
+            await node.event("up", START_S)  # it probes its servers: they must be up, and not busy
+        nodes = programs.started
+        meter = Meter(star)
+        at = time.monotonic() + LEAD_S
+        order = nodes[0].ask("publish", deadline, file=str(version.file), shard=tree.shard, at=at)
+        waiting = [_fetch_shardcast(node, at, deadline) for node in nodes[first_client:]]
+        published, ends = await asyncio.gather(order, asyncio.gather(*waiting))
+        figures = meter.read(version.size, range(first_client, len(nodes)))
+    times = [end - published["done"] for end in ends if end is not None]
+    late = len(ends) - len(times)
+    return {
+        "system": tree.name,
+        "file": version.name,
+        "workers": tree.clients,
+        "bytes": version.size,
+        "first_s": min(times, default=deadline),
+        "last_s": deadline if late else max(times),
+        "late": late,
+        **figures,
+    }
+
+
+async def _fetch_shardcast(node: Child, at: float, deadline: float) -> float | None:
+    """When the client had the file; None if that was not before the deadline, or it gave up."""
+    try:
+        answer = await node.ask("fetch", deadline, version="v1", at=at)
+    except ChildFailed as failure:
+        lines = str(failure).splitlines()
+        print(f"  shardcast client: {lines[0]}; its log ends: {lines[-1]}", file=sys.stderr)
+        return None
+    return answer["done"]
+
+
+def _upstream(star: Star, role: str, middles: int) -> str:
+    if role == "client" and middles:
+        return ",".join(star.address(1 + index) for index in range(middles))
+    return star.address(0)
+
+
+def _private(python: Path, folder: Path, index: int) -> list[str]:
+    """A Python whose shardcast package lies in a folder of this node alone, as does its /tmp.
+
+    Its clients keep a temporary file beside the package: two of one machine would take each other's.
+    """
+    own = folder / "packages" / str(index)
+    installed = _run(str(python), "-c", "import shardcast; print(shardcast.__path__[0])").strip()
+    shutil.copytree(installed, own / "shardcast", ignore=shutil.ignore_patterns("__pycache__"))
+    return [
+        *("sh", "-c", 'mount --bind "$PWD" /tmp && exec "$@"', "sh"),
+        *("env", f"PYTHONPATH={own}", "PYTHONDONTWRITEBYTECODE=1"),
+        *(str(python), str(HERE / "swarm_shardcast_node.py")),
+    ]
+
+
+# -- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,16 +374,14 @@ class Bench:
         """The anchor and the delta."""
         with star(self._links(workers)) as net:
             return asyncio.run(
-                swarm_ours.measure(net, self._home(), workers, self._versions, self._patience())
+                measure_ours(net, self._home(), workers, self._versions, self._patience())
             )
 
     def corruption(self, workers: int) -> list[Row]:
         """The anchor, with a liar; then the delta, and what was still asked of the liar."""
         with star(self._links(workers + 1)) as net:
             row = asyncio.run(
-                swarm_ours.measure_corruption(
-                    net, self._home(), workers, self._versions, self._patience()
-                )
+                measure_corruption(net, self._home(), workers, self._versions, self._patience())
             )
             return [row]
 
@@ -106,9 +390,7 @@ class Bench:
         deadline = 60 + 2 * tree.clients * self.ideal_s
         with star(self._links(tree.clients + tree.middles)) as net:
             row = asyncio.run(
-                swarm_shardcast.measure(
-                    net, self._home(), python, self._versions[1], tree, deadline
-                )
+                measure_shardcast(net, self._home(), python, self._versions[1], tree, deadline)
             )
             return [row]
 
@@ -163,7 +445,7 @@ def run(bench: Bench, plan: Plan, python: Path | None, anchor: int) -> list[Row]
         name = f"primerl, {plan.victims} workers and one that serves wrong bytes"
         rows += attempt(name, partial(bench.corruption, plan.victims))
     for clients, middles, small in plan.trees if python else ():
-        shard = -(-anchor // SHARDS) if small else swarm_shardcast.SHARD_BYTES
+        shard = -(-anchor // SHARDS) if small else SHARD_BYTES
         tree = Tree(clients, middles, shard)
         name = f"{tree.name}, {clients} clients"
         rows += attempt(name, partial(bench.shardcast, python or Path(), tree))
@@ -175,7 +457,7 @@ def attempt(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
     say(name)
     try:
         rows = measure()
-    except Failed as failure:
+    except ChildFailed as failure:
         say(f"  failed: {failure}")
         return [{"system": name, "file": "", "workers": 0, "failed": str(failure)}]
     return told(rows)
@@ -198,7 +480,7 @@ def find_shardcast(options: argparse.Namespace) -> Path | None:
     if options.no_shardcast:
         return None
     try:
-        return options.shardcast_python or swarm_shardcast.find_python(VENV)
+        return options.shardcast_python or find_python(VENV)
     except Missing as missing:
         say(f"shardcast is left out: {missing}")
         return None
@@ -213,11 +495,96 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return Plan(tuple(workers), plan.victims, trees)
 
 
+# -- table and goals ------------------------------------------------------------------------------
+
+
+def judge(rows: Sequence[Row]) -> list[Goal]:
+    """Every goal that the rows can tell about."""
+    goals: list[Goal] = []
+    failed = sum("failed" in row for row in rows)
+    if failed:
+        goals.append(at_most("runs that failed", failed, 0, "runs"))
+    alone, many = find(rows, "primerl", "anchor", 1), find(rows, "primerl", "anchor", JUDGED)
+    delta = find(rows, "primerl", "delta", JUDGED)
+    if alone and many:
+        ratio = many["last_s"] / alone["last_s"]
+        goals.append(at_most(f"last of {JUDGED} workers to a single one", ratio, SLOWDOWN, "x"))
+    if many:
+        goals.append(at_most(f"trainer egress at {JUDGED}", many["egress"], COPIES, "copies"))
+    for theirs in shardcasts(rows):
+        name = theirs["system"]
+        if many:
+            ratio = theirs["last_s"] / many["last_s"]
+            goals.append(at_least(f"{name} to us, anchor", ratio, FASTER_ANCHOR, "x"))
+        if delta:
+            ratio = theirs["last_s"] / delta["last_s"]
+            goals.append(at_least(f"{name} to our 1 % delta", ratio, FASTER_DELTA, "x"))
+    for row in rows:
+        if "extra" in row:
+            goals.append(at_most("wrong chunks that a fetcher took", row["extra"], EXTRA, "chunks"))
+            goals.append(at_most("... in the version after", row["late"], LATE, "chunks"))
+    return goals
+
+
+def find(rows: Sequence[Row], system: str, file: str, workers: int) -> Row | None:
+    """The row of one run."""
+    wanted = (system, file, workers)
+    return next((r for r in rows if (r["system"], r["file"], r["workers"]) == wanted), None)
+
+
+def shardcasts(rows: Sequence[Row]) -> list[Row]:
+    """Each of its ways at the judged number of workers."""
+    return [
+        row
+        for row in rows
+        if row["system"].startswith("shardcast")
+        and row["workers"] == JUDGED
+        and "failed" not in row
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """All of it for people."""
+    titles = ("file", "n", "first s", "last s", "egress", "given", "got", "wasted", "cpu", "busy")
+    print(f"{'':44}" + "".join(f"{title:>9}" for title in titles))
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['system']:44} failed")
+            continue
+        print(f"{row['system']:44}" + "".join(f"{cell:>9}" for cell in cells(row)))
+    print("egress, got: copies of the file on the wire that the trainer sent and a worker received")
+    print(
+        "given: copies of the file in the chunks that the trainer sent, without what is said about them"
+    )
+    print("wasted: copies that came twice or wrong, of all workers together")
+    print("cpu: share of all cores that the nodes used; busy: that the whole machine did")
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table."""
+    late = f">{row['last_s']:.0f}" if row.get("late") and "extra" not in row else ""
+    return [
+        row["file"],
+        str(row["workers"]),
+        f"{row['first_s']:.2f}",
+        late or f"{row['last_s']:.2f}",
+        f"{row['egress']:.2f}",
+        f"{row['given']:.2f}" if "given" in row else "-",
+        f"{row['received']:.2f}",
+        f"{row['wasted'] / row['bytes']:.3f}" if "wasted" in row else "-",
+        f"{cpu_share(row):.0%}" if "cpu_s" in row else "-",
+        f"{row['busy']:.0%}",
+    ]
+
+
+def cpu_share(row: Row) -> float:
+    """What the nodes used of all cores while the version spread."""
+    return row["cpu_s"] / row["last_s"] / (os.cpu_count() or 1)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer workers, about a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser = make_parser(__doc__, "fewer workers, about a minute")
     parser.add_argument("--workers", type=numbers, metavar="1,4,16", help="of our swarms")
     parser.add_argument("--trainer-mbit", type=float, default=4.0, help="its uplink")
     parser.add_argument(
@@ -238,7 +605,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def scratch() -> Path:
-    """Where files of a run go: in memory if possible; never below /tmp, which every node replaces."""
+    """Where files of a run go: in memory if possible; never below /tmp, which nodes of shardcast replace."""
     shared = Path("/dev/shm")
     VENV.parent.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="swarm-", dir=shared if shared.is_dir() else VENV.parent))
@@ -267,11 +634,8 @@ def main() -> int:
         return 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    goals = judge(rows)
-    show(rows, goals)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
-    return 0 if all(goal["ok"] for goal in goals) else 1
+    show(rows)
+    return conclude(rows, judge(rows), options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A star of rate-limited links between network namespaces, for benchmarks: made as root, removed at the end.
+"""The machine of swarm.py: a star of rate-limited links between network namespaces, and a process on each node.
 
-Nothing of it is in the machine's own network: the bridge has a namespace too, and no namespace has a way out.
+The star is made as root and removed at the end. Nothing of it is in the machine's own network: the bridge has a
+namespace too, and no namespace has a way out. Processes (children.py) are killed when their block ends.
 """
 
 import fcntl
@@ -10,10 +11,15 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+
+from primerl.scripts.bench.children import Child
 
 PREFIX = "primerl-swarm-"
 HUB = PREFIX + "hub"
@@ -22,6 +28,10 @@ BURST = "32kb"
 QUEUE_MS = 50
 """How long a packet may wait before a full link drops it: a home router's queue."""
 MAX_NODES = 200
+START_S = 60.0
+
+
+# -- links ----------------------------------------------------------------------------------------
 
 
 class Unavailable(Exception):
@@ -59,12 +69,8 @@ class Star:
         return f"{SUBNET}.{index + 1}"
 
     def inside(self, index: int) -> list[str]:
-        """What to put before a command so that it runs on this node, with a /tmp of its own.
-
-        That command's first argument must be the directory that shall be its /tmp.
-        """
-        mount = 'mount --bind "$1" /tmp && shift && exec "$@"'
-        return ["ip", "netns", "exec", _name(index), "sh", "-c", mount, "sh"]
+        """What to put before a command so that it runs on this node; what it mounts is its own."""
+        return ["ip", "netns", "exec", _name(index)]
 
     def traffic(self) -> list[Traffic]:
         """Byte counters of every node."""
@@ -171,3 +177,83 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise Unavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Version:
+    """A file to spread."""
+
+    name: str
+    file: Path
+    chunk: int
+    """Bytes of a chunk."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.file.stat().st_size
+
+
+class Launcher:
+    """Starts processes, the i-th one on node i."""
+
+    def __init__(self, star: Star, folder: Path) -> None:
+        self._star = star
+        self._folder = folder
+        self.started: list[Child] = []
+
+    async def start(self, *command: str) -> Child:
+        """`command` on the next node, in a folder of its own."""
+        index = len(self.started)
+        home = self._folder / str(index)
+        home.mkdir(parents=True)
+        child = Child(f"node-{index}", self._folder / f"node-{index}.log")
+        self.started.append(child)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        await child.start(*self._star.inside(index), *command, cwd=home, env=environment)
+        return child
+
+
+@asynccontextmanager
+async def launcher(star: Star, folder: Path) -> AsyncGenerator[Launcher]:
+    """For processes that are killed when the block ends."""
+    launched = Launcher(star, folder)
+    try:
+        yield launched
+    finally:
+        for child in launched.started:
+            await child.end(0)
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all cores of this machine have worked since it started."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
+class Meter:
+    """What the links carried and how busy the cores were, from construction on."""
+
+    def __init__(self, star: Star) -> None:
+        self._star = star
+        self._before = star.traffic()
+        self._busy = busy_seconds()
+        self._start = time.monotonic()
+
+    def read(self, size: int, workers: Sequence[int]) -> dict[str, float]:
+        """In copies of a file of `size` bytes: node 0 sent, a worker received; and the cores' share."""
+        traffic = [
+            now.since(before)
+            for now, before in zip(self._star.traffic(), self._before, strict=True)
+        ]
+        received = [traffic[worker].received / size for worker in workers]
+        cores = (os.cpu_count() or 1) * (time.monotonic() - self._start)
+        return {
+            "egress": traffic[0].sent / size,
+            "received": sum(received) / len(received),
+            "received_most": max(received),
+            "busy": (busy_seconds() - self._busy) / cores,
+        }

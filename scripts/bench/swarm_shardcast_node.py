@@ -2,8 +2,8 @@
 
     python swarm_shardcast_node.py origin|middle|client UPSTREAM,...
 
-Commands and answers are JSON lines on stdin and stdout. What shardcast would share between all nodes of one
-machine (a file beside its package, /tmp) the benchmark gives to each node separately.
+Commands and events are JSON lines on stdin and stdout, as those of children.py. What shardcast would share
+between all nodes of one machine (a file beside its package, /tmp) the benchmark gives to each node separately.
 """
 
 import json
@@ -20,9 +20,9 @@ PROBE_BYTES = 65_536
 """Of the file that every client fetches at its start to judge a server."""
 
 
-def say(**answer: object) -> None:
+def say(event: str, **more: object) -> None:
     """One line to the benchmark."""
-    print(json.dumps(answer), flush=True)
+    print(json.dumps({"event": event, **more}), flush=True)
 
 
 def servable(folder: Path) -> str:
@@ -37,13 +37,12 @@ def origin() -> None:
     from shardcast.origin_server import OriginServer  # pyright: ignore[reportMissingImports]
 
     server = OriginServer(servable(Path("data")), PORT)
-    say(up=True)
+    say("up")
     for line in sys.stdin:
         command = json.loads(line)
         time.sleep(max(0.0, command["at"] - time.monotonic()))
-        start = time.monotonic()
         server.broadcast(command["file"], command["shard"])
-        say(start=start, done=time.monotonic())
+        say("answer", done=time.monotonic())
 
 
 def middle(upstream: list[str]) -> None:
@@ -51,7 +50,7 @@ def middle(upstream: list[str]) -> None:
     from shardcast.middle_node import MiddleNode  # pyright: ignore[reportMissingImports]
 
     MiddleNode(upstream, servable(Path("data")), PORT, check_interval=POLL_S)
-    say(up=True)
+    say("up")
     for _ in sys.stdin:
         pass
 
@@ -61,15 +60,15 @@ def client(upstream: list[str]) -> None:
     from shardcast.client_node import ClientNode  # pyright: ignore[reportMissingImports]
 
     node = ClientNode(upstream, "downloads")
-    say(up=True)
+    say("up")
     for line in sys.stdin:
         command = json.loads(line)
         time.sleep(max(0.0, command["at"] - time.monotonic()))
         while not all(lists(server, command["version"]) for server in upstream):
             time.sleep(POLL_S)
-        while (file := node.download_version(command["version"])) is None:
+        while node.download_version(command["version"]) is None:
             time.sleep(POLL_S)
-        say(done=time.monotonic(), bytes=Path(file).stat().st_size)
+        say("answer", done=time.monotonic())
 
 
 def lists(server: str, version: str) -> bool:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
+from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.weights.state import State
+from primerl.scripts.bench.models import SHAPES
 
 PROSE, REVERSE, COPY, SUM, PLUS, IS = range(10, 16)
 """Marks; ids 0..9 are digits."""
@@ -86,24 +88,7 @@ RECIPES: dict[str, Recipe] = {
             96,
             1.5e-3,
         ),
-        _recipe(
-            "0.6b",
-            {
-                "hidden_size": 1024,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "intermediate_size": 3072,
-                "vocab_size": 151936,
-                "rope_theta": 10000,
-            },
-            256,
-            200,
-            64,
-            256,
-            1e-3,
-        ),
+        _recipe("0.6b", SHAPES["0.6b"] | {"rope_theta": 10000}, 256, 200, 64, 256, 1e-3),
     )
 }
 
@@ -314,6 +299,25 @@ def train_for(
 
 def _bf16(directory: Path) -> State:
     return huggingface.policy_state(huggingface.load_model(directory))
+
+
+def with_massive_channel(state: State, factor: float) -> State:
+    """One channel of every embedding is `factor` times the others' size, and every norm takes it back."""
+    if not factor:
+        return state
+    found = dict(state)
+    for name, tensor in state.items():
+        weights = to_torch(tensor).float()
+        if name == "model.embed_tokens.weight":
+            weights[:, 5] = factor * weights.std()
+        elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            weights[5] = 0.0
+            weights *= factor / weights.shape[0] ** 0.5  # its length is mostly that channel's now
+        elif name == "model.norm.weight":
+            weights[5] = 0.0
+            weights *= factor / weights.shape[0] ** 0.5
+        found[name] = from_torch(weights.bfloat16())
+    return found
 
 
 # -- policy updates --------------------------------------------------------------------------------

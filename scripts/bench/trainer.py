@@ -6,8 +6,8 @@
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
 rank (one sequence, or as many as a row says), and everything else is what a run does: the same learner, losses,
 clipping, fp32 masters. Beside it a plain loop in the same run: transformers' model in bf16 with its own AdamW,
-compiled per layer, chunked cross entropy, cuDNN attention (trainer_plain.py). Rows with torch's flash kernel
-show what training is without the extra `flash`.
+compiled per layer, chunked cross entropy, cuDNN attention. Rows with torch's flash kernel show what training is
+without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
@@ -23,23 +23,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from goals import conclude
-from shapes import SHAPES
-from trainer_goals import judge
-from trainer_plain import PlainLoop
-from trainer_rows import ROWS, Row, fake_batch, make_model
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from primerl.node.config.training import TrainingConfig
+from primerl.node.config.training import FsdpConfig, TrainingConfig
+from primerl.node.models import huggingface
 from primerl.node.training import attention_kernels
-from primerl.node.training.backend import TrainBatch
+from primerl.node.training.backend import Objective, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.meter import cost_of, peak_flops
 from primerl.node.training.world import World
+from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
+from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
 ON_CUDA = torch.cuda.is_available()
 GIB = 1 << 30
@@ -48,6 +52,120 @@ PLAIN = {
     "plain loop, tuned": {"recompute": False, "tuned": True},
     "plain loop, full recompute": {"recompute": True, "tuned": False},
 }
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+LONG_CONTEXT = 32768
+"""From here on rows are long: what is only told about short ones is left out, and the other way round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    objective: Objective = "policy"
+    sequences: int = 1
+    anywhere: bool = False
+    """Also with long rows."""
+    ranks: int = 1
+    """Least ranks that it needs."""
+    flash4: bool = True
+    """Whether FlashAttention-4 may be used."""
+
+    def lengths(self, tokens: int) -> list[int]:
+        """Of the sequences of a row of `tokens`."""
+        return [tokens // self.sequences] * self.sequences
+
+    def suits(self, tokens: int, ranks: int) -> bool:
+        """Whether the line says something at so many tokens on so many ranks."""
+        experts = self.options.get("expert_parallel", ranks)
+        return (self.anywhere or tokens < LONG_CONTEXT) and ranks >= self.ranks and experts == ranks
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """How the ranks are laid out: copies of the model, ranks that share a sequence."""
+        fsdp = self.options.get("fsdp", FsdpConfig())
+        return fsdp.replicas, self.options.get("context_parallel", 1)
+
+
+ROWS = [
+    Row("none", anywhere=True),
+    Row("selective recompute", {"activation_checkpointing": "selective"}, anywhere=True),
+    Row("full recompute", {"activation_checkpointing": "full"}, anywhere=True),
+    Row("sft", objective="ce"),
+    Row("packed, 16 sequences", sequences=16),
+    Row("packed, 64 sequences", sequences=64),
+    Row("none, torch's flash kernel", flash4=False, anywhere=True),
+    Row("packed, 16 sequences, torch's flash kernel", sequences=16, flash4=False),
+    Row("no compile", {"compile": False}),
+    Row("optimizer offload", {"optimizer_offload": True}),
+    Row("head chunk 1,024", {"head_chunk": 1024}),
+    Row("weights kept whole", {"fsdp": FsdpConfig(reshard_after_forward=False)}, ranks=2),
+    Row("two copies (HSDP)", {"fsdp": FsdpConfig(replicas=2)}, ranks=4),
+    Row("context parallel, 2", {"context_parallel": 2}, anywhere=True, ranks=2),
+    Row("context parallel, 4", {"context_parallel": 4}, anywhere=True, ranks=4),
+    Row("expert parallel, 2", {"expert_parallel": 2}, ranks=2),
+    Row("expert parallel, 4", {"expert_parallel": 4}, ranks=4),
+]
+
+
+# -- the plain loop -------------------------------------------------------------------------------
+
+CHUNK = 8192
+
+
+class PlainLoop:
+    """The loop to beat: transformers' model as it is, in bf16, with what everybody does to it.
+
+    Weights, gradients and AdamW's moments in bf16, torch.compile of each layer, cuDNN's attention, cross
+    entropy in chunks of 8,192 tokens. `tuned` compiles the chunks' loss too and takes the fused AdamW. One
+    sequence a step, cross entropy only: it cannot pack, learn from rollouts, or keep an update that is below
+    bf16's last bit.
+    """
+
+    def __init__(self, model_dir: Path, *, recompute: bool, tuned: bool) -> None:
+        device, dtype = ("cuda", "bfloat16") if ON_CUDA else ("cpu", "float32")
+        self._model: Any = huggingface.load_model(model_dir, dtype=dtype, device=device).train()
+        for layer in self._model.base_model.layers:
+            forward: Callable[..., Any] = layer.forward
+            if recompute:
+                forward = partial(checkpoint, forward, use_reentrant=False)
+            layer.forward = torch.compile(forward) if ON_CUDA else forward
+        self.config = self._model.config
+        self.parameters = sum(one.numel() for one in self._model.parameters())
+        fused = True if tuned and ON_CUDA else None
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=fused)
+        self._head_loss = torch.compile(_head_loss) if tuned and ON_CUDA else _head_loss
+
+    def step(self, token_ids: list[int]) -> None:
+        """One step of cross entropy, waited for."""
+        ids = torch.tensor([token_ids], device=self._model.device)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if ON_CUDA else nullcontext():
+            hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            weight = self._model.get_output_embeddings().weight
+            total = torch.zeros((), device=ids.device)
+            for at in range(0, len(token_ids) - 1, CHUNK):
+                part = slice(at, min(at + CHUNK, len(token_ids) - 1))
+                targets = ids[0, 1:][part]
+                total = total + checkpoint(
+                    self._head_loss, hidden[part], weight, targets, use_reentrant=False
+                )
+            (total / len(token_ids)).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if ON_CUDA:
+            torch.cuda.synchronize()
+
+
+def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+
+
+# -- measuring ------------------------------------------------------------------------------------
 
 
 def measure(
@@ -257,9 +375,60 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+# -- goals ----------------------------------------------------------------------------------------
+
+SCALING = {2: 1.85, 4: 3.5, 8: 6.8}
+"""Least speed of so many GPUs, each with as many tokens as the one GPU that they are compared with."""
+KEPT_WHOLE = "weights kept whole"
+PACKED = "packed, 16 sequences"
+RATIOS = [
+    ("ours / tuned plain loop, 16,384", "none", "plain loop, tuned", 1.05),
+    ("16 x 1,024: FlashAttention-4 / torch's", PACKED, f"{PACKED}, torch's flash kernel", 1.25),
+]
+
+
+def judge(rows: list[dict[str, Any]], apart: float | None) -> list[Goal]:
+    """The goals that these rows can say something of."""
+    by = {(one["row"], one["tokens"], one["ranks"]): one for one in rows if "failed" not in one}
+    goals = [*judge_speed(by)] if ON_CUDA else []
+    if apart is not None:
+        # bf16 keeps 8 bits: a logit of about 4 is known to 1/64, and many differences add up
+        goals.append(at_most("packed and alone differ by", apart, 0.2 if ON_CUDA else 1e-4, "nats"))
+    return goals
+
+
+def judge_speed(by: dict[tuple[str, int, int], dict[str, Any]]) -> Iterator[Goal]:
+    """Those of GPUs; rows by name, tokens and ranks."""
+
+    def figure(row: str, name: str, tokens: int = 16384) -> float | None:
+        return by.get((row, tokens, 1), {}).get(name)
+
+    best = [one["mfu"] for key, one in by.items() if key[1] == 65536 and "plain" not in key[0]]
+    for name, value, bound, unit in (
+        ("RL 16,384, no recompute", figure("none", "tokens_per_s"), 42e3, "tok/s"),
+        ("RL 16,384, no recompute", figure("none", "mfu"), 39, "% MFU"),
+        ("RL 16,384, full recompute", figure("full recompute", "tokens_per_s"), 33e3, "tok/s"),
+        ("RL 65,536, best row", max(best, default=None), 54, "% MFU"),
+        ("SFT 16,384", figure("sft", "mfu"), 42, "% MFU"),
+    ):
+        if value is not None:
+            yield at_least(name, value, bound, unit)
+    if (share := figure("none", "overhead")) is not None:
+        yield at_most("outside forward, backward, optimizer", 100 * share, 5, "%")
+    for name, ours, other, bound in RATIOS:
+        one, two = figure(ours, "tokens_per_s"), figure(other, "tokens_per_s")
+        if one and two:
+            yield at_least(name, one / two, bound, "x")
+    for (name, tokens, ranks), many in by.items():
+        one = figure("none" if name == KEPT_WHOLE else name, "tokens_per_s", tokens)
+        if one and ranks in SCALING:
+            title = f"{ranks} GPUs / 1, weak scaling, {name}, {tokens:,}"
+            yield at_least(title, many["tokens_per_s"] / one, SCALING[ranks], "x")
+
+
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "few steps")
     parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a row")
     parser.add_argument(
@@ -270,14 +439,12 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="few steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--as-rank", metavar="DIR", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.tokens = options.tokens or ([16384] if ON_CUDA else [512])
     options.steps = 2 if options.quick else options.steps
     if options.as_rank:
-        rows, goals = run_as_rank(options), []
+        rows = run_as_rank(options)
         if options.json and rows:
             options.json.write_text(json.dumps(rows))
         return 0
@@ -287,8 +454,8 @@ def main() -> int:
         device = torch.cuda.get_device_name() if ON_CUDA else "CPU"
         print(f"shape {options.shape}, {device}, torch {torch.__version__}")
         rows = run_alone(options, Path(name)) if alone else run_ranks(options, Path(name))
-        goals = judge(rows, agreement(Path(name)) if alone else None, cuda=ON_CUDA)
-    return conclude(goals, options.json, rows=rows)
+        goals = judge(rows, agreement(Path(name)) if alone else None)
+    return conclude(rows, goals, options.json)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ the updated engine must say, to the last bit, what one says that was given the w
 
 import argparse
 import asyncio
-import json
 import logging
-import math
 import statistics
 import sys
 import tempfile
@@ -24,19 +22,24 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
-from goals import conclude
-from shapes import SHAPES
 
-from primerl.node.config.run import EXPERT_FIELDS, EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.handover import HostedPolicy
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.vllm import VllmCore, sampling_arguments
-from primerl.node.models import huggingface
-from primerl.node.weights.state import Changed, State, Tensor
+from primerl.node.weights.state import Changed, State
+from primerl.scripts.bench.models import SHAPES, moved, random_policy
+from primerl.scripts.bench.report import (
+    Goal,
+    at_least,
+    at_most,
+    conclude,
+    make_parser,
+    show_figures,
+)
 
 PAUSE_MS, RATIO = 40.0, 8.0
 """The goals, on an H200; elsewhere only the ratio."""
@@ -51,91 +54,6 @@ ON_CUDA: dict[str, Any] = {
 
 Times = list[float]
 Frozens = list[tuple[float, float]]
-
-
-# -- a model and two policies ----------------------------------------------------------------------
-
-
-def make_model(directory: Path, shape: str, **changes: Any) -> dict[str, Tensor]:
-    """Config, with `changes`, and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it.
-
-    A shape with `num_experts` makes a Qwen3-MoE.
-    """
-    experts = {name: value for name, value in SHAPES[shape].items() if name in EXPERT_FIELDS}
-    huggingface.create(directory, ModelCreateConfig.model_validate(experts), 0)
-    (directory / "model.safetensors").unlink()
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | SHAPES[shape] | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
-    pool = np.random.default_rng(0).normal(0, 0.02, (1 << 22) + 7).astype(np.float32)
-    bits = (pool.view(np.uint32) >> 16).astype("<u2")
-    twice = np.concatenate([bits, bits])
-    state: dict[str, Tensor] = {}
-    for number, (name, size) in enumerate(all_shapes(huggingface.load_config(directory)).items()):
-        # experts that are equal would make it meaningless which of them a router chooses
-        first = 10007 * number % len(bits) if ".experts." in name else 0
-        drawn = twice[first : first + min(len(bits), math.prod(size))]
-        data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(drawn, size)
-        state[name] = Tensor("BF16", size, data.reshape(-1))
-    return state
-
-
-def all_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a Qwen3, or of a Qwen3-MoE whose layers all have experts."""
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (width,),
-        "self_attn.k_norm": (width,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    matrix = (config.vocab_size, hidden)
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": matrix,
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = matrix
-    for index in range(config.num_hidden_layers):
-        found |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    experts, inner = getattr(config, "num_experts", 0), getattr(config, "moe_intermediate_size", 0)
-    sizes = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
-    for at in [f"model.layers.{layer}.mlp" for layer in range(config.num_hidden_layers)]:
-        if not experts:
-            break
-        for name, size in sizes.items():
-            del found[f"{at}.{name}.weight"]
-            found |= {f"{at}.experts.{one}.{name}.weight": size for one in range(experts)}
-        found[f"{at}.gate.weight"] = (experts, hidden)
-    return found
-
-
-def moved(state: State, share: float) -> tuple[State, Changed]:
-    """`state` with the last bit of `share` of its elements flipped, and their positions."""
-    rng = np.random.default_rng(1)
-    new: dict[str, Tensor] = {}
-    changed: dict[str, Any] = {}
-    for name, tensor in state.items():
-        size = tensor.data.size
-        gaps = rng.geometric(share, int(1.2 * share * size) + 16)
-        positions = np.cumsum(gaps) - 1
-        changed[name] = positions = positions[positions < size]
-        data = tensor.data.copy()
-        data[positions] ^= 1
-        new[name] = Tensor(tensor.dtype, tensor.shape, data)
-    return new, changed
 
 
 # -- engines whose tokens are watched --------------------------------------------------------------
@@ -232,15 +150,16 @@ class Bench:
         if not isinstance(self.engine, Here):
             await self.engine.generate(request)
             return
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm import SamplingParams  # pyright: ignore
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore
 
         times: Times = []
         self.times.append(times)
         arguments = sampling_arguments(request, seed)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(PROMPT)}
-        stream = self.engine.core._llm.generate(prompt, params, f"bench-{seed}")
+        llm: Any = self.engine.core._llm  # pyright: ignore[reportPrivateUsage]
+        stream = llm.generate(prompt, params, f"bench-{seed}")
         async for output in stream:
             times.extend([time.monotonic()] * len(output.outputs[0].token_ids))
 
@@ -374,7 +293,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
     """All figures."""
     bench = make_bench(options)
     with tempfile.TemporaryDirectory() as name:
-        state = make_model(Path(name), options.shape)
+        state = random_policy(Path(name), options.shape)
         other, changed = moved(state, options.share)
         try:
             await bench.engine.start(Path(name))
@@ -399,26 +318,23 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def judge(found: dict[str, float], *, cuda: bool) -> list[dict[str, Any]]:
+def judge(found: dict[str, float]) -> list[Goal]:
     """The goals with what was reached."""
-    goals = [("logprobs equal to those of a load", found["logprobs equal to those of a load"], 1.0)]
-    for column in ("pause, ms", "frozen, ms", "whole call, ms"):
-        found[f"load / update: {column[:-4]}"] = (
-            found[f"load: {column}"] / found[f"update: {column}"]
+    equal = "logprobs equal to those of a load"
+    goals = [at_least(equal, found[equal], 1.0)]
+    for column in ("pause", "frozen", "whole call"):
+        found[f"load / update: {column}"] = (
+            found[f"load: {column}, ms"] / found[f"update: {column}, ms"]
         )
-    goals.append(("load / update: frozen", found["load / update: frozen"], RATIO))
-    judged = [{"name": n, "value": v, "goal": g, "ok": v >= g} for n, v, g in goals]
-    if cuda:
-        value = found["update: pause, ms"]
-        judged.append(
-            {"name": "update: pause, ms", "value": value, "goal": PAUSE_MS, "ok": value <= PAUSE_MS}
-        )
-    return judged
+    goals.append(at_least("load / update: frozen", found["load / update: frozen"], RATIO, "x"))
+    if torch.cuda.is_available():
+        goals.append(at_most("update: pause", found["update: pause, ms"], PAUSE_MS, "ms"))
+    return goals
 
 
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "few calls, few requests")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--share", type=float, default=0.01, help="of the elements, changed")
@@ -426,16 +342,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=32, help="that generate at once")
     parser.add_argument("--length", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for the hf engine")
-    parser.add_argument("--quick", action="store_true", help="few calls, few requests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     if options.quick:
         options.calls, options.requests, options.length = 2, 4, 64
     found = asyncio.run(run(options))
-    goals = judge(found, cuda=torch.cuda.is_available())
-    for name, value in found.items():
-        print(f"{name:36} {value:14.6g}")
-    return conclude(goals, options.json, rows=found)
+    goals = judge(found)
+    show_figures(found)
+    return conclude(found, goals, options.json)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,38 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from children import Child
-from goals import conclude
-from shapes import SHAPES
-from worker_goals import FULL, MODES, judge, rates
-from worker_settings import RUN, engine, join_settings, make_model, run_settings
-from worker_watch import cores, follow
-
+from primerl.node.config.run import ModelCreateConfig
 from primerl.node.ops import control
 from primerl.node.ops.errors import NetworkError
+from primerl.scripts.bench.children import Child
+from primerl.scripts.bench.models import SHAPES
+from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 
 HERE = Path(__file__).parent
+RUN = "w"
+LIKELY = 10.0
+"""Factor of the output rows of the tokenizer's own tokens."""
+TOKENIZER = 288
+"""Ids below it are the tokenizer's."""
+BARE = "bare"
+MODES = {BARE: "plain", "bare, logprobs": "logprobs"}
+"""Rows of bare vLLM: what is asked for beside tokens."""
+FULL = "full worker"
+ON_GPU = 0.95
+ON_CPU = 0.4
+"""Of CPU time, all processes of a worker against all of bare vLLM: on a shared machine the clock says nothing,
+and of a tiny model everything around it is a large part."""
+ACCEPTED = 0.98
+"""Of what was handed in and judged."""
+ASK_S = 0.5
+"""Between two questions to a node while it works: asking costs next to nothing."""
+SAID = ("inflight", "cap", "running", "waiting", "kv_use")
 START_S = 400.0
 IDLE_S = 90.0
 QUIET_S = 3.0
@@ -51,6 +68,99 @@ PHASES = {
     "first group scored, packed, uploaded": "arrived",
     "first verdict: accepted": "accepted",
 }
+
+
+# -- what it runs with ----------------------------------------------------------------------------
+
+
+def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str, Any]:
+    """Of the engine; a worker's computes so many `sequences` at once, and finds out how many to be given."""
+    engine: dict[str, Any] = {
+        "type": options.engine,
+        "dtype": "bfloat16" if options.cuda else "float32",
+        "max_batch": sequences or max(options.sequences),
+        "max_model_len": options.length,
+    }
+    if options.inflight:
+        engine["concurrency"] = dict.fromkeys(("min_inflight", "max_inflight"), options.inflight)
+    if options.cuda and options.engine == "vllm":
+        engine["vllm"] = {"gpu_memory_utilization": options.memory}
+    return engine
+
+
+def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Of the trainer: batches of four times what is in flight, so that there is always work."""
+    group = options.group
+    return {
+        "name": RUN,
+        "output_dir": str(directory),
+        "max_steps": 1_000_000,
+        "fsync": False,
+        "network": {"host": "127.0.0.1", "libp2p": False},
+        "model": {"name": str(directory / "model")},
+        "engine": engine_settings(options) | {"vllm": {}},
+        "environment": {
+            "id": "reverse-text",
+            "args": {"min_len": options.prompt // 2, "max_len": options.prompt},
+        },
+        "sampling": {"max_tokens": options.tokens},
+        "rollouts": {
+            "group_size": group,
+            "groups_per_batch": 4 * max(options.sequences) // group,
+            "groups_per_lease": options.lease,
+            "max_off_policy_steps": 16,
+            "lease_timeout_s": 600.0,
+            "leases_per_worker": 64,
+        },
+        # rewards of random weights are all 0: every batch makes a version all the same
+        "training": {"seq_len": options.length, "filter_zero_advantages": False},
+        "verification": {"audit_rate": 0.0, "bounds": "built-in"},
+        "weights": {"anchor_interval": 1_000_000},
+        "checkpoint": {"interval": 1_000_000},
+        "evaluation": {"prompts": 0},
+    }
+
+
+def join_settings(
+    options: argparse.Namespace, data_dir: Path, ticket: str, sequences: int
+) -> dict[str, Any]:
+    """Of the worker: defaults, but for the number of sequences."""
+    return {
+        "ticket": ticket,
+        "data_dir": str(data_dir),
+        "fsync": False,
+        "network": {"host": "127.0.0.1", "libp2p": False},
+        "engine": engine_settings(options, sequences),
+    }
+
+
+def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
+    """Random weights in which the tokenizer's own tokens are likely, and others where replies are to be longer.
+
+    Some of them end a completion, so that lengths differ as they do in a run: else all that begin together
+    would end together, and every pause between two completions would be the engine's.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from primerl.node.models import huggingface
+
+    changes: dict[str, Any] = {"head_dim": 32} if shape == "tiny" else {}
+    # a head of its own: a tied one would repeat the last token, the likelier the larger its rows
+    changes |= {"tie_word_embeddings": False, "max_position_embeddings": length}
+    config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
+    huggingface.create(directory, config, seed=0)
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    tensors["lm_head.weight"][: max(TOKENIZER, tokens)] *= LIKELY
+    save_file(tensors, path, metadata={"format": "pt"})
+    generation = directory / "generation_config.json"
+    settings = json.loads(generation.read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], *range(max(1, TOKENIZER // tokens))]
+    generation.write_text(json.dumps(settings))
+
+
+# -- measuring ------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -88,7 +198,7 @@ class Bench:
             "engine_alone.py",
             "vllm",
             str(self.directory / "model"),
-            json.dumps(engine(self.options)),
+            json.dumps(engine_settings(self.options)),
         )
         ready = await child.event("ready", START_S)
         self.notes.append(f"bare vLLM was ready after {ready['at'] - child.begun:.1f} s")
@@ -275,6 +385,77 @@ def judged(status: dict[str, Any]) -> int:
     return status.get("accepted", 0) + sum(status.get("rejected", {}).values())
 
 
+def cores(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
+    """Cores that each process took; those that took next to nothing are left out."""
+    used = {name: (after[name] - before.get(name, 0.0)) / seconds for name in after}
+    return {name: round(one, 2) for name, one in sorted(used.items()) if one >= 0.02}
+
+
+async def follow(status: Callable[[], dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Means of what a node says of its engine and of its event loop over so many seconds."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    seen: list[dict[str, Any]] = []
+    while (left := end - loop.time()) > 0:
+        seen.append(await asyncio.to_thread(status))
+        await asyncio.sleep(max(0.0, min(ASK_S, left, end - loop.time())))
+    rows: list[dict[str, Any]] = [one["engine"] for one in seen if one.get("engine")]
+    found = {name: round(fmean(row[name] for row in rows), 3) for name in SAID if rows}
+    found |= {
+        name: rows[-1][name] - rows[0][name] for name in ("preemptions", "taken_back") if rows
+    }
+    leases = [one["leases"] for one in seen if "leases" in one]
+    late = [one["event_loop_lag"] for one in seen if one.get("event_loop_lag")]
+    if leases:
+        found["leases"] = round(fmean(leases), 2)
+    if late:
+        found |= {f"lag_{name}": value for name, value in late[-1].items()}
+    return found
+
+
+# -- tables and goals -----------------------------------------------------------------------------
+
+
+def rates(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per kind and number of sequences: the median of its rounds, tokens/s."""
+    rows: list[dict[str, Any]] = []
+    for row, sequences in dict.fromkeys((one["row"], one["sequences"]) for one in rounds):
+        found = [one for one in rounds if (one["row"], one["sequences"]) == (row, sequences)]
+        rows.append(
+            {
+                "row": row,
+                "sequences": sequences,
+                "tokens_per_s": median(one["tokens_per_s"] for one in found),
+                "lowest": min(one["tokens_per_s"] for one in found),
+                "highest": max(one["tokens_per_s"] for one in found),
+                "completions_per_s": median(one["completions_per_s"] for one in found),
+                "cpu_ms_per_token": median(one["cpu_ms_per_token"] for one in found),
+                "rounds": len(found),
+            }
+        )
+    return rows
+
+
+def judge(rows: list[dict[str, Any]], ends: list[dict[str, Any]], *, cuda: bool) -> list[Goal]:
+    """The goals that these rows can say something of."""
+    by = {(one["row"], one["sequences"]): one for one in rows if "skipped" not in one}
+    goals: list[Goal] = []
+    for (row, sequences), full in by.items():
+        bare = by.get((BARE, sequences))
+        if row != FULL or not bare:
+            continue
+        name = f"full worker / {BARE}, {sequences}"
+        if cuda:
+            goals.append(at_least(name, full["tokens_per_s"] / bare["tokens_per_s"], ON_GPU, "x"))
+        else:
+            ratio = bare["cpu_ms_per_token"] / full["cpu_ms_per_token"]
+            goals.append(at_least(f"{name}, by CPU time", ratio, ON_CPU, "x"))
+    return goals + [
+        at_least(f"accepted of what was judged, {end['sequences']}", end["accepted"], ACCEPTED)
+        for end in ends
+    ]
+
+
 def show_where(one: dict[str, Any]) -> None:
     """Where the time of a round of the full worker went, at once: what is ended too early has told it."""
     print(
@@ -319,7 +500,7 @@ def parse() -> argparse.Namespace:
     import torch
 
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, "two short rounds")
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512] if cuda else [16])
     parser.add_argument("--shape", default="0.6b" if cuda else "tiny", choices=list(SHAPES))
     parser.add_argument("--engine", default="", choices=["", "vllm", "hf"])
@@ -341,9 +522,7 @@ def parse() -> argparse.Namespace:
         "--length", type=int, default=1024 if cuda else 256, help="engine.max_model_len"
     )
     parser.add_argument("--memory", type=float, default=0.35, help="of the GPU, for each engine")
-    parser.add_argument("--quick", action="store_true", help="two short rounds")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     options.cuda = cuda
     options.engine = options.engine or ("vllm" if find_spec("vllm") else "hf")
@@ -376,7 +555,7 @@ def main() -> int:
     goals = judge(rows, bench.ends, cuda=options.cuda)
     show(rows, bench)
     found = {"rounds": bench.rounds, "starts": bench.starts, "ends": bench.ends}
-    return conclude(goals, options.json, rows=rows, notes=bench.notes, **found)
+    return conclude(rows, goals, options.json, notes=bench.notes, **found)
 
 
 if __name__ == "__main__":

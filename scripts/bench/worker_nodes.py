@@ -11,13 +11,13 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
-
-from children import Event, Wire, cpu_seconds
-from worker_watch import Sampler, cpu_by_process
 
 from primerl.node.app import rundir
 from primerl.node.app.daemon import load_key
@@ -34,10 +34,51 @@ from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBa
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.manifests import RunManifest
+from primerl.scripts.bench.children import Event, Wire, cpu_by_process, cpu_seconds
 from primerl.tests.support.scripted_engine import ScriptedEngine
 
 PROMPTS = 512
 """Different prompts that are kept for bare vLLM."""
+LOOK_S = 0.02
+"""Between two looks at what the event loop's thread does: looking costs next to nothing, so it is always on."""
+IDLE = frozenset({"select", "poll", "epoll", "_run_once"})
+PACKAGE = f"{os.sep}primerl{os.sep}"
+
+
+class Sampler:
+    """What the thread that made it does, by share of the looks since the last read()."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._found: Counter[str] = Counter()
+        self._over = threading.Event()
+        self._looking = threading.Thread(target=self._look, daemon=True)
+        self._looking.start()
+
+    def read(self, most: int = 12) -> dict[str, float]:
+        """Place in our own code (outside of it: in a library's) -> share of the time; `idle` is waiting."""
+        found, self._found = self._found, Counter()
+        total = max(1, sum(found.values()))
+        return {name: round(count / total, 4) for name, count in found.most_common(most)}
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            frame = sys._current_frames().get(self._thread)  # pyright: ignore[reportPrivateUsage]
+            if frame is not None:
+                self._found[place(frame)] += 1
+
+
+def place(frame: FrameType) -> str:
+    """The innermost function of ours in a stack, else the innermost of all."""
+    if frame.f_code.co_name in IDLE:
+        return "idle"
+    inner: FrameType | None = frame
+    while inner is not None:
+        path = inner.f_code.co_filename
+        if PACKAGE in path or f"{os.sep}node{os.sep}" in path:
+            return f"{Path(path).stem}.{inner.f_code.co_name}"
+        inner = inner.f_back
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
 class IdleBackend:

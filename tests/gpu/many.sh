@@ -27,7 +27,7 @@
 #   stages    4      a pipeline of four nodes beside vLLM's own
 #
 # A part ends within ten minutes: what is not done by then is stopped, and what it printed is kept. OUT gets a text and,
-# where the program writes one, a JSON of every program. Needs CUDA, vLLM and what scripts/install.sh installs.
+# but for pytest, a JSON of every program. Needs CUDA, vLLM and what scripts/install.sh installs.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
@@ -47,7 +47,7 @@ bench() {
         return
     fi
     local json=()
-    if [[ $program != pytest && $program != gpu_ranks && $program != gpu_options ]]; then json=(--json "$out/$name.json"); fi
+    if [[ $program != pytest ]]; then json=(--json "$out/$name.json"); fi
     CUDA_VISIBLE_DEVICES=$on timeout -s TERM -k 20 $seconds bash scripts/bench/gpu.sh "$program" "$@" \
         ${json[@]+"${json[@]}"} > "$out/$name.txt" 2>&1 &
 }

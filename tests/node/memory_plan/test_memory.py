@@ -53,7 +53,7 @@ def qwen(hidden: int, layers: int, heads: int, width: int, tied: bool = True) ->
 Q8B = read_shape(qwen(4096, 36, 32, 12288, tied=False))
 Q1_7B = qwen(2048, 28, 16, 6144)
 SMALL, LARGE = read_shape(qwen(1024, 28, 16, 3072)), read_shape(qwen(2560, 36, 32, 9728))
-"""0.6b and 4b of scripts/bench/shapes.py."""
+"""0.6b and 4b of scripts/bench/models.py."""
 TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
 CARD = Device("cuda", 24 * GIB)
 

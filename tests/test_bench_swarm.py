@@ -1,26 +1,8 @@
 """What scripts/bench/swarm.py makes of its figures; the runs themselves need root and are not tests."""
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "swarm_report.py"
-
-
-def report() -> ModuleType:
-    """scripts/ is no package: loaded from its file, which finds its neighbours on the path."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = spec_from_file_location("swarm_report", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
+from primerl.scripts.bench import swarm
 
 
 def row(system: str, workers: int, last_s: float, **more: Any) -> dict[str, Any]:
@@ -31,7 +13,7 @@ def row(system: str, workers: int, last_s: float, **more: Any) -> dict[str, Any]
 
 def judged(*rows: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     """Name -> value and whether it is reached."""
-    return {goal["name"]: (goal["value"], goal["ok"]) for goal in report().judge(rows)}
+    return {goal["name"]: (goal["value"], goal["ok"]) for goal in swarm.judge(rows)}
 
 
 def test_goals_whose_runs_are_missing_are_not_judged() -> None:
@@ -71,7 +53,7 @@ def test_a_liar_that_is_asked_twice_or_later_again_misses() -> None:
 
 def test_a_run_that_never_ended_is_shown_as_longer_than_its_deadline() -> None:
     """Clients of shardcast may search without end."""
-    assert ">200" in report().cells(row("shardcast, 2 middle nodes", 4, 200.0, late=2))
+    assert ">200" in swarm.cells(row("shardcast, 2 middle nodes", 4, 200.0, late=2))
 
 
 def test_a_run_that_failed_is_a_missed_goal() -> None:
