@@ -1,11 +1,13 @@
 """Train configs/mixture.toml with two workers, one of which lacks the environment with a tool.
 
-    python scripts/bench/mixture.py --seeds 0 1 2 --steps 60 --out DIR
+    python scripts/bench/mixture.py --seeds 0 1 2 --steps 60 --out DIR [--quick] [--json FILE]
 
 Trainer and workers are real processes over loopback. The calculator is played from a package of its own, as
 any environment of somebody else is: the second worker does not have it. Seed after seed it prints the mean
 reward of each environment in the first and the last tenth of the steps, and on held-out tasks before and after.
 With --warm RUN every seed begins where that run was after its warm-up (kept by --checkpoint.keep-first true).
+Last come the goals, each for the worst seed. --quick only sees whether it all runs: it has too few steps to
+learn from.
 """
 
 import argparse
@@ -15,13 +17,29 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from goals import judge_goals, show_goals
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKSETS = ROOT / "node" / "environments" / "tasksets"
 PACKAGE = "calc_tool"
 LONGEST_S = 3600.0
+GAIN = "{}: reward after / before"
+GOALS = (
+    (GAIN.format("reverse-text"), 1.1, True),
+    (GAIN.format("word-game"), 1.5, True),
+    (GAIN.format("calculator"), 1.1, True),
+    ("rollouts rejected", 0.0, False),
+    ("minutes of a run", 10.0, False),
+)
+QUICK = (
+    *("--warmup.max-steps", "20", "--warmup.eval-prompts", "4", "--evaluation.prompts", "8"),
+    *("--rollouts.groups-per-batch", "6", "--rollouts.groups-per-lease", "1"),
+)
+STEPS, QUICK_STEPS = 160, 4
 
 
 def package(directory: Path) -> Path:
@@ -95,24 +113,55 @@ def show(directory: Path, summary: dict[str, Any]) -> None:
     print(f"  rejected: {summary.get('rejected')}; workers: {json.dumps(summary.get('workers'))}")
 
 
-def main() -> None:
-    """Run seed after seed."""
+def compare(runs: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, float]:
+    """What the goals are about, of (seconds, summary) of each seed: the worst."""
+    found = {
+        GAIN.format(name): min(
+            one["environments"][name]["reward_after"]
+            / max(one["environments"][name]["reward_before"], 1e-9)
+            for _, one in runs
+        )
+        for name in runs[0][1]["environments"]
+    }
+    found["rollouts rejected"] = float(sum(sum(one["rejected"].values()) for _, one in runs))
+    found["minutes of a run"] = max(seconds for seconds, _ in runs) / 60.0
+    return found
+
+
+def main() -> int:
+    """Run seed after seed; the exit code says whether the goals were met, or with --quick whether it ran."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--warm", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
     options, more = parser.parse_known_args()
-    more += ["--max-steps", str(options.steps)]
+    if options.quick:
+        more = [*QUICK, *more]
+    steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    more += ["--max-steps", str(steps)]
     if options.warm is not None:
         more += ["--resume.dir", str(options.warm.absolute()), "--resume.step", "0"]
+    runs: list[tuple[float, dict[str, Any]]] = []
     for seed in options.seeds:
         directory = options.out.absolute() / f"seed_{seed}"
         began = time.monotonic()
         summary = run(directory, seed, more)
-        print(f"seed {seed}: {time.monotonic() - began:.0f} s", flush=True)
+        runs.append((time.monotonic() - began, summary))
+        print(f"seed {seed}: {runs[-1][0]:.0f} s", flush=True)
         show(directory, summary)
+    found = compare(runs)
+    goals = judge_goals(found, GOALS)
+    show_goals(goals)
+    if options.json:
+        options.json.write_text(json.dumps({**found, "goals": goals}, indent=2) + "\n")
+    if options.quick:
+        played = (one["accepted"] for _, run in runs for one in run["environments"].values())
+        return 0 if all(played) and not found["rollouts rejected"] else 1
+    return 0 if all(goal["ok"] for goal in goals) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
