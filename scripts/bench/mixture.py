@@ -36,8 +36,9 @@ GOALS = (
     ("minutes of a run", 10.0, False),
 )
 QUICK = (
-    *("--warmup.max-steps", "20", "--warmup.eval-prompts", "4", "--evaluation.prompts", "8"),
-    *("--rollouts.groups-per-batch", "6", "--rollouts.groups-per-lease", "1"),
+    *("--warmup.max-steps", "60", "--warmup.eval-interval", "60", "--warmup.eval-prompts", "4"),
+    *("--evaluation.prompts", "8", "--rollouts.groups-per-batch", "6"),
+    *("--rollouts.groups-per-lease", "1"),
 )
 STEPS, QUICK_STEPS = 160, 4
 
