@@ -1,4 +1,5 @@
-"""Guess a word of five letters: after each guess the game says which letters are in place or elsewhere.
+"""Guess a word of five letters: after each guess the game says which letters are in place or elsewhere or, with
+hints, shows those in place and one more.
 
 An ordinary `verifiers` v1 package with an Env of its own; draws.py is beside it. A word is either learned from
 or held out, for ever, by its own hash.
@@ -11,7 +12,8 @@ or held out, for ever, by its own hash.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from string import ascii_lowercase
 from typing import Literal
 
 import verifiers.v1 as vf
@@ -70,6 +72,10 @@ class WordGameConfig(vf.TasksetConfig):
     seed: int = 0
     split: Literal["train", "eval"] = "train"
     max_guesses: int = Field(default=6, ge=1, le=32)
+    hints: bool = False
+    """Show the letters that were in place and one more after each guess, in place of marks: easier to use."""
+    demonstration_skill: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of a demonstration's guesses that are words and fit what is known; the others are any letters."""
 
 
 class WordGameData(vf.TaskData):
@@ -77,8 +83,9 @@ class WordGameData(vf.TaskData):
 
     secret: str
     max_guesses: int
-    first_reply: str
-    """The secret as a guess, for a warm-up: nobody else is shown it."""
+    hints: bool
+    replies: tuple[str, ...]
+    """A game for a warm-up, by someone who knows of the secret what the answers tell."""
 
 
 class WordGameState(vf.State):
@@ -155,7 +162,26 @@ class WordGameEnv(vf.SingleAgentEnv):
                 left -= 1
                 if segment.terminated or guess == secret or not left:
                     return
-                segment = await interaction.turn(answer_to(guess, secret, left))
+                guesses = interaction.trace.state.guesses
+                if task.data.hints:
+                    answer = f"{left} left: {known(guesses, secret)}"
+                else:
+                    answer = answer_to(guess, secret, left)
+                segment = await interaction.turn(answer)
+
+
+def known(guesses: Sequence[str], secret: str) -> str:
+    """The letters that any guess had in place and, for each guess, the first missing one, save the last of all;
+    dashes for others. A reply without a guess tells nothing."""
+    found = [ABSENT] * LETTERS
+    for guess in filter(None, guesses):
+        for place, letter in enumerate(guess):
+            if letter == secret[place]:
+                found[place] = letter
+        if found.count(ABSENT) > 1:
+            place = found.index(ABSENT)
+            found[place] = secret[place]
+    return "".join(found)
 
 
 def answer_to(guess: str, secret: str, left: int) -> str:
@@ -179,15 +205,43 @@ class WordGameTaskset(vf.Taskset[WordGameTask, WordGameConfig]):
         """Task number `index` (from 0): a function of seed, split, options and index alone."""
         config = self.config
         words = [word for word in WORDS if is_held_out(word) == (config.split == "eval")]
-        secret = Draws("word-game", config.seed, config.split, index).choice(words)
+        draws = Draws("word-game", config.seed, config.split, index)
+        secret = draws.choice(words)
+        rules = _HINTED_RULES if config.hints else _RULES
         values = {
             "idx": index,
-            "prompt": _RULES.format(letters=LETTERS, guesses=config.max_guesses),
+            "prompt": rules.format(letters=LETTERS, guesses=config.max_guesses),
             "secret": secret,
-            "first_reply": f"[{secret}]",
+            "replies": tuple(f"[{guess}]" for guess in _shown_game(draws, words, secret, config)),
             "max_guesses": config.max_guesses,
+            "hints": config.hints,
         }
         return WordGameTask(WordGameData.model_validate(values), config.task)
+
+
+def _shown_game(
+    draws: Draws, words: Sequence[str], secret: str, config: WordGameConfig
+) -> Iterator[str]:
+    """Guesses up to the secret; words are of `words` alone."""
+    guesses, fitting = list[str](), words
+    for _ in range(config.max_guesses):
+        is_skilled = draws.below(1000) < 1000 * config.demonstration_skill
+        letters = "".join(draws.choice(ascii_lowercase) for _ in range(LETTERS))
+        guesses.append(draws.choice(fitting) if is_skilled else letters)
+        yield guesses[-1]
+        if guesses[-1] == secret:
+            return
+        if config.hints:
+            told = known(guesses, secret)
+            fitting = [one for one in words if fits(one, told)]
+        else:
+            told = marks(guesses[-1], secret)
+            fitting = [one for one in fitting if marks(guesses[-1], one) == told]
+
+
+def fits(word: str, told: str) -> bool:
+    """Whether a word has the letters that are known."""
+    return all(letter in (one, ABSENT) for one, letter in zip(word, told, strict=True))
 
 
 _RULES = (
@@ -195,6 +249,8 @@ _RULES = (
     f"every letter gets a mark: {IN_PLACE} if it is in its place, {ELSEWHERE} if it is elsewhere in "
     f"the word, {ABSENT} if it is not in it. Write each guess in square brackets, such as [crane]."
 )
+
+_HINTED_RULES = "Guess a word of {letters} letters in [ ]. {guesses} left."
 
 
 __all__ = ["WordGameEnv", "WordGameTaskset"]

@@ -71,7 +71,7 @@ async def asked(environment: Environment, index: int, split: str = "train") -> s
 GOLDEN = {
     "math": ("84b6e4a0407bbf59", "b3768beb47c7293f"),
     "alphabet-sort": ("a010a62959f41723", "8a5db69004038e37"),
-    "word-game": ("c56ee15caf101ee0", "e2fb893a2df54dc8"),
+    "word-game": ("15c59a19f7625124", "e94b17db4a1edf9f"),
 }
 """First 8 bytes of the digests of task 5, to train and held out: a change breaks every run under way."""
 
@@ -521,12 +521,95 @@ async def test_a_game_ends_with_the_secret_and_each_guess_is_answered(model_dir:
     assert episode.score.reward == pytest.approx(1.2)
 
 
-async def test_a_warm_up_is_shown_the_secret_as_a_first_guess(model_dir: Path) -> None:
-    environment = await opened(model_dir, "word-game")
-    task = await environment.task(4)
-    reply = await shown_reply(environment, task)
-    assert bytes(one for one in reply if one < 256).decode() == f"[{secret_of(4)}]"
-    assert f"[{secret_of(4)}]" not in await asked(environment, 4)
+@pytest.mark.parametrize(
+    ("guesses", "secret", "shown"),
+    [
+        (["zzzzz"], "crane", "c----"),
+        (["zzaze"], "crane", "c-a-e"),
+        (["zzaze", ""], "crane", "c-a-e"),  # a reply without a guess earns no hint
+        (["zzaze", "zzzzz"], "crane", "cra-e"),
+        (
+            ["zzaze", "zzzzz", "zzzzz"],
+            "crane",
+            "cra-e",
+        ),  # the last letter is for the player to find
+        (["zrane", "zzzzz"], "crane", "-rane"),
+        ([""], "crane", "-----"),
+    ],
+)
+def test_hints_are_the_letters_in_place_and_one_more(
+    guesses: list[str], secret: str, shown: str
+) -> None:
+    assert word_game.known(guesses, secret) == shown
+
+
+async def test_hints_alone_do_not_win_a_game(model_dir: Path) -> None:
+    environment = await opened(model_dir, "word-game", max_guesses=3, hints=True)
+    secret = secret_of(0)
+    episode, policy = await played(environment, 0, "[zzzzz]", "hm", f"[{secret[0]}zzzz]")
+    assert [prompt.endswith(f"{secret[0]}----") for prompt in policy.prompts] == [False, True, True]
+    assert episode.score.metrics["solved"] == 0.0
+    assert episode.score.reward == pytest.approx(0.2 * 0.2)
+    won, _ = await played(environment, 0, "[zzzzz]", f"[{secret}]")
+    assert won.score.reward == pytest.approx(1.2)
+
+
+GAMES = range(60)
+
+
+def shown_games(**options: object) -> list[tuple[str, list[str]]]:
+    """(secret, guesses) of demonstrations."""
+    config = word_game.WordGameConfig.model_validate({"id": "word-game", **options})
+    taskset = word_game.WordGameTaskset(config)
+    found = [taskset.task_at(index).data for index in GAMES]
+    return [(one.secret, [reply[1:-1] for reply in one.replies]) for one in found]
+
+
+@pytest.mark.parametrize("hints", [False, True])
+def test_a_demonstration_knows_what_its_answers_told_and_no_more(hints: bool) -> None:
+    games = shown_games(hints=hints)
+    for secret, guesses in games:
+        assert len(guesses) == 6 or guesses[-1] == secret
+        for place, guess in enumerate(guesses):
+            before = guesses[:place]
+            if hints:
+                assert word_game.fits(guess, word_game.known(before, secret))
+            else:
+                assert all(
+                    word_game.marks(one, guess) == word_game.marks(one, secret) for one in before
+                )
+    assert sum(guesses[0] == secret for secret, guesses in games) < 3, "nobody tells it the secret"
+
+
+def test_a_demonstration_of_less_skill_fits_less_often() -> None:
+    def share(skill: float) -> float:
+        fitting = [
+            word_game.fits(guess, word_game.known(guesses[:place], secret))
+            for secret, guesses in shown_games(hints=True, demonstration_skill=skill)
+            for place, guess in enumerate(guesses)
+            if place
+        ]
+        return sum(fitting) / len(fitting)
+
+    assert share(1.0) == 1.0
+    assert 0.4 < share(0.5) < 0.7
+    assert share(0.0) < 0.1
+
+
+def test_a_demonstration_shows_no_word_that_is_held_out() -> None:
+    held_out = {secret for secret, _ in shown_games(split="eval")}
+    shown = {guess for _, guesses in shown_games(demonstration_skill=0.5) for guess in guesses}
+    assert not shown & held_out
+
+
+async def test_a_warm_up_is_shown_a_whole_game(model_dir: Path) -> None:
+    environment = await opened(model_dir, "word-game", hints=True)
+    shown = await environment.demonstration(await environment.task(4))
+    assert shown is not None
+    [(secret, guesses)] = shown_games(hints=True)[4:5]
+    replies = [bytes(one for one in reply if one < 256).decode() for _, reply in shown.turns()]
+    assert replies == [f"[{guess}]" for guess in guesses]
+    assert f"[{secret}]" not in await asked(environment, 4)
 
 
 async def test_a_lost_game_is_over_after_its_last_guess(model_dir: Path) -> None:
