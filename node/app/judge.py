@@ -44,7 +44,7 @@ from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
-from ..storage.ledger import Ledger
+from ..storage.ledger import MANIFEST, Ledger
 from ..storage.run_files import CONFIG, TICKET, check_kinds, make_directory, write_private
 from ..trainer import run_manifest
 from ..trainer.leased_replies import (
@@ -193,9 +193,11 @@ class JudgeNode(IssuingNode):
         model_dir = await rundir.prepare_model(config, self._config.run_dir / "model")
         state = await asyncio.to_thread(read, candidate(config.model.name, model_dir))
         store = open_store(config, self.data_dir)
+        if (known := ledger.get(MANIFEST)) is not None:
+            # in words of its own: a judge has no checkpoint to begin another one from
+            check_contract(config, run_manifest.known_documents(known, self.key.node_id).manifest)
         documents = await run_manifest.documents(config, self.key, ledger, store, model_dir)
         run = documents.manifest
-        check_contract(config, run)
         async with open_services(
             config,
             self.key,

@@ -50,7 +50,7 @@ async def documents(
     contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
     lora = config.training.lora
     if known is not None:
-        found = _known_documents(known, key.node_id)
+        found = known_documents(known, key.node_id)
         _check_adapters(lora, found.manifest.adapters)
         _check_routes(config.training.enable_router_replay, found.manifest)
         _check_environments(config, found.manifest)
@@ -77,7 +77,7 @@ async def documents(
     return read_documents(sealed, key.node_id, now=int(time.time()))
 
 
-def _known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
+def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
     """Read the manifest that a run began with. Raises StorageError for one of another version."""
     try:
         return read_documents(sealed, trainer, now=int(time.time()))
