@@ -329,7 +329,13 @@ def _staged(stage: Path) -> tuple[str, list[str]]:
     that would never be played or would overwrite another package."""
     from importlib import metadata
 
-    from ..node.environments.allowed import TASKSET, installed, name_taken, source_has
+    from ..node.environments.allowed import (
+        TASKSET,
+        distributions_by_module,
+        installed,
+        name_taken,
+        source_has,
+    )
     from ..node.ops.errors import UsageError
 
     (one,) = metadata.distributions(path=[str(stage)])
@@ -340,7 +346,7 @@ def _staged(stage: Path) -> tuple[str, list[str]]:
             f"{one.name} is not installed: it would replace the installed package of that name, which is no "
             "environment; rename it"
         )
-    theirs = metadata.packages_distributions()
+    theirs = distributions_by_module()
     found: list[str] = []
     older = False
     for root in sorted(stage.iterdir()):

@@ -79,6 +79,7 @@ def test_a_benchmark_that_needs_no_gpu_writes_rows_and_goals(name: str, tmp_path
         assert isfinite(goal["value"])
 
 
+@pytest.mark.slow
 def test_the_bench_of_the_trainer_runs_at_toy_size(tmp_path: Path) -> None:
     rows = [
         "none",

@@ -9,8 +9,9 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -112,10 +113,31 @@ def find_package(environment: str) -> Package | None:
     root = root_of(module)
     if root is None:
         raise UsageError(f"the environment {environment!r} is not installed here")
-    names = metadata.packages_distributions().get(module, [])
+    names = distributions_by_module().get(module, [])
     if not names:
         return Package(environment, f"{module}, no distribution", _digest([root]))
     return Package(environment, *_distribution(names[0]))
+
+
+def distributions_by_module() -> Mapping[str, Sequence[str]]:
+    """Map top-level modules to the names of the distributions that installed them.
+
+    Reading the metadata of all distributions takes a second; they are read again once one comes or goes.
+    """
+    return _read_distributions(tuple(map(_modified, sys.path)))
+
+
+@lru_cache(1)
+def _read_distributions(_: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
+    return metadata.packages_distributions()
+
+
+def _modified(folder: str) -> tuple[str, int]:
+    """Return a folder and the time of its last change, in ns, which each installation into it sets."""
+    try:
+        return folder, Path(folder).stat().st_mtime_ns
+    except OSError:
+        return folder, 0
 
 
 def module_of(environment: str) -> str:
@@ -151,7 +173,7 @@ def installed() -> list[Package]:
     names a Taskset.
     """
     modules: dict[str, list[str]] = {}
-    for module, names in metadata.packages_distributions().items():
+    for module, names in distributions_by_module().items():
         for name in set(names):
             modules.setdefault(name, []).append(module)
     found: dict[str, Package] = {}
@@ -198,9 +220,7 @@ def _scoring_package(environment: str) -> Package | None:
 def _distribution(name: str) -> tuple[str, bytes]:
     """Name with version, and digest, of an installed distribution. Raises PackageNotFoundError."""
     label = f"{name} {metadata.version(name)}"
-    modules = sorted(
-        module for module, names in metadata.packages_distributions().items() if name in names
-    )
+    modules = sorted(module for module, names in distributions_by_module().items() if name in names)
     return label, _digest([root for module in modules if (root := root_of(module)) is not None])
 
 

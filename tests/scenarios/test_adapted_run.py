@@ -154,6 +154,7 @@ async def test_a_run_with_adapters_trains_publishes_and_audits_merged_weights(
     assert digests(model_files.read_state(weights)) == digests(backend.given[-1])
 
 
+@pytest.mark.slow
 async def test_a_worker_that_does_not_merge_what_is_new_is_found_out(
     tmp_path: Path, tiny: Path
 ) -> None:

@@ -136,10 +136,12 @@ async def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named() -> None:
     await fails(ranks, fake.HANGS, "rank 1 of 2 failed: killed by SIGKILL", ranks.pids[1])
 
 
+@pytest.mark.slow
 async def test_a_rank_that_has_a_bug_ends_all_and_says_which() -> None:
     await fails(await group(), fake.RAISES, "rank 1 of 2 failed: KeyError: 'a bug of rank 1'")
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_stopped_while_nobody_asks_is_noticed() -> None:
     ranks = await group(TIMEOUT_S)
     os.kill(ranks.pids[1], signal.SIGSTOP)
@@ -219,6 +221,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_ranks_end_with_a_daemon_that_is_killed() -> None:
     program = [sys.executable, "-c", DAEMON, config().model_dump_json(), *FAKE]
     daemon = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)

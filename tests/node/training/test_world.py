@@ -209,6 +209,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(mine, ranks.on_ranks(2, on_two_ranks, place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_learn_what_one_does(found: Found, case: str) -> None:
     wanted = found.alone[case.partition("-")[0]]
@@ -226,6 +227,7 @@ def test_two_ranks_learn_what_one_does(found: Found, case: str) -> None:
     assert found.ranks[0][case] == found.ranks[1][case]  # the same figures on every rank
 
 
+@pytest.mark.slow
 def test_two_ranks_read_hints_and_demonstrations_as_one_does(found: Found) -> None:
     for one in found.ranks:
         for got, had in zip(one["taught"], found.alone["taught"], strict=True):
@@ -233,6 +235,7 @@ def test_two_ranks_read_hints_and_demonstrations_as_one_does(found: Found) -> No
             assert had["sft_loss/tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_experts_tokens_of_all_ranks_are_counted(found: Found) -> None:
     wanted = found.alone["experts"]["load"]
     assert [len(one) for one in wanted] == [6] * STEPS
@@ -243,6 +246,7 @@ def test_the_experts_tokens_of_all_ranks_are_counted(found: Found) -> None:
     assert found.ranks[0]["dense-sharded"]["load"] == [{}] * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 def test_experts_that_were_shared_out_are_saved_and_published_as_any_others(
     found: Found, turn: int
@@ -255,6 +259,7 @@ def test_experts_that_were_shared_out_are_saved_and_published_as_any_others(
         assert goes_on == pytest.approx(went_on, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_ranks_tell_each_other_is_added_up_and_compared(found: Found) -> None:
     for rank, one in enumerate(found.ranks):
         assert one["world"] == {
@@ -265,6 +270,7 @@ def test_what_ranks_tell_each_other_is_added_up_and_compared(found: Found) -> No
         }
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_shared_out_are_refused_on_all_of_them(found: Found) -> None:
     for one in found.ranks:
         replicas, sharers, heads, number, dense, uneven, copies = one["refused"]
