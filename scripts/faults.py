@@ -222,8 +222,8 @@ FAULTS = (
         "bound on the states kept for audits is dropped",
         "trainer: publisher",
         "node/weights/state_history.py",
-        "for gone in sorted(patches)[: max(0, len(whole) + len(patches) - self._keep)]:",
-        "for gone in list[int]():",
+        "self._held = {number: held[number] for number in sorted(held)[-self._keep :]}",
+        "self._held = {number: held[number] for number in sorted(held)}",
         ("test_only_the_newest_states_stay_in_memory",),
     ),
     # -- worker
@@ -313,8 +313,8 @@ FAULTS = (
         "loss is normalised by the tokens of one rank",
         "training: packing",
         "node/training/packing.py",
-        "return sum(_drawn(one) for rows in self.dealt for row in rows for one in row)",
-        "return sum(_drawn(one) for rows in self.dealt[:1] for row in rows for one in row)",
+        "return sum(_drawn(one) for one in self._samples if not one.given)",
+        "return sum(_drawn(one) for row in self.dealt[0] for one in row if not one.given)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(

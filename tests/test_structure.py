@@ -15,6 +15,8 @@ from pathlib import Path
 
 from support.repository import ROOT, walk
 
+from primerl.scripts.faults import FAULTS, find
+
 TOP = ("cli", "configs", "crypto", "node", "protocol")
 FREE = {"__init__", "node", "configs"}
 """Names and versions only; every module may import them."""
@@ -469,3 +471,11 @@ def test_what_the_security_page_names_is_there() -> None:
     ]
     files = re.findall(r"`((?:node|protocol|crypto|cli|scripts)/[\w./]+)`", page)
     assert gone + [path for path in files if not (ROOT / path).exists()] == []
+
+
+def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
+    places = {fault.name: find(fault, ROOT) for fault in FAULTS}
+    assert len(places) == len(FAULTS)
+    tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for fault in FAULTS for name in fault.tests}
+    assert {name for name in named if f"def {name}(" not in tests} == set()
