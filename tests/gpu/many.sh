@@ -15,6 +15,7 @@
 #   run2      2      a whole run of 0.6B, a GPU each
 #   run2-long 2      the same with replies of 2,000
 #   run2-4b   2      the same with 4B and adapters
+#   turns     1      an 83M model learns a task of several turns and one with a tool, with vLLM
 #   kernels   1      a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B
 #   run4-4b   4, 8   a whole run of 4B, all weights: two GPUs train, each other one is a worker
 #   trainer   2+     weak scaling of the trainer over all GPUs, two copies (HSDP), 0.6B
@@ -89,6 +90,7 @@ case $part in
     run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
     run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole --mean 2000 --most 4096 --groups 8 --logs "$out/run2-long" ;;
     run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters --logs "$out/run2-4b" ;;
+    turns) bench 0 turns gpu_run --turns --out "$out" --limit 540 ;;
     kernels)
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
@@ -110,7 +112,7 @@ case $part in
         for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
         ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,30p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,31p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 
