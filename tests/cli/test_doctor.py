@@ -131,9 +131,9 @@ def test_doctor_says_that_a_model_cannot_be_trained(
 def test_doctor_says_that_vllm_does_not_serve_a_model_there(
     cli: Cli, model: str, where: str, state: str
 ) -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
     Path(model, "config.json").write_text(
-        json.dumps(QWEN3_8B | {"model_type": "qwen3_moe", **experts})
+        json.dumps(QWEN3_8B | {"model_type": "gpt_oss", **experts})
     )
     ran = cli("doctor", "--model.name", model, "--engine.type", "vllm", where, "--json")
     checks = {check["name"]: check["state"] for check in json.loads(ran.out)["machine"]}

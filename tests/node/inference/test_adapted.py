@@ -160,7 +160,7 @@ async def test_adapters_of_another_shape_never_reach_the_engine(
 @pytest.mark.asyncio
 async def test_a_base_that_is_not_the_runs_is_refused(tmp_path: Path, inner: Inner) -> None:
     write_checkpoint(tmp_path / "model.safetensors", make_base(seed=1))
-    with pytest.raises(EngineError, match="the run is of"):
+    with pytest.raises(EngineError, match="the run needs"):
         await AdaptedEngine(inner, RUN).start(tmp_path)
     with pytest.raises(EngineError, match="start"):
         await AdaptedEngine(inner, RUN).load(0, make_adapters())

@@ -284,7 +284,7 @@ async def test_routes_are_measured_under_the_version_that_each_token_claims(
         await auditor.close()
     own, bare = (TOKENS / FEWEST, 7.0), (0.0, 0.0)
     assert [(one.routing, one.routing_max) for one in measured(found)] == [own, bare, own, own]
-    assert bad == Unreadable("expert 8, where there are 8", proof=False)
+    assert bad == Unreadable("expert 8 of 8 does not exist", proof=False)
 
 
 async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: Path) -> None:

@@ -58,7 +58,7 @@ class FakeRing:
         finally:
             self.runs = False
 
-    async def whole(self) -> None:
+    async def wait_healthy(self) -> None:
         await self.up.wait()
 
     def begin(self) -> int:
@@ -67,7 +67,7 @@ class FakeRing:
         self.down.clear()
         return self.epoch
 
-    async def broken(self) -> RingFault:
+    async def wait_failed(self) -> RingFault:
         await self.down.wait()
         assert self.fault is not None
         return self.fault
