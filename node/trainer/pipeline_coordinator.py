@@ -514,7 +514,7 @@ class PipelineCoordinator:
         groups = self._groups.values()
         return next((g for g in groups if not g.void and g.plan.rank_of(node) is not None), None)
 
-    # -- mending them ------------------------------------------------------------------------------
+    # -- mending plans -----------------------------------------------------------------------------
 
     def _look_after(
         self, peer: bytes, group: PipelineGroup, request: OfferStage, now: float

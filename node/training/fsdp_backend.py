@@ -118,7 +118,7 @@ class FsdpBackend:
     async def state(self) -> State:
         """Return a copy of the bf16 policy.
 
-        Deadline of this call and, where nothing else is said, of those below: 3 x fsdp.timeout_s.
+        Deadline of this call, and of those below unless they state another: 3 x fsdp.timeout_s.
         """
 
         async def read(ranks: RankGroup) -> State:

@@ -1,8 +1,7 @@
 """AdamW or Muon over fp32 masters, with moments on the device or in host memory.
 
 Imports torch: import lazily. A step is a function of gradients, moments and rate alone: the place of the
-moments changes no bit. Of sharded parameters each rank changes its own shard; only the norm of the gradient is
-exchanged.
+moments changes no bit. Each rank changes its own shards; only the norm of the gradient is exchanged.
 """
 
 import math

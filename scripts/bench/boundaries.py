@@ -368,7 +368,7 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# -- the whole ------------------------------------------------------------------------------------
+# -- models and reports ---------------------------------------------------------------------------
 
 
 def trained(asked: argparse.Namespace, layers: int) -> Trained:

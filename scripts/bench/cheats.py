@@ -193,7 +193,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-# -- the trust of a run, fed with outcomes that are drawn from those measured ----------------------
+# -- simulated reputation, from resampled outcomes -------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def _decode_anchor(base: Policy, new: Policy, payload: list[bytes], threads: int
     return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
-# -- other formats: a coder of blocks, run over all of them -----------------------------------------------
+# -- other formats: a coder of blocks, applied to each ----------------------------------------------------
 
 
 def _squeeze(data: Any) -> bytes:

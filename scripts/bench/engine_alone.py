@@ -120,7 +120,7 @@ class BareVllm:
 
         more: dict[str, Any] = {}
         if "logprobs" in command["mode"]:
-            more["logprobs"] = 0  # of the sampled token alone
+            more["logprobs"] = 0  # only the sampled token's
         return SamplingParams(
             max_tokens=command["max_tokens"],
             temperature=command["temperature"],

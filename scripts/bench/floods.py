@@ -54,7 +54,7 @@ ROLLOUTS = {"groups_per_batch": 8, "groups_per_lease": 2, "lease_timeout_s": 60.
 DEADLINE_S = 20.0
 
 
-# -- those that attack, in a process of their own ------------------------------------------------------
+# -- attackers, in a separate process ------------------------------------------------------------------
 
 
 class Attacker:

@@ -618,7 +618,7 @@ def small(shape: str) -> dict[str, int]:
 def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[Goal]:
     """Return the goals for measured rows: no honest rejections, all cheats suspect, and costs.
 
-    Of many honest rollouts a few may be suspect: the sequential test expects some.
+    A few of many honest rollouts may be suspect: the sequential test expects some.
     """
     least = {
         JUDGED: float(options.honest),

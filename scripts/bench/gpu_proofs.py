@@ -187,7 +187,7 @@ def print_speeds(row: dict[str, Any], names: list[str]) -> None:
         print(line, flush=True)
 
 
-# -- what the recorder alone costs -----------------------------------------------------------------
+# -- cost of the recorder alone --------------------------------------------------------------------
 
 
 def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
     return found
 
 
-# -- whether it is right ---------------------------------------------------------------------------
+# -- correctness -----------------------------------------------------------------------------------
 
 
 def other_policy(state: State) -> tuple[State, Changed]:
@@ -312,7 +312,7 @@ def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) ->
     return [float(np.mean(own)), float(np.mean(other))] if own else []
 
 
-# -- the whole -------------------------------------------------------------------------------------
+# -- all measurements ------------------------------------------------------------------------------
 
 
 async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:

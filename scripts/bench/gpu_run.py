@@ -64,7 +64,7 @@ TOY = {
 }
 
 
-# -- why nothing goes on: Linux alone, and kernel stacks only as root ----------------------------
+# -- causes of a hang: Linux only, and kernel stacks only as root --------------------------------
 
 
 def descendants(root: int) -> dict[int, str]:

@@ -56,7 +56,7 @@ Times = list[float]
 Frozens = list[tuple[float, float]]
 
 
-# -- engines whose tokens are watched --------------------------------------------------------------
+# -- engines with recorded tokens ------------------------------------------------------------------
 
 
 class Watched(LanguageModel):

@@ -69,7 +69,7 @@ PHASES = {
 }
 
 
-# -- what it runs with ----------------------------------------------------------------------------
+# -- settings -------------------------------------------------------------------------------------
 
 
 def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str, Any]:
