@@ -99,7 +99,7 @@ class StageFaults:
         return tally
 
     def _part(self, plan: PipelinePlan, tally: Tally) -> None:
-        """Dissolve a later stage from the group once too many faults may be that stage's."""
+        """Exclude a later stage from the group once too many faults may be that stage's."""
         later = range(1, len(plan.stages))
         peers = [self._reputation(stage.node) for stage in plan.stages]
         worst = max(later, key=lambda rank: (tally.doubt[rank], peers[rank].suspicion))

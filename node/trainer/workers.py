@@ -355,7 +355,7 @@ class WorkerRegistry:
         return worker.heard if worker else self._started
 
     def silence(self, node: bytes) -> float:
-        """Return the seconds since an admitted node's last request; 0 while loading at first."""
+        """Return the seconds since a node's last request; 0 while it loads its first policy."""
         loading = self.workers[node].stats.version < 0  # until then it need not send any
         if loading and self.services.peers.get(node).path() is not None:
             return 0.0

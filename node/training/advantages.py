@@ -91,7 +91,8 @@ def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[f
 
     one reward after the other, so that no reward is part of its own baseline. `rewards` belong to one agent of
     one environment: for two agents in a zero-sum game the mean over both is always 0, and the first player's
-    structural advantage must not count as merit. Returns the advantages and the new baseline b.
+    structural advantage must not count as merit. Returns the advantages and the new baseline b,
+    which starts at 0.
     """
     found: list[float] = []
     for reward in rewards:

@@ -231,7 +231,7 @@ def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, in
     `there` are the groups waiting or on lease, by worker.
 
     The limit is one batch, or the node's share of two batches if that is more: further work of one worker would
-    only fill the buffer, and so the capacity that the others' leases need. There is no limit while no other
+    only fill the buffer and use up the capacity that the others' leases need. There is no limit while no other
     worker has groups.
     """
     if not any(groups for other, groups in there.items() if other != node):

@@ -91,7 +91,7 @@ class Curriculum:
         return {f"curriculum/{self.environment}/{name}": value for name, value in figures.items()}
 
     def restore(self, rewards: Mapping[int, float]) -> None:
-        """Restore a checkpoint's `rewards`, without those of tasks outside the range now."""
+        """Restore a checkpoint's `rewards`, except for tasks that are no longer in range."""
         self.rewards.clear()
         self._weights[:] = 1.0
         for index, reward in rewards.items():

@@ -277,7 +277,7 @@ Layout = tuple[str, tuple[int, ...], int, int]
 class PieceFinder:
     """Finds changed elements against the kept bits of the last search.
 
-    Those take 2 bytes for each bf16 element of this rank's share, on its device.
+    The kept bits take 2 bytes for each bf16 element of this rank's share, on its device.
     """
 
     def __init__(

@@ -274,7 +274,7 @@ class TrainedModel(nn.Module):
             context=self._world.context,
         ).last_hidden_state[0]
         weight = self.causal.get_output_embeddings().weight
-        # made here, since FSDP rounds tensor arguments to the dtype of forward
+        # the tensor is made here, since FSDP rounds tensor arguments to the dtype of forward
         scale: float | Tensor = (
             temperature
             if isinstance(temperature, float | int)

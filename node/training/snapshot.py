@@ -299,9 +299,9 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 def exchange_directory(size: int, fallback: Path | None = None) -> Path:
-    """Return a parent for the exchange directory: in memory if a state of `size` bytes fits.
+    """Return a parent for the exchange directory: in memory if twice `size` bytes are free.
 
-    Otherwise `fallback`, or the directory of temporary files.
+    `size` is that of a state. Otherwise `fallback`, or the directory of temporary files.
     """
     # a container may have 64 MiB there; a file is deleted before the next one is written
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size:

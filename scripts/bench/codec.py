@@ -103,7 +103,7 @@ class Training:
 
 
 def synthetic(elements: int) -> Iterator[Pair]:
-    """Yield normal weights, and them after normal steps that change the wanted shares."""
+    """Yield normal weights before and after a normal step that changes a given share."""
     rng = np.random.default_rng(0)
     weights = rng.normal(0, DEVIATION, elements).astype(np.float32)
     base = _as_state(to_bf16(weights))

@@ -240,7 +240,7 @@ def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], No
 
 
 def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
-    """Compute gradients of the mean cross entropy; return the latter.
+    """Compute the gradients of the mean cross entropy, and return its value.
 
     Logits exist for eight rows at a time, to save memory.
     """

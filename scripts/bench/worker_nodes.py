@@ -1,4 +1,4 @@
-"""The two nodes of worker.py: a trainer without training, and a worker with observed engine.
+"""The two nodes of worker.py: a trainer without training, and an observed worker.
 
     python worker_nodes.py trainer|worker CONFIG_JSON      (commands: children.py)
 
