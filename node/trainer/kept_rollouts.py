@@ -225,9 +225,10 @@ class RolloutKeeper:
 
 
 def kept_batch(kept: Sequence[KeptRollout], groups: int) -> list[RolloutGroup]:
-    """Rebuild the `groups` groups of a batch, in order, from its step's rows.
+    """Rebuild the stored groups of a batch, in order, from its step's rows.
 
-    Raises ValueError, TypeError for rows that no batch produces.
+    The batch had `groups` groups; rows of higher group numbers are lost rollouts. Raises ValueError, TypeError
+    for rows that no batch produces.
     """
     found: dict[int, dict[int, list[KeptRollout]]] = {}
     for one in kept:
