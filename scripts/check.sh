@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a commit must pass: format, lint, types, tests with warnings as errors.
+# Checks that a commit must pass: format, lint, types, tests with warnings as errors.
 #
 #   bash scripts/check.sh [PYTEST ARGUMENTS]...
 set -euo pipefail
@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 bash scripts/install.sh run,dev
 
-# pyright does not know that the repository root is the package: here is a folder that says so.
+# pyright does not know that the repository root is the package: this link tells it.
 mkdir -p build
 ln -sfn .. build/primerl
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a model that got better: installs into .venv, then runs the demo.
+# From a fresh clone to an improved model: installs into .venv, then runs the demo.
 #
 #   bash scripts/demo.sh [--seed 1] [--KEY VALUE]...
 #

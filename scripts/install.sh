@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs primerl-node into .venv beside the repository; asking again does nothing.
+# Installs primerl-node into .venv in the repository; running it again does nothing.
 #
 #   scripts/install.sh [EXTRAS]        default: run        e.g. run,dev; '' is the daemon without torch
 #
-# Needs Python >= 3.11 with venv, and pip's way to a package index; no compiler: nothing but wheels is
-# taken, and two packages of pure Python that have none. PYTHON names another interpreter.
+# Needs Python >= 3.11 with venv, and a package index that pip can reach. Needs no compiler: it installs only
+# wheels, and two packages of pure Python that have none. PYTHON names another interpreter.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,20 +31,20 @@ find_python() {
     return 1
 }
 
-# A stamp per set of extras: what was asked for, at which state of the files that say what it is.
+# A stamp of the requested extras and of the files that define them.
 wanted_stamp() {
     { echo "$extras"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | "$venv/bin/python" -c \
         'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-# The width of the terminal, to keep the progress on one line.
+# Width of the terminal, to keep the progress on one line.
 columns() {
     local size=${COLUMNS:-$(stty size <&2 2>/dev/null || true)}
     size=${size##* }
     if [[ $size =~ ^[1-9][0-9]*$ ]]; then echo "$size"; else echo 80; fi
 }
 
-# What to do about a pip that failed, from the words in its log.
+# Advice after a failure of pip, from its log.
 advice() {
     if grep -qi 'no space left on device' "$log"; then
         say "the disk is full: make room (about 4 GB for the CPU build of torch, 10 for CUDA), or point TMPDIR at" \
@@ -60,7 +60,7 @@ advice() {
     fi
 }
 
-# pip in the background, with a line that shows it lives; its words are in the log.
+# Run pip in the background, with a progress line; its output goes to the log.
 install() {
     local code=0 line
     "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary :all: --no-binary "$unbuilt" \
@@ -100,6 +100,6 @@ say "installing into $venv (the first time some minutes, mostly torch)"
 log=$venv/install.log started=$SECONDS
 : >"$log"
 install --editable "$root${extras:+[$extras]}"
-install --no-deps libp2p # one of its requirements wants a compiler: pyproject.toml has those that are needed
+install --no-deps libp2p # one of its requirements needs a compiler; pyproject.toml lists the others
 wanted_stamp >"$stamp"
 say "installed in $((SECONDS - started)) s"

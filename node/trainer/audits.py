@@ -1,6 +1,6 @@
-"""Audits by validators: hand out jobs, take in reports, and measure a share of them again.
+"""Audits by validators: hand out jobs, collect reports, repeat some measurements.
 
-A report counts only where its job, submission and challenge are ours and its signer is the validator that was
+A report counts only if its job, submission and challenge are ours and its signer is the validator that was
 given the job.
 """
 
@@ -53,27 +53,27 @@ from ..verification.judge import judge
 logger = logging.getLogger(__name__)
 
 HOLD_S = 0.25
-"""How long a validator's request waits for a job; the next one tells of the versions that it got meanwhile."""
+"""Time that a validator's request waits for a job; the next request lists versions fetched meanwhile."""
 RETRY_MS = 20
 ALIVE_S = 5.0
-"""A validator that asked for nothing for this long is not waited for."""
+"""A validator without a request for this long is not waited for."""
 TAKE_S = 2.0
-"""How long a job waits for a validator to take it."""
+"""Time that a job waits for a validator to take it."""
 BENCH_S = 60.0
-"""A validator that let a job run out of time is given none for this long, twice as long each time after."""
+"""First pause of a validator that let a job time out; it doubles with each further one in a row."""
 MAX_BENCH_S = 3600.0
 MAX_JOBS = 16
-"""Jobs at a time; the trainer audits others itself."""
+"""Maximum number of jobs at a time; the trainer audits others itself."""
 KEPT_NUMBERS = 1024
 """Numbers of finished jobs that are remembered, to tell a replay from an unknown job."""
 MIN_COMPARED = 32
-"""Rollouts that were measured twice before small differences in judgement may count."""
+"""Rollouts measured twice before small differences in judgement count."""
 MAX_DIFFERING = 0.25
-"""Share of them that may be judged otherwise; with honest noise it is a few in a hundred."""
+"""Maximum share of differing judgements among them; with honest noise it is a few in a hundred."""
 OVERLAP = 0.05
 """Share of a validator's jobs that is measured again."""
 FIRST_JOBS = 4
-"""Jobs of a validator that is new in this run; they are all measured again."""
+"""Jobs of a validator that is new in this run; all of them are measured again."""
 
 Found = Sequence[Measured | Unreadable]
 """The measurements of one rollout: one entry per branch."""
@@ -84,14 +84,14 @@ class ValidatorRecord:
     """Results of a validator's reports, compared with the trainer's own audits."""
 
     jobs: int = 0
-    """Reports taken from it."""
+    """Reports received from it."""
     compared: int = 0
     differing: int = 0
     disqualified: str = ""
-    """Why its reports count no more in this run; empty while they do."""
+    """Reason why its reports no longer count in this run; empty while they count."""
 
     def compare(self, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
-        """Take in one job that was measured twice; return whether both came to the same judgements.
+        """Compare one job that was measured twice; return whether all judgements agree.
 
         Two honest machines differ by noise: one may judge clean and the other suspect, but never guilty.
         """
@@ -120,13 +120,13 @@ class ValidatorState:
     epoch: int = 0
     versions: frozenset[int] = frozenset()
     missed: int = 0
-    """Jobs in a row that it let run out of time or could not do."""
+    """Jobs in a row that timed out or failed."""
     benched_until: float = 0.0
     waiting: int = 0
     """Requests that wait for a job."""
 
     def holds(self, versions: frozenset[int], epoch: int) -> bool:
-        """Whether it has these versions; those beyond its newest it is about to get."""
+        """Return whether it has these versions; those beyond its newest are ignored."""
         newest = max(self.versions, default=-1)
         old = {version for version in versions if version <= newest}
         return self.epoch == epoch and bool(old) and old <= self.versions
@@ -143,15 +143,15 @@ class AssignedAudit:
     done: "asyncio.Future[AuditReport | None]"
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     validator: bytes = b""
-    """The validator that has it; empty while none does."""
+    """The validator that took the job; empty while none has."""
 
     def places(self) -> list[tuple[int, int]]:
-        """List (group, rollout) of each chosen rollout, in order."""
+        """Return (group, rollout) of each chosen rollout, in order."""
         return [(one.rollout.group, one.rollout.index) for one in self.call.chosen]
 
 
 class AuditQueue:
-    """Hands audits to validators that ask, and takes their reports; without validators it refuses all."""
+    """Hands audits to validators and collects reports; without validators it refuses all."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class AuditQueue:
         timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`validators`: the node ids whose reports count; `timeout_s`: time for one job."""
+        """`validators` are the node ids whose reports count; `timeout_s` is the time for one job."""
         self._run_id = run_id
         self._trainer = trainer
         self._timeout_s = timeout_s
@@ -180,11 +180,11 @@ class AuditQueue:
     # -- requests of validators -----------------------------------------------------------------------
 
     async def hand_out(self, peer: bytes, stream: Stream, request: AuditRequest) -> None:
-        """Answer one request with a job and the submission's bytes, or with nothing for now.
+        """Answer one request with a job and the submission's bytes, or with a request to wait.
 
         Raises:
-            RemoteProtocolError: NOT_ADMITTED where the node is no validator of this run, BANNED where it
-                was found to report falsely.
+            RemoteProtocolError: NOT_ADMITTED if the node is not a validator of this run, BANNED if it was
+                disqualified.
         """
         validator = self._admit(peer)
         validator.epoch, validator.versions = request.term, frozenset(request.versions)
@@ -200,12 +200,12 @@ class AuditQueue:
             raise
 
     async def take_in(self, peer: bytes, message: AuditDone) -> None:
-        """Take a report.
+        """Accept a report.
 
         Raises:
-            RemoteProtocolError: NOT_ADMITTED, BANNED; what unseal() raises; NOT_FOUND for a job that never
-                was, WRONG_RECIPIENT for somebody else's, REPLAYED for one that was
-                answered or another challenge, WRONG_DIGEST for another submission, MALFORMED.
+            RemoteProtocolError: NOT_ADMITTED, BANNED, MALFORMED and errors of unseal(); NOT_FOUND for an
+                unknown job, WRONG_RECIPIENT for another validator's, REPLAYED for one already answered or
+                another challenge, WRONG_DIGEST for another submission.
         """
         self._admit(peer)
         report = unseal(
@@ -295,7 +295,7 @@ class AuditQueue:
     # -- requests of the trainer ---------------------------------------------------------------------
 
     def available(self, versions: frozenset[int], epoch: int) -> bool:
-        """Whether a validator is there that holds these versions, or will as soon as it has the newest."""
+        """Return whether a validator is present that has these versions, apart from the newest ones."""
         now = self._clock()
         return any(
             (one.waiting > 0 or now - one.asked < ALIVE_S)
@@ -306,7 +306,7 @@ class AuditQueue:
         )
 
     async def report(self, call: AuditCall, epoch: int) -> tuple[bytes, AuditReport] | None:
-        """Let a validator audit; return it and its report, or None where none reported in time."""
+        """Have a validator audit; return its id and report, or None if none reported in time."""
         versions = frozenset(call.states)
         fits = len(call.chosen) <= MAX_CHOSEN and len(versions) <= MAX_SHELF
         if not fits or len(self._jobs) >= MAX_JOBS or not self.available(versions, epoch):
@@ -363,13 +363,13 @@ class AuditQueue:
 
 
 def _give_up(job: AssignedAudit) -> None:
-    """The validator did not get it: the trainer need not wait."""
+    """Release the trainer from waiting for a job that did not reach its validator."""
     if not job.done.done():
         job.done.set_result(None)
 
 
 class RemoteAuditors:
-    """An AuditService by validators where they are there, else by the trainer itself."""
+    """An AuditService that uses validators if available, else the trainer itself."""
 
     def __init__(
         self,
@@ -381,7 +381,10 @@ class RemoteAuditors:
         overlap: float = OVERLAP,
         first_jobs: int = FIRST_JOBS,
     ) -> None:
-        """`epoch` is the current one; `chance` must be secret: it decides which jobs are measured again."""
+        """`epoch` returns the current epoch; `chance` decides which jobs are measured again.
+
+        `chance` must be secret.
+        """
         self._own = own
         self._queue = queue
         self._epoch = epoch
@@ -390,7 +393,10 @@ class RemoteAuditors:
         self._first_jobs = first_jobs
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
-        """See AuditService. Rollouts of several branches are the trainer's: the bundle lacks their turns."""
+        """See AuditService.audit().
+
+        The trainer audits rollouts of several branches itself: the bundle lacks their turns.
+        """
         plain = [one for one in call.chosen if _is_plain(one) and not call.by_trainer]
         told = (
             await self._queue.report(replace(call, chosen=plain), self._epoch()) if plain else None
@@ -407,13 +413,13 @@ class RemoteAuditors:
         return AuditAnswer(measured, answer.validator)
 
     async def _confirm(self, call: AuditCall, validator: bytes, report: AuditReport) -> AuditAnswer:
-        """Return the report as an answer or, now and then, the trainer's own measurements instead."""
+        """Return the report as an answer, or for some jobs the trainer's own measurements."""
         told = _measured(call.chosen, report)
         record = self._queue.validators[validator].record
         record.jobs += 1
         drawn = record.jobs <= self._first_jobs or self._chance.random() < self._overlap
         outcomes = _outcomes(call, told)
-        # Measured bounds are of the trainer's own audits: a validator's device may add noise of its own.
+        # Measured bounds come from the trainer's own audits: a validator's device may add its own noise.
         condemned = call.contract.bounds == "measured" and set(outcomes) != {"clean"}
         if not drawn and not condemned:
             return AuditAnswer(told, validator)
@@ -461,7 +467,7 @@ def _is_plain(one: AuditTarget) -> bool:
 
 
 def _outcome(rollout: CheckedRollout, measured: Found, contract: ProofContract) -> Outcome:
-    """Judge one rollout; one that is unreadable through no fault of the worker counts as suspect."""
+    """Judge one rollout; a rollout unreadable through no fault of the worker counts as suspect."""
     unreadable = [one for one in measured if isinstance(one, Unreadable)]
     if unreadable:
         return "rejected" if any(one.proof for one in unreadable) else "suspect"
@@ -473,7 +479,7 @@ def _outcome(rollout: CheckedRollout, measured: Found, contract: ProofContract) 
 
 
 def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]:
-    """Read the rows of a report as the measurements of the chosen rollouts, in order."""
+    """Convert the rows of a report into the measurements of the chosen rollouts, in order."""
     rows = rows_by_place(report)
     crossed = {(row.group, row.rollout): row.distances for row in report.crossed or ()}
     found: list[Found] = []

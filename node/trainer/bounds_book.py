@@ -1,4 +1,4 @@
-"""The bounds that judge each worker of a run that measures them: chosen, kept in the ledger, signed.
+"""The bounds that judge each worker in a run that measures them: chosen, stored and signed.
 
 Invariant: a verdict's evidence about a class is written together with that verdict, or not at all.
 """
@@ -42,7 +42,7 @@ class MeasuredRows:
 
     honest: Sequence[HonestRollout] = ()
     bounds: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
-    """Sealed, by encoded class."""
+    """Sealed bounds, by encoded class."""
 
 
 class BoundsBook:
@@ -110,7 +110,7 @@ class BoundsBook:
         return makers_of(node, plan)
 
     def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
-        """Take in the evidence of a submission's audits about a class; returns the rows to keep."""
+        """Record a submission's evidence about a class; return the ledger rows to store."""
         bounds = verified.verdict.bounds
         if self._calibration is None or not isinstance(bounds, ClassBounds):
             return MeasuredRows()
@@ -182,15 +182,16 @@ class BoundsBook:
     # -- the chain, workers and operators ----------------------------------------------------------
 
     def go_back(self, term: int, version: int) -> None:
-        """Go on from that version: what later ones drew, which the trainer lost, counts no more."""
+        """Continue from that version, dropping rollouts of later versions that the trainer lost."""
         if self._calibration is not None:
             made = self._calibration.go_back(term, version)
             self._services.ledger.drop_honest(self._seal_all(made), above=version)
 
     def claim(self, node: bytes, numerics: NumericsClass | None) -> None:
-        """Take in how a worker that asks for work says that it computes: a new class starts anew.
+        """Record the numerics class that a worker claims; a new class starts anew.
 
-        Of a reference it is believed, also where it was refused before its operator named it.
+        A reference worker's claim is believed, even if it was refused before its operator named it as a
+        reference.
         """
         if self._calibration is None or numerics is None:
             return
@@ -207,12 +208,11 @@ class BoundsBook:
         return self._calibration.rows(claims) if self._calibration else []
 
     def is_reference(self, node: bytes) -> bool:
-        """Whether noise is measured by this worker's rollouts."""
+        """Return whether this worker's rollouts measure the noise of its class."""
         return self._calibration is not None and self._calibration.vouched((node,))
 
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
-        """Report missing references of classes; `strangers` counts workers that are no references, by
-        class."""
+        """Report missing references of classes; `strangers` counts non-reference workers by class."""
         return self._calibration.warnings(strangers) if self._calibration else []
 
 

@@ -1,7 +1,7 @@
-"""Demonstrations in a run of rollouts: rows mixed into every step, and hints that a teacher alone reads.
+"""Demonstrations in a run of rollouts: rows mixed into each step, and teacher hints.
 
-Invariant: the demonstrations of a step follow from the data, the cursor of the checkpoint and the tasks of
-its rollouts.
+Invariant: the demonstrations of a step follow from the data, the cursor of the checkpoint and the tasks of its
+rollouts.
 """
 
 import asyncio
@@ -21,19 +21,21 @@ PLACE = "{demonstration}"
 
 
 class Hints:
-    """Makes a system message of each task's right reply, as tokens (training.loss.hint)."""
+    """Converts tasks' correct replies to system messages, as tokens (training.loss.hint)."""
 
     def __init__(
         self, template: str, chat: ChatFormat, environments: Mapping[str, Environment]
     ) -> None:
-        """`environments` are those of the run whose loss has the hint, started, by name."""
+        """`environments` are those whose loss has the hint, started, by name."""
         self._template = template
         self._chat = chat
         self._environments = environments
 
     async def check(self) -> None:
-        """Raise UsageError if the first task of an environment has no right reply, or the model's template no
-        system message."""
+        """Raise UsageError if hints are impossible.
+
+        The first task of every environment needs a correct reply, and the model's template a system message.
+        """
         for name, environment in self._environments.items():
             try:
                 found = await self._of(environment, await environment.task(0))
@@ -46,9 +48,12 @@ class Hints:
                 )
 
     async def of(self, group: RolloutGroup) -> list[int]:
-        """Make the hint of a group's task; none where its loss has none, or the task no right reply here."""
+        """Return the hint of a group's task.
+
+        Empty if its loss has no hint, or the task has no correct reply here.
+        """
         environment = self._environments.get(group.environment)
-        if environment is None or group.task_index < 0:  # of a checkpoint from before it was kept
+        if environment is None or group.task_index < 0:  # from a checkpoint older than task_index
             return []
         try:
             return await self._of(environment, Task(group.task_index, group.task))
@@ -66,13 +71,13 @@ class Hints:
 
 
 class Demonstrations:
-    """Demonstrations that a step learns from beside its rollouts and their rewards."""
+    """Demonstrations added to the rollouts of each step."""
 
     def __init__(self, mixed: MixedReader | None = None, hints: Hints | None = None) -> None:
         self._mixed = mixed
         self._hints = hints
         self.cursor = DataCursor()
-        """Place in `mixed`."""
+        """Position in `mixed`."""
 
     @property
     def identity(self) -> str:
@@ -80,8 +85,10 @@ class Demonstrations:
         return self._mixed.identity if self._mixed else ""
 
     def restore(self, state: TrainerState) -> None:
-        """Go on where a checkpoint was; from the start if the run had no data then. Raises UsageError for
-        other data."""
+        """Continue at a checkpoint's position; from the start if the run had no such data then.
+
+        Raises UsageError for other data.
+        """
         if self._mixed is None or not state.sft_identity:
             return
         if state.sft_identity != self.identity:
@@ -94,8 +101,10 @@ class Demonstrations:
     async def added_to(
         self, samples: Sequence[Sample], groups: Sequence[RolloutGroup]
     ) -> list[Sample]:
-        """Give the `samples` of `groups` their hints, and add the rows of this step. Raises RunFailed,
-        UsageError."""
+        """Give the `samples` of `groups` their hints, and add the rows of this step.
+
+        Raises RunFailed, UsageError.
+        """
         found = await self._hinted(samples, groups)
         if self._mixed is None:
             return found
@@ -110,7 +119,7 @@ class Demonstrations:
         if self._hints is None:
             return [*samples]
         hints = await asyncio.gather(*map(self._hints.of, groups))
-        # a sample has the very list of its branch (advantages.py)
+        # a sample holds the same list object as its branch (advantages.py)
         hint_of = {
             id(branch.token_ids): hint
             for group, hint in zip(groups, hints, strict=True)

@@ -1,7 +1,7 @@
-"""Keep rollouts to be read, and a run to be replayed: collect what becomes of each, write it step by step.
+"""Store rollouts for reading and replay: collect their outcomes, write them by step.
 
-Invariant: nothing here holds up training. Rows and texts are made in a thread beside it, what waits is bounded,
-and a file that cannot be written is reported and costs that step's file alone.
+Invariant: nothing here delays training. Rows and texts are made in a background thread, its queue is bounded,
+and a file that cannot be written is reported and costs only that step's file.
 """
 
 import logging
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 STEPS_WAITING = 4
 """Steps that may wait to be written; with a slower disk further ones are left out."""
 LOST_BYTES = 64 * 2**20
-"""Most bytes of tokens, of rollouts in no batch, that are kept of one step: a hostile worker sends many."""
+"""Maximum bytes of tokens kept per step of rollouts in no batch: a hostile worker sends many."""
 CLOSE_S = 30.0
 """Longest wait for the last files when a trainer ends."""
 THIN = "thin"
 ZERO_ADVANTAGE = "zero_advantage"
 NOT_ADMITTED = "not_admitted"
-"""Reason of rollouts that a gate of training.curriculum refused."""
+"""Reason of rollouts rejected by a gate of training.curriculum."""
 
 
 @dataclass(frozen=True)
 class LostRollout:
-    """A rollout of a submission that did not get into a group."""
+    """A rollout of a submission that is in no group."""
 
     key: tuple[int, int]
     """Lease, and group in it."""
@@ -57,7 +57,7 @@ class LostRollout:
 
 @dataclass
 class Lost:
-    """Rollouts since the last step that got into no batch."""
+    """Rollouts since the last step that are in no batch."""
 
     rollouts: list[LostRollout] = field(default_factory=list[LostRollout])
     groups: list[tuple[RolloutGroup, str]] = field(default_factory=list[tuple[RolloutGroup, str]])
@@ -65,11 +65,11 @@ class Lost:
     size: int = 0
     """Bytes of their tokens, approximately."""
     count: int = 0
-    """Rollouts, those without room included."""
+    """Rollouts, including those left out for lack of room."""
     left_out: int = 0
 
     def room(self, size: int, rollouts: int) -> bool:
-        """Count rollouts of that size; returns whether there is room for them."""
+        """Count rollouts of that size; return whether there is room for them."""
         self.count += rollouts
         if self.size + size > LOST_BYTES:
             self.left_out += rollouts
@@ -91,11 +91,11 @@ class TrainedStep:
 
 
 Shown = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+"""Conversion of token ids to text, special tokens included."""
 
 
 class RolloutKeeper:
-    """Collects the rollouts of a run, and writes them once the version that they made is published."""
+    """Collects the rollouts of a run, and writes each step's once its version is published."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class RolloutKeeper:
         model_dir: Path,
         settings: StepSettings | None = None,
     ) -> None:
-        """`environments` are the names of the run's; the tokenizer of `model_dir` makes the texts.
+        """`environments` are the names of the run's environments, in order.
 
-        `settings` are written beside each step.
+        The tokenizer of `model_dir` makes the texts. `settings` are written with each step.
         """
         self._files = files
         self._settings = settings
@@ -120,7 +120,7 @@ class RolloutKeeper:
         self._writer = BackgroundThread("the writer of rollouts", STEPS_WAITING)
 
     def lost(self, groups: Sequence[RolloutGroup], reason: str) -> None:
-        """Note accepted groups that are never trained."""
+        """Record accepted groups that are never trained."""
         for group in groups:
             size = sum(8 * len(b.token_ids) for one in group.rollouts for b in one.branches)
             if self._chosen(group.lease, group.task) and self._lost.room(size, len(group.rollouts)):
@@ -129,7 +129,7 @@ class RolloutKeeper:
     def judged(
         self, worker: bytes, submission: Submission, lease: Lease, verified: Verified
     ) -> None:
-        """Note the rollouts of a submission that were rejected, and survivors of a group that are alone."""
+        """Record a submission's rejected rollouts, and single survivors of a group."""
         if not self._config.share:
             return
         name = lease.lease_id.to_bytes(8, "big")
@@ -171,32 +171,35 @@ class RolloutKeeper:
         samples: Sequence[Sample],
         baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> TrainedStep:
-        """Close a step: rollouts lost from now on belong to the next one; `baselines` are those before it."""
+        """Close a step: rollouts lost from now on belong to the next one.
+
+        `baselines` are those before the step.
+        """
         lost, self._lost = self._lost, Lost()
         return TrainedStep(step, groups, samples, lost, baselines)
 
     def write(self, step: TrainedStep, head: bytes) -> None:
-        """Write a step beside training; `head` is the sealed head of the version that it made."""
+        """Write a step in the background; `head` is the sealed head of the version made by it."""
         if self._config.share:
             self._writer.put(lambda: self._write(step, head))
 
     def end(self, step: int) -> None:
-        """Write what got into no batch after `step`, the last one: it would be lost."""
+        """Write the rollouts lost after `step`, the last one."""
         left = self.trained(step + 1, [], [])
         if left.lost.count:
             self.write(left, b"")
 
     def go_back(self, step: int) -> None:
-        """Remove what later steps left: the run goes on after `step`. Raises StorageError."""
+        """Remove the files of later steps: the run continues after `step`. Raises StorageError."""
         self._lost = Lost()
         self._files.go_back(step)
 
     def close(self) -> None:
-        """Wait for the last files, for a while."""
+        """Wait up to CLOSE_S for the last files."""
         self._writer.close(CLOSE_S)
 
     def _chosen(self, lease: bytes, task: bytes) -> bool:
-        """Whether a group is in the share; the same for all that becomes of it."""
+        """Return whether a group is in the stored share; the same for all its rollouts and outcomes."""
         lot = int.from_bytes(digest(lease + task)[:8], "big") / 2**64
         return lot < self._config.share
 
@@ -222,9 +225,10 @@ class RolloutKeeper:
 
 
 def kept_batch(kept: Sequence[KeptRollout], groups: int) -> list[RolloutGroup]:
-    """Make the groups of a batch again, in order, of the rows of its step; it had `groups` of them.
+    """Rebuild the stored groups of a batch, in order, from its step's rows.
 
-    Raises ValueError, TypeError for rows that no batch has.
+    The batch had `groups` groups; rows of higher group numbers are lost rollouts. Raises ValueError, TypeError
+    for rows that no batch produces.
     """
     found: dict[int, dict[int, list[KeptRollout]]] = {}
     for one in kept:
@@ -246,7 +250,7 @@ def _kept_group(rollouts: Sequence[Sequence[KeptRollout]]) -> RolloutGroup:
 
 
 def _kept_rollout(rows: Sequence[KeptRollout]) -> ScoredRollout:
-    """Make a rollout of the rows of its branches, in order."""
+    """Rebuild a rollout from the rows of its branches, in order."""
     branches = [*map(_kept_branch, rows)]
     if not rows[0].agent:
         return ScoredRollout(branches, float(rows[0].reward))
@@ -270,9 +274,11 @@ def _kept_branch(row: KeptRollout) -> BranchTokens:
 def rows(
     step: TrainedStep, batch: Sequence[tuple[int, RolloutGroup]], shown: Shown
 ) -> Iterator[KeptRollout]:
-    """Make the rows of a step: `batch` holds the groups to keep with their places; the lost rollouts
-    follow."""
-    # a sample has the very list of its branch (advantages.py)
+    """Make the rows of a step: those of the groups of `batch`, then those of lost rollouts.
+
+    `batch` holds the groups to store with their positions.
+    """
+    # a sample holds the same list object as its branch (advantages.py)
     advantages = {id(sample.token_ids): sample.advantage for sample in step.samples}
     for place, group in batch:
         trained = any(id(b.token_ids) in advantages for r in group.rollouts for b in r.branches)

@@ -1,7 +1,7 @@
-"""Have prompts answered by workers under leases, and each reply verified before anybody reads it.
+"""Have leased workers answer prompts, and verify each reply before it is used.
 
 Invariants:
-- a reply is given only if its submission was accepted: with an audit rate of 1 every one of them was audited;
+- a reply is returned only if its submission was accepted: with an audit rate of 1 every one was audited;
 - a prompt whose reply is rejected, or whose lease is lost, is leased again until it is answered;
 - equal prompts share one reply.
 """
@@ -39,9 +39,9 @@ from .submissions import VerificationQueue
 from .workers import WorkerRegistry
 
 MOST_WAITING = 4096
-"""Prompts that may wait for a reply; further ones are refused for now."""
+"""Maximum number of prompts waiting for a reply; further ones are refused for now."""
 REPLIES_KEPT = 4096
-"""Newest replies that are given again at once, to whoever asks the same."""
+"""Number of newest replies that are cached for equal prompts."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class WaitingPrompt:
     """A prompt that has no reply yet."""
 
     index: int
-    """Of its task."""
+    """Index of its task."""
     packed: bytes
     digest: bytes
     reply: "asyncio.Future[Completion]" = field(default_factory=asyncio.Future)
@@ -59,17 +59,17 @@ class PromptQueue:
     """The prompts that wait for a reply, and the newest replies."""
 
     def __init__(self, first: int = 0, most: int = MOST_WAITING) -> None:
-        """Tasks are numbered from `first` on: a start of the node uses no number of an earlier one."""
+        """Number tasks from `first` on: a start of the node reuses no number of an earlier one."""
         self._next = first
         self._most = most
         self._waiting: dict[int, WaitingPrompt] = {}
-        """By index."""
+        """Waiting prompts by index."""
         self._fresh: deque[int] = deque()
-        """Indices of those that were never leased, the oldest first."""
+        """Indices of prompts that were never leased, oldest first."""
         self._by_digest: dict[bytes, WaitingPrompt] = {}
         self._replies: OrderedDict[bytes, Completion] = OrderedDict()
         self.tasks = TaskQueue(draw=self._draw)
-        """What the lease book takes its tasks from."""
+        """Source of the lease book's tasks."""
         self.arrived = asyncio.Event()
         """Set when there is a prompt to lease."""
 
@@ -77,7 +77,10 @@ class PromptQueue:
         return len(self._waiting)
 
     async def ask(self, prompt: tuple[int, ...]) -> Completion:
-        """Wait for the reply to `prompt`, token ids. Raises EngineLost where too many prompts wait."""
+        """Return the reply to `prompt`, token ids, once it exists.
+
+        Raises EngineLost if too many prompts wait.
+        """
         packed = pack_u32(list(prompt))
         name = prompt_digest(packed)
         if (known := self._replies.get(name)) is not None:
@@ -92,7 +95,7 @@ class PromptQueue:
             self._fresh.append(waiting.index)
             self._waiting[waiting.index] = self._by_digest[name] = waiting
             self.arrived.set()
-        # whoever gives up may ask again, so the prompt stays
+        # a caller that gives up may ask again, so the prompt stays
         return await asyncio.shield(waiting.reply)
 
     def _draw(self, number: int, out: Collection[int]) -> int | None:
@@ -100,15 +103,15 @@ class PromptQueue:
         return self._fresh.popleft() if self._fresh else None
 
     def unleased(self) -> int:
-        """Count the prompts that no lease has, nor a submission that is being verified."""
+        """Count the prompts that are neither on lease nor in a submission being verified."""
         return len(self._fresh) + len(self.tasks.drawn) + len(self.tasks.requeued)
 
     def prompt(self, index: int) -> WaitingPrompt:
-        """Return a prompt that waits."""
+        """Return a waiting prompt."""
         return self._waiting[index]
 
     def judged(self, lease: Lease, replies: Mapping[int, Completion]) -> None:
-        """Give the accepted replies of a lease, by index, to those who wait; the rest is to be leased again."""
+        """Deliver the accepted replies of a lease, by index; requeue its other prompts."""
         for task in lease.tasks:
             reply = replies.get(task.index)
             if reply is not None:
@@ -124,7 +127,7 @@ class PromptQueue:
             self._replies.popitem(last=False)
         waiting = self._by_digest.pop(name, None)
         if waiting is None:
-            return  # a lease from before a restart had the same prompt, and came first
+            return  # an equal prompt, leased before a restart, was answered first
         del self._waiting[waiting.index]
         for queue in (self._fresh, self.tasks.drawn, self.tasks.requeued):
             if waiting.index in queue:
@@ -133,7 +136,10 @@ class PromptQueue:
 
 
 class LeasedReplies:
-    """An Engine whose replies come from workers. It draws as its run's contract says: temperature, length."""
+    """An Engine whose replies come from workers.
+
+    Temperature and length of replies are those of the run's contract.
+    """
 
     def __init__(self, run: RunManifest, prompts: PromptQueue) -> None:
         self._run = run
@@ -144,21 +150,21 @@ class LeasedReplies:
         """0 once workers can have the weights."""
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """Nothing to start: workers have the engines."""
+        """Do nothing: workers have the engines."""
 
     async def load(self, version: int, state: State) -> None:
-        """Note that the weights are published."""
+        """Record that the weights are published."""
         self.policy_version = version
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See load()."""
+        """Record an update, as load()."""
         self.policy_version = version
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def stats(self) -> EngineStats:
-        """See Engine."""
+        """See Engine.stats()."""
         unleased = self._prompts.unleased()
         return EngineStats(
             running=len(self._prompts) - unleased,
@@ -167,8 +173,10 @@ class LeasedReplies:
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See Engine; a reply is no longer than the contract has it. Raises EngineError for what the contract
-        excludes: another temperature, other ends."""
+        """See Engine.generate(); a reply is no longer than the contract allows.
+
+        Raises EngineError for requests outside the contract: another temperature, other stop tokens.
+        """
         contract = self._sampling
         if request.temperature != contract.temperature:
             raise EngineError(f"replies are drawn at temperature {contract.temperature:g} alone")
@@ -180,7 +188,7 @@ class LeasedReplies:
 
 
 def cut(reply: Completion, request: GenerateRequest) -> Completion:
-    """End a greedy reply where `request` does: at its length, or at the first of its stop tokens."""
+    """Cut a greedy reply at the request's length, or at the first of its stop tokens."""
     ids = reply.token_ids[: request.max_tokens]
     ends = [place for place, token in enumerate(ids) if token in request.stop_token_ids]
     length = ends[0] + 1 if ends else len(ids)
@@ -194,7 +202,7 @@ def cut(reply: Completion, request: GenerateRequest) -> Completion:
 
 
 class PromptSupply(TaskSupply):
-    """Hands the prompts of a queue to the leases."""
+    """Supplies leases with the prompts of a queue."""
 
     def __init__(self, prompts: PromptQueue, book: LeaseBook) -> None:
         super().__init__(LeasedPrompts(), book)
@@ -209,12 +217,12 @@ class PromptSupply(TaskSupply):
             await self._prompts.arrived.wait()
 
     def complete(self, lease: Lease) -> Lease:
-        """See TaskSupply: add the prompts."""
+        """See TaskSupply.complete(); adds the prompts."""
         prompts = tuple(self._prompts.prompt(task.index).packed for task in lease.tasks)
         return structs.replace(lease, prompts=prompts)
 
     def is_ready(self) -> bool:
-        """See TaskSupply."""
+        """See TaskSupply.is_ready()."""
         self._take_next(PREPARED_TASKS)
         return bool(self.digests)
 
@@ -229,7 +237,7 @@ class PromptSupply(TaskSupply):
 
 
 class PromptDemand(LeaseDemand):
-    """Counts the prompts that may be leased: all that wait."""
+    """Counts the prompts that may be leased: all waiting ones."""
 
     def __init__(
         self, config: RunConfig, registry: WorkerRegistry, prompts: PromptQueue, progress: Progress
@@ -240,7 +248,7 @@ class PromptDemand(LeaseDemand):
         self._prompts = prompts
 
     def capacity(self, node: bytes | None) -> int:
-        """See LeaseDemand."""
+        """See LeaseDemand.capacity()."""
         free = self._prompts.unleased()
         if node is not None:
             return free
@@ -249,7 +257,7 @@ class PromptDemand(LeaseDemand):
 
 
 class ReplyQueue(VerificationQueue):
-    """Verifies submissions, and gives the replies in them to those who wait."""
+    """Verifies submissions and delivers their replies to the waiting callers."""
 
     def __init__(
         self,
@@ -264,14 +272,14 @@ class ReplyQueue(VerificationQueue):
         self._prompts = prompts
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
-        """See VerificationQueue."""
+        """See VerificationQueue.take()."""
         self._prompts.judged(lease, accepted_replies(submission, lease, verified))
 
 
 def accepted_replies(
     submission: Submission, lease: Lease, verified: Verified
 ) -> dict[int, Completion]:
-    """Unpack the replies of a verified submission that were not rejected, by the index of their task."""
+    """Unpack the accepted replies of a verified submission, by the index of their task."""
     rejected = {one.group for one in verified.rejections}
     return {
         task.index: reply_of(submission.groups[number].rollouts[0].branches[0])
@@ -281,7 +289,7 @@ def accepted_replies(
 
 
 def reply_of(branch: BranchRecord) -> Completion:
-    """Unpack the one reply of an accepted branch."""
+    """Unpack the single reply of an accepted branch."""
     tokens = unpack_u32(branch.tokens)
     return Completion(
         token_ids=list(compress(tokens, branch.sampled)),

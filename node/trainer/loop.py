@@ -1,8 +1,9 @@
-"""The loop of the trainer: cut a batch, train, checkpoint, publish; one policy version per step.
+"""The trainer's loop: cut a batch, train, checkpoint, publish; one version per step.
 
-Invariants: with `checkpoint.interval = 1` no version is announced before a checkpoint can reproduce it (else a
-resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes it first.
-A version is published while the next batch is trained if the bound leaves room for it, never two at a time.
+Invariants: with `checkpoint.interval = 1` no version is announced before a checkpoint can reproduce it
+(otherwise a resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes
+it first. A version is published while the next batch is trained if the staleness bound leaves room for it, but
+never two at a time.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ from .submissions import SubmissionQueue
 from .workers import WorkerRegistry, WorkerState
 
 SILENT_S = 15.0
-"""Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
+"""Silence after which a worker counts as silent; workers send something every five seconds (worker/loop.py,
+HEARTBEAT_S)."""
 NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
 REFUSED = "refused work"
 SILENT = "silent"
@@ -58,7 +60,7 @@ ADVICE = {
 def next_batch(
     config: RunConfig, scheduler: LeaseScheduler, submissions: SubmissionQueue, now: float
 ) -> str:
-    """Describe the next batch's missing parts; `now` in Unix seconds."""
+    """Describe what the next batch lacks; `now` in Unix seconds."""
     buffer, unjudged = submissions.buffer, submissions.waiting()
     wanted = config.rollouts.groups_per_batch
     on_lease = scheduler.book.leased()
@@ -82,7 +84,10 @@ def next_batch(
 
 
 def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
-    """Show the rewards in the buffer, if it holds several groups and every group's rewards are equal."""
+    """Return the range of rewards if the buffer holds only groups of equal rewards.
+
+    Empty if it holds fewer than two groups, or if any group or loss has a signal anyway.
+    """
     training, own = config.training, config.training_on()
     settings = [own.get(group.environment, training) for group in buffer.groups()]
     needs_signal = training.filter_zero_advantages and all(
@@ -129,7 +134,7 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
 
 
 def _workers(scheduler: LeaseScheduler, now: float) -> str:
-    """Say why no worker holds a lease, and what to do."""
+    """Return why no worker holds a lease, with advice."""
     registry = scheduler.registry
     workers = {n: one for n, one in registry.workers.items() if n not in registry.audits.validators}
     if not workers:
@@ -197,10 +202,10 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
 SLOW_WORKERS_SHARE = 1 / 12
-"""Share of a lease's time that a full buffer waits for other workers' groups."""
+"""Share of the lease timeout that a full buffer waits for other workers' groups."""
 MIN_STEPS_TO_OVERLAP = 4
-"""Least max_off_policy_steps with which a version is published while the next is trained: the leases of that
-time are one version older (LeadTime.depth)."""
+"""Smallest max_off_policy_steps at which a version is published while the next is trained: leases made during
+that time are one version older (LeadTime.depth)."""
 
 
 class TrainerRole:
@@ -217,8 +222,10 @@ class TrainerRole:
         evaluation: OnlineEvaluation,
         demonstrations: Demonstrations | None = None,
     ) -> None:
-        """`evaluation` runs beside training, on versions that are due; `demonstrations` are learned from beside
-        rollouts."""
+        """`evaluation` runs beside training, on versions that are due.
+
+        `demonstrations` are added to the rollouts of each step.
+        """
         self._services = scheduler.registry.services
         self._ledger = self._services.ledger
         self._config = config
@@ -242,18 +249,18 @@ class TrainerRole:
         self._full_since = math.inf
         """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
-        """Arrival numbers up to which the newest checkpoints contain everything."""
+        """Arrival numbers up to which the newest checkpoints contain all submissions."""
         self._saving_s = 0.0
-        """Seconds that checkpoints held up the current step."""
+        """Seconds that checkpoints delayed the current step."""
         self._audited_s = 0.0
         """Seconds of audits, up to the newest step."""
         self._line: dict[str, float | None] = {}
-        """The newest step's metrics, without those of saving and publishing it."""
+        """Metrics of the newest step, without those of saving and publishing it."""
         self._publishing: asyncio.Task[None] | None = None
-        """The newest version on its way out."""
+        """Publication of the newest version, while it is in progress."""
 
     def waits_for(self) -> str:
-        """Describe what the next batch waits for; empty while one is trained."""
+        """Describe what the next batch waits for; empty during training."""
         if self.progress.training:
             return ""
         return next_batch(self._config, self.scheduler, self.submissions, time.time())
@@ -286,10 +293,10 @@ class TrainerRole:
         )
 
     async def run(self, step: int) -> None:
-        """Train from after `step` to the last step; publishes every version.
+        """Train from after `step` to the last step; publish every version.
 
         Raises:
-            RunFailed: too many batches in a row without anything to learn from.
+            RunFailed: too many batches in a row without a learning signal.
         """
         self.progress.step = step
         self._buffer.advance(step)
@@ -312,7 +319,7 @@ class TrainerRole:
                 helper.cancel()
 
     async def _turn(self, tasks: asyncio.TaskGroup) -> None:
-        """Do one step: wait for a batch, train, checkpoint, publish."""
+        """Run one step: wait for a batch, train, checkpoint, publish."""
         start = time.monotonic()
         self.progress.begin_batch()
         groups = await self._next_batch()
@@ -325,7 +332,7 @@ class TrainerRole:
             return
         self.progress.late = self.progress.zero_advantage = 0
         self.progress.training = True
-        await self.scheduler.work_changed()  # a batch less waits
+        await self.scheduler.work_changed()  # one batch less is waiting
         try:
             snapshot = await self._learn(groups, batch, waited)
             trained = self._kept.trained(self.progress.step, groups, batch.samples, before)
@@ -343,7 +350,7 @@ class TrainerRole:
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
     ) -> Snapshot:
-        """Train a batch and begin its checkpoint; returns the new policy."""
+        """Train a batch and begin its checkpoint; return the new policy."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         samples = await self._demonstrations.added_to(batch.samples, groups)
@@ -363,7 +370,7 @@ class TrainerRole:
         return snapshot
 
     async def _published(self) -> None:
-        """Wait until the version that is being published is out."""
+        """Wait until the version in progress is published."""
         if self._publishing is not None:
             with self._clock.phase("publish"):
                 await self._publishing
@@ -372,7 +379,7 @@ class TrainerRole:
     async def _publish(
         self, trained: TrainedStep, snapshot: Snapshot, line: dict[str, float | None]
     ) -> None:
-        """Publish a version, tell the network, begin its evaluation, write its metrics and rollouts."""
+        """Publish a version, gossip it, begin its evaluation, write its metrics and rollouts."""
         began, step = time.monotonic(), trained.step
         # written while the version is encoded; with a longer interval, while later steps are trained
         durable = self.settle if self._config.checkpoint.interval == 1 else None
@@ -384,7 +391,7 @@ class TrainerRole:
         self._kept.write(trained, head.sealed if head else b"")
 
     async def _gossip(self) -> None:
-        """Gossip the newest head, where discovery is on."""
+        """Gossip the newest head, if discovery is on."""
         head, discovery = self._services.heads.latest(), self._services.discovery
         if head is not None and discovery is not None:
             await discovery.publish(head.sealed)
@@ -423,7 +430,7 @@ class TrainerRole:
         waited: float,
         figures: dict[str, float],
     ) -> dict[str, float | None]:
-        """Collect the metrics of a step before it is saved and published."""
+        """Return the metrics of a step before it is saved and published."""
         progress, audited_s = self.progress, self._clock.seconds.get("audit", 0.0)
         names = self._environments
         auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
@@ -486,9 +493,9 @@ class TrainerRole:
         return groups
 
     def _cut(self, now: float) -> list[RolloutGroup] | None:
-        """Cut a batch in which no worker has more than its share; `now` in monotonic seconds.
+        """Cut a batch in which no worker exceeds its share; `now` in monotonic seconds.
 
-        Once there have been enough groups for some time, slow workers are not waited for any longer.
+        Once the buffer has been full for some time, slow workers are not waited for any longer.
         """
         rollouts = self._config.rollouts
         wanted = rollouts.groups_per_batch
@@ -506,7 +513,7 @@ class TrainerRole:
         return self._buffer.cut(wanted, per_node=cap)
 
     def _check_curriculum(self) -> None:
-        """Raise RunFailed where no more groups are to be expected that the curriculum admits."""
+        """Raise RunFailed if no more groups are to be expected that the curriculum admits."""
         rollouts, curricula = self._config.rollouts, self._curricula.values()
         limit = rollouts.max_empty_batches * rollouts.groups_per_batch
         if min(one.rejected_in_a_row for one in curricula) >= limit:
@@ -524,7 +531,7 @@ class TrainerRole:
 
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
         if groups is None and self.submissions.verifier.judge_fault:
-            return  # more batches would not come by more workers: a judge is waited for as long as it takes
+            return  # a judge is waited for indefinitely: more workers would not yield more batches
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
             progress.late += 1
@@ -560,8 +567,10 @@ class TrainerRole:
             self._ledger.forget_bodies(self._covered[0])
 
     async def begin_checkpoint(self, step: int) -> None:
-        """Begin checkpoint() and return as soon as weights and buffer may change; settle() waits for the
-        rest."""
+        """Begin a checkpoint; return as soon as weights and buffer may change.
+
+        settle() waits for the rest.
+        """
         await self.settle()
         book = self.scheduler.book
         progress = self.progress
@@ -607,7 +616,7 @@ class TrainerRole:
                 logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
             if late:
                 await self.scheduler.work_changed()
-            # Other workers may be waited for now, or long enough.
+            # Groups of other workers may be due now, or may have been waited for long enough.
             async with self.submissions.grown:
                 self.submissions.grown.notify_all()
 
@@ -622,7 +631,7 @@ class TrainerRole:
 
 
 def mean_rewards(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Map the environments that have groups here to the mean reward of their rollouts."""
+    """Return the mean reward of each environment's rollouts, for environments in `groups`."""
     rewards: dict[str, list[float]] = {}
     for group in groups:
         found = rewards.setdefault(group.environment, [])

@@ -1,8 +1,8 @@
-"""Take offers of memory from nodes, and seal the plans that say which node holds which layers.
+"""Collect nodes' offers of memory, and seal the plans that assign layers to nodes.
 
-A plan that does not work costs its group some time and nothing else: a spare takes a lost stage's place, or all
-that are left get a new plan, or they wait. Stage 0 stays where it can, as it has work in its hands: no single
-word of another takes that away.
+A plan that does not work costs its group some time and nothing else: a spare replaces a lost stage, or the
+remaining stages get a new plan, or they wait. Stage 0 keeps its place if possible, as it holds work in
+progress: a single report of another stage cannot take that away.
 """
 
 import logging
@@ -30,15 +30,15 @@ from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, r
 
 MAX_OFFERS = 256
 POOL = 24
-"""Offers that one plan is chosen from: those that wait the longest."""
+"""Maximum number of offers that one plan is chosen from: those that have waited longest."""
 ALIVE_S = 20.0
 """A node without an offer for this long counts as gone."""
 SETTLE_S = 3.0
-"""Time after the last newcomer, for others that start at the same time."""
+"""Delay after the last newcomer, for others that start at the same time."""
 MEASURE_S = 12.0
-"""Time for all offers to measure the links to each other; after it the plan is made without."""
+"""Time for all candidates to measure the links between them; afterwards the plan is made without."""
 BENCH_S, MAX_BENCH_S = 30.0, 3600.0
-"""Out of plans after a first failure; twice as long after each further one."""
+"""Exclusion from plans after a first failure; it doubles with each further one."""
 MANY_RESTARTS = 3
 FORGIVE_S = 3600.0
 """A failure is forgotten after this time."""
@@ -48,7 +48,7 @@ PoolKind = tuple[str, str, str]
 
 @dataclass
 class StageCandidate:
-    """A node that offers."""
+    """A node that offers to be a stage."""
 
     offer: StageOffer
     since: float
@@ -62,38 +62,40 @@ class StageFailures:
 
     count: int = 0
     last: float = 0.0
-    """Monotonic seconds."""
+    """Monotonic seconds of the last failure."""
     benched_until: float = -1e18
 
     def add(self, now: float) -> None:
-        """One more; old ones are forgotten."""
+        """Count one more failure; old ones are forgotten."""
         self.count = 1 if now - self.last > FORGIVE_S else self.count + 1
         self.last = now
 
     def bench(self, now: float) -> None:
-        """Out of plans for a while."""
+        """Exclude the node from plans for a while."""
         self.benched_until = now + min(BENCH_S * 2 ** (self.count - 1), MAX_BENCH_S)
 
 
 class StageCandidates:
-    """Offers and failures."""
+    """Offers and failures of nodes."""
 
     def __init__(self, refused: Callable[[bytes], str], started: float) -> None:
-        """`refused`: why a node is given no work, or ""; until ALIVE_S after `started` everybody counts as
-        alive, as a trainer that was away has heard no node."""
+        """`refused` returns why a node is given no work, or "".
+
+        Until ALIVE_S after `started` all nodes count as alive, since a restarted trainer has heard no node yet.
+        """
         self._refused = refused
         self._grace_until = started + ALIVE_S
         self._offers: dict[bytes, StageCandidate] = {}
         self._failures: dict[bytes, StageFailures] = {}
         self.excluded: dict[bytes, str] = {}
-        """Nodes that are in no plan ever after, and why."""
+        """Nodes that are permanently excluded from plans, with the reason."""
 
     def refusal(self, node: bytes) -> str:
-        """Return the reason why a node is put into no plan, or ""."""
+        """Return the reason why a node is excluded from plans, or ""."""
         return self._refused(node) or self.excluded.get(node, "")
 
     def take(self, node: bytes, offer: StageOffer, now: float) -> None:
-        """Keep a node's offer. Raises RemoteProtocolError (BUSY) where too many offer."""
+        """Store a node's offer. Raises RemoteProtocolError (BUSY) if there are too many."""
         known = self._offers.get(node)
         if known is None and len(self._offers) >= MAX_OFFERS:
             raise RemoteProtocolError(Reason.BUSY, "too many offer already")
@@ -118,15 +120,17 @@ class StageCandidates:
                 del self._failures[node]
 
     def alive(self, node: bytes, now: float) -> bool:
-        """Whether it was heard lately."""
+        """Return whether the node was heard recently."""
         known = self._offers.get(node)
         if known is None:
             return now < self._grace_until
         return now - known.seen <= ALIVE_S
 
     def waiting(self, kind: PoolKind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
-        """List the offers of this kind of nodes that are not `taken`, the oldest first, without nodes that
-        failed lately."""
+        """Return the offers of this kind, oldest first, of nodes that are not `taken`.
+
+        Nodes that failed recently are left out.
+        """
         found: list[Offered] = []
         for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
             offered = Offered(node, one.offer)
@@ -139,7 +143,7 @@ class StageCandidates:
         return found[:POOL]
 
     def settled(self, pool: list[Offered], now: float) -> bool:
-        """Return whether there is no recent newcomer, and all have measured their links, or had time to.
+        """Return whether there is no recent newcomer and all links are measured, or had time to be.
 
         If operators fixed the order of the stages there is nothing to wait for.
         """
@@ -153,9 +157,9 @@ class StageCandidates:
         return measured and now - newest >= SETTLE_S
 
     def blame(self, by: bytes, node: bytes, now: float) -> bytes:
-        """Bench a node after `by` reported `node` lost; returns the benched one.
+        """Bench a node after `by` reported `node` lost; return the benched one.
 
-        If the trainer still hears `node`, the report may be slander, so it counts against both.
+        If the trainer still hears `node`, the report may be false, so it counts against both.
         """
         mine = self._failures.setdefault(by, StageFailures())
         theirs = self._failures.setdefault(node, StageFailures())
@@ -172,7 +176,7 @@ class StageCandidates:
         self._failures.pop(node, None)
 
     def fell_silent(self, node: bytes, now: float) -> None:
-        """Bench and drop a node that others report lost, and that does not deny it."""
+        """Bench and drop a node that others report lost and that stays silent."""
         failures = self._failures.setdefault(node, StageFailures())
         failures.add(now)
         failures.bench(now)
@@ -188,10 +192,9 @@ class StageCandidates:
         return True
 
     def weigh(self, accusers: Collection[bytes], head: bytes, now: float) -> set[bytes]:
-        """Bench nodes after `accusers` reported stage 0 lost, although it talks to us; returns the benched
-        ones.
+        """Bench nodes after `accusers` reported a still active stage 0 lost; return them.
 
-        A doubt is for stage 0, as it has work in its hands: one false accusation costs its author.
+        In doubt stage 0 stays, as it holds work in progress: a false accusation costs only its author.
         """
         theirs = self._failures.setdefault(head, StageFailures())
         for _ in accusers:
@@ -207,8 +210,8 @@ class StageCandidates:
 
 LEDGER = "pipelines"
 PLAN_TTL_S = 7 * 86400
-"""A plan is sealed anew at half of it. Nodes need not learn of that in time: links also open by the old seal,
-and only a newer generation ends a plan."""
+"""Lifetime of a sealed plan, which is sealed anew at half of it. Nodes need not learn of that in time: links
+also open by the old seal, and only a newer generation ends a plan."""
 NEVER = -1e18
 
 
@@ -224,23 +227,23 @@ class PipelineGroup:
     """One pipeline."""
 
     plan: PipelinePlan
-    """The newest."""
+    """The newest plan."""
     heard: float
-    """Monotonic seconds of the last word of any stage."""
+    """Monotonic seconds of the last message of any stage."""
     missing: set[bytes] = field(default_factory=set[bytes])
     """Lost stages without a replacement; the others keep their places and wait."""
     missing_since: float = 0.0
     doubts: dict[bytes, float] = field(default_factory=dict[bytes, float])
-    """Stages that call stage 0 lost, and the monotonic seconds at which each first did."""
+    """Stages that report stage 0 lost, with the monotonic seconds of their first report."""
     void: bool = False
-    """The plan counts no more: those that were in it are free for another one."""
+    """Whether the plan no longer holds: its nodes are free for another one."""
     sealed: bytes = b""
     sealed_at: float = NEVER
     """Unix seconds."""
 
     @property
     def head(self) -> bytes:
-        """Stage 0, which has work in its hands."""
+        """Stage 0, which holds work in progress."""
         return self.plan.stages[0].node
 
     @property
@@ -249,12 +252,12 @@ class PipelineGroup:
         return [stage.node for stage in self.plan.stages]
 
     def use(self, plan: PipelinePlan, now: float) -> None:
-        """A new plan is in force."""
+        """Put a new plan into force."""
         self.plan, self.heard, self.sealed_at = plan, now, NEVER
         self.missing, self.doubts, self.void = set(), {}, False
 
     def seal(self, key: SecretKey, run_id: bytes, now: float) -> bytes:
-        """The sealed plan; `now` in Unix seconds."""
+        """Return the sealed plan; `now` in Unix seconds."""
         if now - self.sealed_at > PLAN_TTL_S / 2:
             expires, sequence = int(now) + PLAN_TTL_S, self.plan.generation
             self.sealed = seal(
@@ -284,22 +287,22 @@ class PipelineGroup:
 logger = logging.getLogger(__name__)
 
 PEER_RATE, PEER_BURST, PEERS = 2.0, 10, 1024
-"""Offers a second of one node."""
+"""Rate limit of offers per second of one node."""
 MAKE_RATE, MAKE_BURST = 1.0, 10
-"""Plans that are tried in a second, over all nodes: a hard one takes up to a second."""
+"""Rate limit of planning attempts per second over all nodes: a hard one takes up to a second."""
 GONE_S = 120.0
-"""A group without a word of any stage for this long is forgotten."""
+"""A group is forgotten after this long without a message of any stage."""
 WAIT_S = 120.0
-"""A group keeps the places of lost stages for this long, if there is no replacement."""
+"""Time that a group keeps the places of lost stages without a replacement."""
 HEAD_S = 10.0
-"""A stage 0 that others call lost may still speak for itself for so long: three offers of it."""
+"""Time for a stage 0 that others report lost to send anything: three of its offers."""
 WAIT_MS, PLANNED_MS = 1000, 3000
 KEPT_PLANS = 64
 KEPT_POOLS = 64
 
 
 class PipelineCoordinator:
-    """Answers OfferStage."""
+    """Answers OfferStage requests."""
 
     def __init__(
         self,
@@ -311,9 +314,10 @@ class PipelineCoordinator:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`model`: None where the run's cannot be cut; `refused`: why a node is given no work, or "".
+        """`model` is None if the run's model cannot be cut.
 
-        `heard`: when a node asked us anything last, by `clock`; of one that did not yet, when we started.
+        `refused` returns why a node is given no work, or "". `heard` returns the time of a node's last request,
+        by `clock`; the trainer's start for a node that sent none yet.
         """
         self._services = services
         self._model = model
@@ -324,12 +328,12 @@ class PipelineCoordinator:
         self._book = StageCandidates(refused, clock())
         self._groups: dict[bytes, PipelineGroup] = {}
         self._hopeless: OrderedDict[object, None] = OrderedDict()
-        """Pools that make no plan: not tried again."""
+        """Pools for which no plan exists: not tried again."""
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
         self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
         self._plans: OrderedDict[tuple[bytes, int], PipelinePlan] = OrderedDict()
         self._led: set[bytes] = set()
-        """Stages 0 of plans that hold, or did: they may have leases."""
+        """Stages 0 of present or past plans: they may have leases."""
         self._load()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -338,9 +342,9 @@ class PipelineCoordinator:
         """Take an offer, or a complaint; return the newest plan of `peer`, if there is one.
 
         Raises:
-            RemoteProtocolError: RATE_LIMITED, BANNED; NOT_FOUND where this model is not cut, NOT_ADMITTED for
-                a node whose address may not be shown to others, NOT_YET for one whose record we do not have,
-                BUSY where too many offer.
+            RemoteProtocolError: RATE_LIMITED, BANNED; NOT_FOUND if this model is not cut, NOT_ADMITTED for a
+                node whose address may not be shared, NOT_YET for a node without a known record, BUSY if there
+                are too many offers.
         """
         now = self._clock()
         if not self._buckets.take(peer, now):
@@ -361,12 +365,12 @@ class PipelineCoordinator:
         return self._wait(peer, kind, now) if group is None else self._planned(peer, group)
 
     def left(self, node: bytes) -> None:
-        """Note a goodbye."""
+        """Record a goodbye."""
         self._book.drop(node)
         self._without({node}, "left")
 
     def began(self, node: bytes) -> None:
-        """Note that a node started, maybe again: its work is gone, and it is not lost."""
+        """Record that a node started, maybe again: its work is gone, and it is not lost."""
         self._led.discard(node)
         for group in list(self._groups.values()):
             if group.head == node and group.doubts:
@@ -375,17 +379,22 @@ class PipelineCoordinator:
                     self._without({node}, "stage 0 starts again and again")
 
     def worked(self, node: bytes) -> None:
-        """Note accepted work of a node: if a pipeline made it, the earlier reports of its stage 0 were
-        right."""
+        """Record accepted work of a node; if it is stage 0 of a pipeline, forgive its failures.
+
+        The accepted work proves that its earlier reports were right.
+        """
         if self.leads(node):
             self._book.forgive(node)
 
     def leads(self, node: bytes) -> bool:
-        """Whether it is stage 0 of a plan that holds: no other node that offers can work on leases."""
+        """Return whether the node is stage 0 of a valid plan.
+
+        Other nodes that offer to be stages cannot work on leases.
+        """
         return any(group.head == node and not group.void for group in self._groups.values())
 
     def orphans(self) -> list[bytes]:
-        """List the silent stages 0 whose plan ended, each once: their work goes to others."""
+        """Return the silent stages 0 whose plan ended, each once: their work goes to others."""
         now = self._clock()
         self._sweep(now)
         leading = {group.head for group in self._groups.values() if not group.void}
@@ -395,14 +404,14 @@ class PipelineCoordinator:
         return sorted(gone)
 
     def dissolve(self, group: bytes, node: bytes, reason: str) -> None:
-        """`node` lied as a stage of `group`: it is in no plan ever after, and the others get a new one."""
+        """Exclude `node`, which lied as a stage of `group`, permanently; the others get a new plan."""
         logger.warning("pipeline %s: %s is excluded: %s", short(group), short(node), reason)
         self._book.excluded[node] = reason[:200]
         self.left(node)
         self._keep()
 
     def plan_of(self, group: bytes, generation: int) -> PipelinePlan | None:
-        """A plan by its name, also an old one of those that are remembered."""
+        """Return a plan by its name, also a remembered older one; None if unknown."""
         return self._plans.get((group, generation))
 
     def rows(self) -> list[GroupRow]:
@@ -430,7 +439,7 @@ class PipelineCoordinator:
         except EngineError as error:
             raise RemoteProtocolError(Reason.NOT_FOUND, str(error)) from error
         record = self._peers.get(peer).record
-        if record is None:  # we started again since it said hello
+        if record is None:  # the trainer restarted since the node's hello
             raise RemoteProtocolError(Reason.NOT_YET, "tell your peer record first")
         if not record.share_address:
             detail = "stages must know each other's addresses: set network.share_address"
@@ -447,7 +456,7 @@ class PipelineCoordinator:
     # -- making plans ------------------------------------------------------------------------------
 
     def _form(self, kind: PoolKind, now: float) -> None:
-        """Make a plan of those that wait: for groups that broke first."""
+        """Make a plan from the waiting nodes, first for broken groups."""
         pool = self._book.waiting(kind, now, self._taken)
         nodes = {one.node for one in pool}
         for group in list(self._groups.values()):
@@ -464,12 +473,12 @@ class PipelineCoordinator:
             return
         for name, old in list(self._groups.items()):
             if old.void and plan.rank_of(old.head) is not None:
-                del self._groups[name]  # its stage 0 is elsewhere now: nothing of it is left
+                del self._groups[name]  # its stage 0 is in another plan now: drop the old group
         group = self._groups[plan.group] = PipelineGroup(plan, now)
         self._use(group, plan, "made")
 
     def _again(self, group: PipelineGroup, pool: Sequence[Offered]) -> bool:
-        """A new plan for a group that broke, with the stage 0 that it had."""
+        """Make a new plan for a broken group, with its old stage 0; return whether there is one."""
         old = group.plan
         plan = self._make(pool, old.group, old.generation + 1, head=group.head)
         if plan is not None:
@@ -479,7 +488,7 @@ class PipelineCoordinator:
     def _make(
         self, pool: Sequence[Offered], group: bytes, generation: int, head: bytes | None = None
     ) -> PipelinePlan | None:
-        """make_plan(), but never twice in vain of the same offers."""
+        """Call make_plan(), but never again for offers that yielded no plan."""
         assert self._model is not None
         offers = (
             (one.kind, one.node, one.offer.memory_bytes, one.offer.rank, one.offer.world_size)
@@ -501,22 +510,22 @@ class PipelineCoordinator:
         return self._group_of(node) is not None
 
     def _group_of(self, node: bytes) -> PipelineGroup | None:
-        """The working group that a node is in."""
+        """Return the working group that a node is in."""
         groups = self._groups.values()
         return next((g for g in groups if not g.void and g.plan.rank_of(node) is not None), None)
 
-    # -- mending them ------------------------------------------------------------------------------
+    # -- mending plans -----------------------------------------------------------------------------
 
     def _look_after(
         self, peer: bytes, group: PipelineGroup, request: OfferStage, now: float
     ) -> None:
-        """Check that `peer` can still hold its stage, and take in its reports on others."""
+        """Check that `peer` can still hold its stage, and process its reports on others."""
         plan = group.plan
         if not self._can_be(plan, peer, now):
             self._without({peer}, "offers too little for its stage by now")
             return
         if (request.group, request.generation) != (plan.group, plan.generation):
-            return  # it speaks of a plan before this one
+            return  # the request refers to an older plan
         accused = set(group.nodes) & set(request.lost) - {peer} - group.missing
         if group.head in accused:
             accused.discard(group.head)
@@ -527,7 +536,10 @@ class PipelineCoordinator:
             self._without(gone, why)
 
     def _hear_head(self, group: PipelineGroup, now: float) -> None:
-        """Whether a stage 0 that others call lost is: if it speaks after that, its word counts like theirs."""
+        """Decide whether a stage 0 that others report lost is lost.
+
+        If it was heard after those reports, its evidence counts like theirs.
+        """
         head, doubts = group.head, group.doubts
         if not doubts or group.void:
             return
@@ -544,14 +556,14 @@ class PipelineCoordinator:
         self._without(gone, f"stage 0 is lost, say {names}")
 
     def _wait_for_missing(self, peer: bytes, group: PipelineGroup, now: float) -> None:
-        """Let a lost stage come back to its place; the others wait for a limited time."""
+        """Restore a lost stage that returned to its place; the others wait for a limited time."""
         if peer in group.missing and self._can_be(group.plan, peer, now):
             group.missing.discard(peer)
         if group.missing and now - group.missing_since > WAIT_S:
             group.void, group.missing = True, set()
 
     def _without(self, gone: set[bytes], why: str) -> None:
-        """Mend every group that one of these is in."""
+        """Mend every group that contains one of these nodes."""
         for group in list(self._groups.values()):
             lost = [node for node in group.nodes if node in gone]
             if lost and not group.void:
@@ -560,8 +572,10 @@ class PipelineCoordinator:
                 self._mend(group, gone)
 
     def _mend(self, group: PipelineGroup, gone: set[bytes]) -> None:
-        """Replace the lost stages by spares; else plan anew with all that are left; else keep the plan; else
-        wait."""
+        """Mend a group that lost stages.
+
+        The options, in order: replace them by spares, plan anew with the remaining nodes, keep the plan, wait.
+        """
         now, old = self._clock(), group.plan
         assert self._model is not None
         known, group.void = group.missing, True
@@ -583,7 +597,7 @@ class PipelineCoordinator:
                 logger.warning("pipeline %s waits for another node", short(old.group))
 
     def _can_be(self, plan: PipelinePlan, node: bytes, now: float) -> bool:
-        """Whether a stage of `plan` is there and still offers enough for it."""
+        """Return whether a stage of `plan` is alive and still offers enough for it."""
         offer, rank = self._book.get(node), plan.rank_of(node)
         if offer is None or rank is None or self._book.refusal(node):
             return False
@@ -592,8 +606,10 @@ class PipelineCoordinator:
         return self._book.alive(node, now) and fits(plan, rank, offer, costs)
 
     def _helpers(self, old: PipelinePlan, gone: set[bytes], now: float) -> list[Offered]:
-        """List candidates for the next generation: spares in their order, other waiting nodes, and the
-        remaining stages."""
+        """Return candidates for the next generation: spares in order, then other waiting nodes.
+
+        The group's remaining stages are among them.
+        """
         offers = (self._book.get(stage.node) for stage in old.stages)
         name = next((offer.name for offer in offers if offer is not None), "")
         kind = old.shape.engine, old.shape.software, name
@@ -620,7 +636,7 @@ class PipelineCoordinator:
     # -- the ledger -------------------------------------------------------------------------------
 
     def _use(self, group: PipelineGroup, plan: PipelinePlan, what: str) -> None:
-        """A new plan is in force: remember it."""
+        """Put a new plan into force and store it."""
         group.use(plan, self._clock())
         self._plans[plan.group, plan.generation] = plan
         while len(self._plans) > KEPT_PLANS:
@@ -637,7 +653,7 @@ class PipelineCoordinator:
         self._ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline(plans, self._book.excluded)))
 
     def _load(self) -> None:
-        """Plans that a trainer before us sealed: if a stage is not there any more, others will say so."""
+        """Load the plans sealed before a restart; stages that are gone will be reported by others."""
         found = self._ledger.get(LEDGER)
         if found is None:
             return
@@ -645,6 +661,6 @@ class PipelineCoordinator:
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
             if plan.shape.engine != "vllm":
-                continue  # of an engine that has no stages any more
+                continue  # a plan of an engine without stages now
             self._groups[plan.group] = PipelineGroup(plan, self._clock())
             self._plans[plan.group, plan.generation] = plan

@@ -1,7 +1,7 @@
 """Attribute audits of a pipeline's rollouts to its stages, and decide when to dissolve it.
 
-Stage 0 signs for all, so it always shares the blame: it could have forged the statements of the others. A
-node named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
+Stage 0 signs for all, so it always shares the blame: it could have forged the statements of the others. A node
+accused by only one stage 0 is excluded from pipelines, but not banned.
 """
 
 import logging
@@ -28,9 +28,9 @@ from ..verification.verifier import AuditResults, Verified
 logger = logging.getLogger(__name__)
 
 PLANS = 256
-"""Plans that are remembered."""
+"""Number of plans that are remembered."""
 Dissolve = Callable[[bytes, bytes, str], None]
-"""(group, node, why): the group goes on without that node, which is in no plan any more."""
+"""Callback (group, node, reason): the group continues without that node, which joins no further plan."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Tally:
     """The evidence against the stages of one plan so far."""
 
     doubt: list[float]
-    """Nats, by stage: a CUSUM of the outcomes of all rollouts that can be of it."""
+    """Nats, by stage: a CUSUM over the outcomes of all rollouts that the stage may be responsible for."""
     rooms: list[Room]
     """Rooms by stage."""
     unstated: int
@@ -47,7 +47,7 @@ class Tally:
 
 
 class StageFaults:
-    """Lays faults to the nodes that made a submission."""
+    """Attributes faults to the nodes that made a submission."""
 
     def __init__(
         self, reputation: Callable[[bytes], Reputation], dissolve: Dissolve, test: BanTest
@@ -58,7 +58,7 @@ class StageFaults:
         self._tallies: OrderedDict[tuple[bytes, int], Tally] = OrderedDict()
 
     def note(self, node: bytes, verified: Verified) -> None:
-        """Remember what audits tell of `node`, which signed a submission, and of those that made it with it."""
+        """Record the audit results for `node`, which signed a submission, and its other stages."""
         plan, audited, test = verified.plan, verified.audited, self._test_of(verified)
         if plan is None:
             self._reputation(node).observe(observed(audited, verified.placing), test)
@@ -81,14 +81,14 @@ class StageFaults:
         self._part(plan, tally)
 
     def _test_of(self, verified: Verified) -> BanTest:
-        """The test, with the factor on other_policy of the bounds that judged."""
+        """Return the test, with the factor on other_policy of the bounds that judged."""
         bounds = verified.verdict.bounds
         if not isinstance(bounds, ClassBounds):
             return self._test
         return replace(self._test, other_scale=bounds.other_scale)
 
     def _tally(self, plan: PipelinePlan) -> Tally:
-        """Late submissions of a plan that was given up are of that plan still."""
+        """Return a plan's tally; late submissions of a dissolved plan still count for that plan."""
         key, count = (plan.group, plan.generation), len(plan.stages)
         rooms = [Room.of(self._test) for _ in range(count)]
         fresh = Tally([0.0] * count, rooms, plan.shape.max_sequences)
@@ -99,7 +99,7 @@ class StageFaults:
         return tally
 
     def _part(self, plan: PipelinePlan, tally: Tally) -> None:
-        """Let the group go on without one of its later stages, once too many faults may be of that one."""
+        """Exclude a later stage from the group once too many faults may be that stage's."""
         later = range(1, len(plan.stages))
         peers = [self._reputation(stage.node) for stage in plan.stages]
         worst = max(later, key=lambda rank: (tally.doubt[rank], peers[rank].suspicion))
@@ -116,9 +116,9 @@ class StageFaults:
 
 
 def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
-    """Return the observations for the sequential tests of a node that made a submission alone, in order.
+    """Return the observations for the sequential tests of a node that worked alone, in order.
 
-    `placing`: a suspect is not, as it may only be of another numerics class than it claims.
+    With `placing`, suspect rollouts are left out, as they may only be of another numerics class than claimed.
     """
     found: list[Audited] = []
     for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
@@ -129,8 +129,10 @@ def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
 
 
 def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
-    """Attribute a rollout without boundaries to stage 0, except those that can have been begun with other
-    stages."""
+    """Attribute a rollout without boundaries to stage 0.
+
+    Excepted are those that may have been begun with other stages.
+    """
     if one.distances or one.outcome == "clean":
         return one
     tally.unstated -= 1
@@ -138,7 +140,7 @@ def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
 
 
 def spared(audits: AuditResults) -> int:
-    """Count the rejected rollouts that need not be of the node that signed."""
+    """Count the rejected rollouts that other nodes than the signer may be responsible for."""
     return sum(one.outcome == "rejected" and one.stages != (0,) for one in audits.blames)
 
 
@@ -149,7 +151,10 @@ def _doubt(nats: float, blames: Sequence[StageAttribution], rank: int) -> float:
 
 
 def _laid(one: StageAttribution, rank: int, count: int) -> Audited:
-    """Return a rollout's evidence on stage `rank` of `count`; all share its evidence of another policy."""
+    """Return a rollout's evidence on stage `rank` of `count`.
+
+    All stages share its evidence of another policy.
+    """
     other = one.other_policy / count
     if rank in one.stages:
         return Audited(one.outcome, other, 1 / len(one.stages))

@@ -41,7 +41,7 @@ MAX_THREADS = 16
 
 
 class Publisher:
-    """Turns states into published versions, and keeps the chain that late joiners need."""
+    """Publishes states as versions, and keeps the chain that late joiners need."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Publisher:
         self.states = StateHistory(keep_states)
         self.delta_bytes = 0
         self.full_bytes = 0
-        """Bytes of plain bf16 checkpoints in place of the deltas."""
+        """Size of plain bf16 checkpoints in place of the deltas, in bytes."""
         self.last_delta_bytes = 0
 
     @property
     def version(self) -> int:
-        """The newest published version; -1 before the first."""
+        """Newest published version; -1 before the first."""
         return self._policy.version
 
     @property
@@ -80,7 +80,10 @@ class Publisher:
         return (self._epoch, self._policy.version)
 
     async def resume(self, version: int, snapshot: Snapshot) -> None:
-        """Go on from a checkpoint: in the same epoch if the last head is of this state, else in a new epoch."""
+        """Continue from a checkpoint: in the same epoch if the last head matches, else in a new one.
+
+        The last head matches if it is of this state, or of the version before.
+        """
         policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
         self._epoch = newest.head.term if newest else 0
@@ -110,7 +113,7 @@ class Publisher:
     ) -> PolicyHead:
         """Publish `snapshot` as `version`, once `before_announcing` has returned.
 
-        Raises StorageError when the disk is full, and what `before_announcing` raises.
+        Raises StorageError when the disk is full, and the errors of `before_announcing`.
         """
         policy = await self._prove(version, snapshot.state)
         changed = snapshot.changed_since(self._policy.state)
@@ -136,9 +139,9 @@ class Publisher:
         return head
 
     async def _rebuild(self, version: int) -> None:
-        """Rebuild the versions before `version` from the store, so that rollouts of them can be audited.
+        """Rebuild the versions before `version` from the store, for audits of their rollouts.
 
-        Versions that the store does not lead to are left out.
+        Versions that cannot be rebuilt from the store are left out.
         """
         replica = WeightReplica(threads=_threads())
         for wanted in range(max(0, version - self._keep_states + 1), version):
@@ -167,7 +170,7 @@ class Publisher:
         return await asyncio.to_thread(prove, version, state, held=self._policy, threads=_threads())
 
     def _begin_epoch(self, version: int) -> None:
-        """Start a new epoch with a snapshot: the chain went further than the checkpoint."""
+        """Start a new epoch with a full snapshot: the chain went further than the checkpoint."""
         self._epoch += 1
         self._chain = VersionChain()
         self._policy = EMPTY
@@ -245,7 +248,7 @@ class Publisher:
 
 
 def _threads() -> int:
-    """Encoder threads; their number does not change the bytes."""
+    """Return the number of encoder threads, which does not affect the bytes."""
     return min(MAX_THREADS, os.cpu_count() or 1)
 
 

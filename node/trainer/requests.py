@@ -1,4 +1,4 @@
-"""Answer the control requests of workers, validators and stages."""
+"""Handler of the control requests of workers, validators and stages."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ REQUEST_TIMEOUT_S = 15.0
 
 
 class ControlHandler:
-    """Reads one control request from a stream and passes it to the part of the trainer that answers it."""
+    """Reads one control request from a stream and passes it to the part that answers it."""
 
     def __init__(self, scheduler: LeaseScheduler, submissions: SubmissionReceiver) -> None:
         self._scheduler = scheduler
@@ -97,10 +97,10 @@ class ControlHandler:
             await stream.finish()
 
     def _verdicts(self, peer: bytes, after: int) -> Verdicts:
-        """Return a node's verdicts after a number, as many as one reply holds."""
+        """Return a node's verdicts after a number, at most one reply's worth."""
         numbered = self._services.ledger.verdicts_after(
             peer, after, count=MAX_LEASES, size=VERDICT_BYTES
         )
         last = numbered[-1][0] if numbered else after
-        # One that is too large for any message must not keep its node from hearing the others.
+        # One that is too large for any message must not keep its node from receiving the others.
         return Verdicts(tuple(s for _, s in numbered if len(s) <= MAX_SEALED), last)

@@ -39,13 +39,13 @@ from ..weights.replica import prove
 
 MANIFEST_TTL_S = 10 * 365 * 86400
 MAX_RUN = MAX_SEALED - KIB
-"""Bytes of a manifest: it travels sealed."""
+"""Maximum bytes of a manifest, which travels sealed."""
 
 
 async def documents(
     config: RunConfig, key: SecretKey, ledger: Ledger, store: Store, model_dir: Path
 ) -> RunDocuments:
-    """The run's manifest: the one in the ledger, or a new one; model files go into the store."""
+    """Return the run's manifest, from the ledger or new; put model files into the store."""
     known = ledger.get(MANIFEST)
     contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
     lora = config.training.lora
@@ -78,7 +78,7 @@ async def documents(
 
 
 def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
-    """Read the manifest that a run began with. Raises StorageError for one of another version."""
+    """Read the manifest of an existing run. Raises StorageError for one of another version."""
     try:
         return read_documents(sealed, trainer, now=int(time.time()))
     except RemoteProtocolError as error:
@@ -89,7 +89,10 @@ def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
 
 
 def _check_environments(config: RunConfig, run: RunManifest) -> None:
-    """A run goes on with the environments that it began with: leases name them by place. Raises UsageError."""
+    """Raise UsageError unless the environments are those that the run began with.
+
+    Leases identify environments by index.
+    """
     wanted = [f"{one.name} ({one.id})" for one in config.mixture]
     begun = [f"{one.name} ({one.id})" for one in run.environments]
     if wanted != begun:
@@ -100,7 +103,7 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
     for own, one in zip(config.mixture, run.environments, strict=True):
         wanted_sampling = config.sampling_of(own)
         signed = wanted_sampling.model_copy(update=structs.asdict(one.sampling))
-        if wanted_sampling != signed:  # else the trainer would compute logprobs of another policy
+        if wanted_sampling != signed:  # the trainer would compute logprobs of another policy
             raise UsageError(
                 f"this run samples {one.name} with {_described(signed)}, now it is "
                 f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
@@ -113,10 +116,9 @@ def _described(sampling: SamplingConfig) -> str:
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
-    """Refuse a clock that is behind the newest signature of this run: peers would take all that it signs next
-    for out of order or expired.
+    """Raise UsageError if the clock is behind the newest signature of this run.
 
-    Raises UsageError.
+    Peers would reject everything signed next as out of order or expired.
     """
     made = max(run.created, newest.head.created if newest else 0)
     if made > now + CLOCK_SKEW_S:
@@ -127,7 +129,7 @@ def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None
 
 
 def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> None:
-    """A run goes on as it began. Raises UsageError."""
+    """Raise UsageError unless training.lora is that of the run's beginning."""
     wanted, begun = (
         one and (one.rank, one.alpha, tuple(one.target_modules)) for one in (config, run)
     )
@@ -139,7 +141,7 @@ def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> N
 
 
 def _check_routes(wanted: bool, run: RunManifest) -> None:
-    """A run goes on as it began. Raises UsageError."""
+    """Raise UsageError unless enable_router_replay is that of the run's beginning."""
     if wanted != (run.routes is not None):
         raise UsageError(
             f"this run began with training.enable_router_replay = {str(not wanted).lower()}: change it back, "
@@ -148,7 +150,10 @@ def _check_routes(wanted: bool, run: RunManifest) -> None:
 
 
 def _routes(config: RunConfig, model_dir: Path) -> RouteShape | None:
-    """The routes that workers send. Raises UsageError where there can be none."""
+    """Return the shape of the routes that workers send; None without router replay.
+
+    Raises UsageError for a model without experts.
+    """
     if not config.training.enable_router_replay:
         return None
     from ..models.routers import route_shape
@@ -181,10 +186,10 @@ def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelCo
 
 
 def longest_sequence(config: RunConfig, positions: int) -> int:
-    """Compute the most tokens of a sequence of a run, prompt and replies; every worker serves this length.
+    """Return the maximum tokens of a sequence of a run, prompt and replies.
 
-    A sequence has to fit into a row of training, where several are packed, into the model's `positions` (0:
-    not known) and into engine.max_model_len, if that was set. Raises UsageError where no reply fits.
+    Every worker serves this length. A sequence has to fit into a packed row of training, into the model's
+    `positions` (0: unknown) and into engine.max_model_len, if set. Raises UsageError if no reply fits.
     """
     longest = min(config.training.seq_len, positions or config.training.seq_len)
     if "max_model_len" in config.engine.model_fields_set:
@@ -223,5 +228,5 @@ def _new_manifest(
 
 
 def _config_digest(model: ModelContract) -> str:
-    """Return the digest of the model's config.json, which a calibration is bound to."""
+    """Return the digest of the model's config.json, to which a calibration is bound."""
     return next((f.chunk.digest.hex() for f in model.files if f.name == "config.json"), "")

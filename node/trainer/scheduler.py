@@ -1,4 +1,4 @@
-"""Lease out the tasks of a run: the number of groups, the order of tasks, the turn of each worker.
+"""Lease out the tasks of a run: number of groups, order of tasks, turns of workers.
 
 Invariant: capacity bounds staleness, so no more groups are leased than the next batches can train in time.
 """
@@ -31,27 +31,27 @@ from .workers import PendingRequest, WorkerRegistry, WorkerState
 logger = logging.getLogger(__name__)
 
 HOLD_S = 1.0
-"""How long a lease request waits for work before it is told to come again."""
+"""Time that a lease request waits for work before the worker is asked to retry."""
 MAX_HOLD_S = 8.0
 NEWCOMER_POLLS = 20
 """Approximate requests per second of all waiting newcomers: the more wait, the longer each is held."""
 RETRY_MS = 50
 NEWCOMER_RETRY_MS, MAX_RETRY_MS = 10, 5000
-"""Added to the pause for each newcomer that waits."""
+"""Addition to the retry delay for each waiting newcomer, and the maximum delay."""
 PREPARED_TASKS = 128
 """Tasks whose digests are made before they are leased."""
 KEPT_DIGESTS = 4096
 VERDICT_BYTES = 256 * 1024
-"""Verdicts in one reply."""
+"""Maximum bytes of verdicts in one reply."""
 LEASE_BYTES = 64 * 1024
-"""Leases in one reply, and one more."""
+"""Maximum bytes of leases in one reply, exceeded by at most one lease."""
 BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
 """Upper bound for one token in a submission: id, mask, logprob, proof, framing, and the fingerprints of the
 stages of the longest pipeline."""
 
 
 def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
-    """Make the lease policy of a run; `routes`: the routes that its rollouts bring."""
+    """Make the lease policy of a run; `routes` is the shape of the routes in its rollouts."""
     rollouts, mixture = config.rollouts, config.mixture
     largest = max(one.group_size for one in mixture)
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease
@@ -68,7 +68,7 @@ def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePo
 
 
 class LeaseDemand:
-    """Counts how many more groups may be leased, over all workers and to one."""
+    """Counts how many more groups may be leased, in total and to one worker."""
 
     def __init__(
         self, config: RunConfig, registry: WorkerRegistry, buffer: RolloutBuffer, progress: Progress
@@ -108,13 +108,15 @@ class LeaseDemand:
         )
 
     def coming(self) -> Counter[bytes]:
-        """Count the groups on lease or in verification, by worker; those of newcomers do not count while proven
-        workers are here."""
+        """Count the groups on lease or in verification, by worker.
+
+        Those of newcomers do not count while proven workers are present.
+        """
         book = self._book
         return book.leased(newcomers=not book.staffed(time.time())) + self._unjudged()
 
     def _unjudged(self) -> Counter[bytes]:
-        """Count the groups that are not judged yet, by worker, at most; those of newcomers as in coming()."""
+        """Count at most the groups not judged yet, by worker; newcomers as in coming()."""
         staffed = self._book.staffed(time.time())
         ledger = self._registry.services.ledger
         counted = Counter[bytes]()
@@ -125,10 +127,10 @@ class LeaseDemand:
 
 
 class TaskSupply:
-    """Makes the digests of an environment's next tasks before they are leased."""
+    """Prepares the digests of an environment's next tasks before they are leased."""
 
     def __init__(self, environment: Environment, book: LeaseBook, number: int = 0) -> None:
-        """`number` is the environment's place in the run."""
+        """`number` is the environment's index in the run."""
         self._environment = environment
         self._book = book
         self._number = number
@@ -140,7 +142,7 @@ class TaskSupply:
     async def run(self, scheduler: "LeaseScheduler") -> None:
         """Keep the next tasks prepared, until cancelled. Raises EnvironmentFailed."""
         policy = self._book.policy
-        # tasks chosen by rewards are chosen shortly before they are leased
+        # tasks drawn by rewards are drawn shortly before they are leased
         chosen = self._book.tasks[self._number].draw is not None
         ahead = policy.groups_per_batch if chosen else PREPARED_TASKS
         leases = max(1, ahead // policy.groups_per_lease)
@@ -151,24 +153,27 @@ class TaskSupply:
             await self._short.wait()
 
     async def make_ready(self, leases: int) -> None:
-        """Prepare the tasks of a request; a slow environment delays it by HOLD_S at most."""
+        """Prepare the tasks of a request; a slow environment delays it by HOLD_S at most.
+
+        Raises RemoteProtocolError (BUSY) if the environment fails.
+        """
         try:
             async with asyncio.timeout(HOLD_S):
                 await self._prepare(leases)
         except TimeoutError:
             logger.info("the next tasks are not ready: %s", self._environment.status or "slow")
         except EnvironmentFailed as error:
-            self._short.set()  # run() meets the same error, and ends the run
+            self._short.set()  # run() fails with the same error, and ends the run
             raise RemoteProtocolError(Reason.BUSY, "the trainer's environment fails") from error
 
     def is_ready(self) -> bool:
-        """Whether the tasks of another lease are prepared."""
+        """Return whether the tasks of another lease are prepared."""
         self._short.set()
         upcoming = self._book.upcoming(self._number, 1)
         return bool(upcoming) and all(index in self.digests for index in upcoming)
 
     async def _prepare(self, leases: int) -> bool:
-        """Make the missing digests of the next leases; returns whether there were any."""
+        """Make the missing digests of the next leases; return whether there were any."""
         wanted = self._book.upcoming(self._number, leases)
         missing = [index for index in wanted if index not in self.digests]
         tasks = await asyncio.gather(*map(self._environment.task, missing))
@@ -179,7 +184,7 @@ class TaskSupply:
         return bool(missing)
 
     def complete(self, lease: Lease) -> Lease:
-        """Return a lease of these tasks with all that a worker needs to know of them."""
+        """Return a lease of these tasks with all data that a worker needs."""
         return lease
 
 
@@ -193,7 +198,7 @@ class LeaseScheduler:
         publisher: Publisher,
         demand: LeaseDemand,
     ) -> None:
-        """`tasks` are those of the run's environments, in its order."""
+        """`tasks` are the supplies of the run's environments, in its order."""
         self.registry = registry
         self.book = registry.book
         self.tasks = tasks
@@ -202,11 +207,11 @@ class LeaseScheduler:
 
     @property
     def version(self) -> int:
-        """The newest policy version; -1 before the first."""
+        """Newest policy version; -1 before the first."""
         return self._publisher.order[1]
 
     async def work_changed(self) -> None:
-        """Answer waiting lease requests, as far as there is work: capacity may have grown."""
+        """Answer waiting lease requests for which there is work now: capacity may have grown."""
         for node, pending in list(self.registry.pending.items()):
             worker = self.registry.workers[node]
             if worker.left or worker.verdicts:
@@ -216,7 +221,7 @@ class LeaseScheduler:
         self._serve_newcomers()
 
     def _answer(self, node: bytes, leases: list[bytes]) -> None:
-        """End the wait of a node for leases, if it waits."""
+        """End a node's wait for leases, if it waits."""
         pending = self.registry.pending.pop(node, None)
         if pending is not None:
             pending.leases = leases
@@ -224,9 +229,10 @@ class LeaseScheduler:
             self.book.newcomers.leave(node, pending.origin, time.time())
 
     def take_back(self, now: float) -> list[Held]:
-        """Take back the leases that expired or whose stage 0 is lost; their tasks will be leased again.
+        """Take back the leases that expired or whose stage 0 is lost.
 
-        `now` in Unix seconds. Called regularly, as newcomers' slots are passed on with time.
+        Their tasks will be leased again. `now` in Unix seconds. Called regularly, as newcomers' slots are
+        passed on with time.
         """
         late = self.book.expire(now)
         self.registry.warn()
@@ -270,7 +276,7 @@ class LeaseScheduler:
         return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after, why)
 
     def _playable(self, request: LeaseRequest) -> frozenset[int]:
-        """List the environments that a node says it can play. Raises RemoteProtocolError."""
+        """Return the environments that a node says it can play. Raises RemoteProtocolError."""
         every = range(len(self.tasks))
         said = every if request.environments is None else request.environments
         if not set(said) <= set(every):
@@ -279,12 +285,12 @@ class LeaseScheduler:
         return frozenset(said)
 
     def _ready(self) -> frozenset[int]:
-        """List the environments whose next tasks are prepared."""
+        """Return the environments whose next tasks are prepared."""
         return frozenset(number for number, one in enumerate(self.tasks) if one.is_ready())
 
     async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Grant leases to `peer` as soon as there is work; none after a while, or with a verdict."""
-        self._answer(peer, [])  # it asks again: its earlier request is obsolete
+        self._answer(peer, [])  # a new request makes its earlier one obsolete
         proven = self.registry.proven(peer)
         if proven and (leases := self._grant(peer, wanted)):
             return leases
@@ -297,14 +303,17 @@ class LeaseScheduler:
                 async with asyncio.timeout(self._hold_s(proven)):
                     await pending.answered.wait()
         except TimeoutError:
-            pass  # nothing to do right now; the reply says when to come again
+            pass  # nothing to do right now; the reply has a retry delay
         finally:
             if self.registry.pending.get(peer) is pending:
                 self._answer(peer, [])
         return pending.leases
 
     def _hold_s(self, proven: bool) -> float:
-        """Seconds to hold a request: longer if many newcomers wait, so that their number costs nothing."""
+        """Return the seconds to hold a request.
+
+        The time grows with the number of waiting newcomers, which bounds their request rate.
+        """
         waiting = 0 if proven else len(self.book.newcomers)
         return min(max(HOLD_S, waiting / NEWCOMER_POLLS), MAX_HOLD_S)
 
@@ -323,7 +332,7 @@ class LeaseScheduler:
             self._answer(node, leases)
 
     def _no_lease(self, peer: bytes, now: float) -> str:
-        """Say why an admitted node is leased nothing now, for its operator."""
+        """Return why an admitted node gets no lease now, for its operator."""
         rest = self.book.record(peer).rest_until - now
         if self.version < 0:
             return "the run has no policy version yet"
@@ -339,7 +348,10 @@ class LeaseScheduler:
         return "all that may be generated now is leased, or waits to be trained"
 
     async def unseat(self, peer: bytes) -> None:
-        """Take the leases of a node that offers to be a stage and is not stage 0: it cannot work on them."""
+        """Take back the leases of a node that offers to be a stage and is not stage 0.
+
+        Such a node cannot work on them.
+        """
         if not self.registry.pipelines.leads(peer) and self.book.release(peer, time.time()):
             await self.work_changed()
 

@@ -23,7 +23,7 @@ KEY = "term"
 LEASES_PER_BOOT = 32
 """Bits of a lease id that count within one start of the trainer; those above count the starts."""
 EPOCHS = 16
-"""Epochs that are remembered; leases of earlier ones have expired."""
+"""Number of epochs that are remembered; leases of earlier ones have expired."""
 
 
 class ChainEpoch(msgspec.Struct, frozen=True):
@@ -33,17 +33,17 @@ class ChainEpoch(msgspec.Struct, frozen=True):
     version: int = 0
     first_lease: int = 0
     before: tuple[tuple[int, int], ...] = ()
-    """(version, first lease) of the epochs before it."""
+    """(version, first lease) of the earlier epochs."""
 
     def voids(self, submission: Submission, lease: Lease) -> bool:
-        """Whether a submission was leased before an epoch began and made by a version that it replaced."""
+        """Return whether a submission was leased before an epoch but made by a replaced version."""
         claimed = max(_claims(submission), default=0)
         starts = (*self.before, (self.version, self.first_lease))
         return any(lease.lease_id < first and claimed > version for version, first in starts)
 
 
 def current_epoch(ledger: Ledger, order: tuple[int, int], boot: int) -> ChainEpoch:
-    """Find or begin the epoch of `order`, the (epoch, version) that start number `boot` goes on from."""
+    """Load or begin the epoch of `order`, the (epoch, version) that start `boot` continues."""
     known = ledger.get(KEY)
     epoch = msgspec.json.decode(known, type=ChainEpoch) if known else ChainEpoch()
     if order[0] != epoch.number:
@@ -62,7 +62,7 @@ def _claims(submission: Submission) -> Iterator[int]:
 
 @dataclass
 class Progress:
-    """Counts of the run so far; `status` and the summary read them."""
+    """Counts of the run so far, for `status` and the summary."""
 
     step: int = 0
     training: bool = False
@@ -73,7 +73,7 @@ class Progress:
     """Seconds by phase."""
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """Mean reward of each environment, in the last batch that had groups of it."""
+    """Mean reward of each environment, in the last batch with groups of it."""
     accepted_of: Counter[str] = field(default_factory=Counter[str])
     """Accepted rollouts by environment."""
     staleness: float | None = None
@@ -84,9 +84,9 @@ class Progress:
     accepted: int = 0
     rejected: Counter[str] = field(default_factory=Counter[str])
     received: int = 0
-    """Rollouts that arrived."""
+    """Rollouts received."""
     late: int = 0
-    """Batches that did not come in time since the last trained one."""
+    """Batches that timed out since the last trained one."""
     zero_advantage: int = 0
     """Batches since then in which every group had equal rewards."""
     equal_rewards: tuple[float, float] = (0.0, 0.0)
@@ -96,15 +96,15 @@ class Progress:
 
     @property
     def empty(self) -> int:
-        """Batches in a row without anything to learn from."""
+        """Batches in a row without a learning signal."""
         return self.late + self.zero_advantage
 
     def begin_batch(self) -> None:
-        """Begin to count for another batch."""
+        """Begin the counts of another batch."""
         self._begun = (self.received, self.accepted, Counter(self.rejected))
 
     def all_rejected(self) -> Counter[str]:
-        """Count rejections by reason, if everything that arrived for this batch was rejected."""
+        """Return rejections by reason, if everything received for this batch was rejected."""
         received, accepted, rejected = self._begun
         if self.received == received or self.accepted > accepted:
             return Counter()
@@ -112,11 +112,11 @@ class Progress:
 
 
 class TaskPosition(msgspec.Struct, frozen=True):
-    """Progress of the leases of an environment's tasks."""
+    """Position of the leases in an environment's tasks."""
 
     next_task: int = 0
     requeued: list[int] = []
-    """Tasks before it that have to be leased again."""
+    """Earlier tasks that have to be leased again."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, TaskPosition] = {}
     """Positions by the environment's name."""
     next_task: int = 0
-    """Next task in a checkpoint from before a run had several environments; such a one has no `tasks`."""
+    """Next task in a checkpoint from before runs had several environments, which has no `tasks`."""
     requeued: list[int] = []
     """Requeued tasks of such a checkpoint."""
     verified_up_to: int
@@ -152,12 +152,12 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     baselines: dict[str, dict[str, float]] = {}
     """CreditedBatch.baselines after the step."""
     sft: DataCursor = DataCursor()
-    """Place in the demonstrations of training.sft."""
+    """Position in the demonstrations of training.sft."""
     sft_identity: str = ""
-    """Identity of the data that `sft` is a place in; empty without training.sft."""
+    """Identity of the data of the `sft` position; empty without training.sft."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
-        """Restore the evidence about every worker, bans included; the ledger's where it is newer."""
+        """Restore the evidence about every worker, bans included; the ledger's if it is newer."""
         known = {
             bytes.fromhex(node): Reputation.restore(one) for node, one in self.reputations.items()
         }
@@ -168,7 +168,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         return known
 
     def positions(self, environments: Sequence[str]) -> dict[str, TaskPosition]:
-        """Map the names of these environments to where their tasks go on; a new one begins at task 0."""
+        """Return the task position of each of these environments; a new one begins at task 0."""
         if not self.tasks and len(environments) == 1:
             return {environments[0]: TaskPosition(self.next_task, self.requeued)}
         return {name: self.tasks.get(name, TaskPosition()) for name in environments}
@@ -178,7 +178,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     ) -> None:
         """Queue again all tasks leased then or since, except those of `answered` leases.
 
-        `environments` are the names of the run's, in its order.
+        `environments` are the names of the run's environments, in its order.
         """
         done: dict[int, Counter[int]] = defaultdict(Counter)
         for lease in answered:
@@ -194,8 +194,10 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _restore_draws(queue: TaskQueue, position: TaskPosition, done: Counter[int]) -> None:
-    """Restore a queue whose tasks are drawn: answered draws are not made anew, and leased ones are
-    unknown."""
+    """Restore a queue of drawn tasks without repeating answered draws.
+
+    Draws that were leased since the checkpoint are unknown.
+    """
     left = Counter(done)
     for index in position.requeued:
         if left[index]:
@@ -217,16 +219,16 @@ def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPos
 
 
 def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
-    """Refuse to resume with a ledger that is not that of the checkpoints, or is older than they are.
+    """Raise StorageError for a ledger of another run, or one older than the checkpoints.
 
     Submissions would be lost, and numbers of leases, heads and verdicts given twice. Call it before this start
-    is counted. Raises StorageError.
+    is counted.
     """
     for step in reversed(checkpoints.steps()):
         try:
             state = msgspec.json.decode(checkpoints.glance(step, "cursor"), type=TrainerState)
         except (OSError, msgspec.DecodeError):
-            continue  # reading all of it will report the error
+            continue  # a full read will report the error
         why = _differs(state, ledger)
         if why:
             home = checkpoints.directory.parent
@@ -239,13 +241,13 @@ def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
 
 
 def _differs(state: TrainerState, ledger: Ledger) -> str:
-    """Say why a ledger does not belong to a checkpoint; "" if it does."""
+    """Return why a ledger does not belong to a checkpoint; "" if it does."""
     arrivals, boots = ledger.last_arrival(), ledger.boots()
     if not arrivals and not boots:
         return "it is empty"
     if state.ledger and state.ledger != ledger.ledger_id():
         return "it is of another run, or was made anew"
-    # a checkpoint from before there were ids knows of the last submission that it contains
+    # a checkpoint from before there were ids has the number of the last submission that it contains
     known = max(state.arrivals, state.verified_up_to)
     if arrivals < known or boots < state.boots:
         return (
@@ -263,9 +265,8 @@ def snapshots(reputations: Mapping[bytes, Reputation]) -> dict[str, ReputationSn
 def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
     """Make the checkpoint parts of a new run from those of another after `step`.
 
-    Raises StorageError if they are of no RL run.
-
-    Tasks that were on lease come first, as after a crash; waiting rollouts are dropped, reputations are kept.
+    Raises StorageError if they are not of an RL run. Tasks that were on lease come first, as after a crash;
+    waiting rollouts are dropped, reputations are kept.
     """
     try:
         other = msgspec.json.decode(parts["cursor"], type=TrainerState)

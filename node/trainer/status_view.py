@@ -11,7 +11,7 @@ from .scheduler import LeaseScheduler
 
 
 def show_training(status: Status, role: TrainerRole) -> None:
-    """Fill in `status` how training goes."""
+    """Fill in the progress of training in `status`."""
     progress, scheduler = role.progress, role.scheduler
     status.step, status.reward = progress.step, progress.reward
     status.staleness, status.history = progress.staleness, progress.history
@@ -47,7 +47,7 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
 
 
 def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
-    """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
+    """Make the rows of `peers` for a trainer, with leases, reputations and audits."""
     registry, newest = scheduler.registry, scheduler.version
     leases = Counter(held.node for held in registry.book.held.values())
     validators = registry.audits.records()

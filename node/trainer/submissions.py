@@ -1,7 +1,7 @@
 """Receive submissions, verify each once, and judge them in order of arrival.
 
 Invariants: a submission is in the ledger before its receipt is signed. Several are verified at a time, as one
-waits for an auditor while the next is checked; every one gets a signed verdict, and none can stall the trainer.
+waits for an auditor while the next is checked; each gets a signed verdict, and none can stall the trainer.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 LATE_GRACE_S = 5.0
 RECEIPT_TTL_S = VERDICT_TTL_S = 7 * 86400
 CAPACITY = 64
-"""Submissions that may wait for verification; further ones are told to come again."""
+"""Submissions that may wait for verification; further ones are asked to retry."""
 CONCURRENT_CHECKS = 8
-"""Submissions that are verified at a time. Evidence from one affects the audits of those that start later."""
+"""Submissions verified at a time. Evidence from one affects the audits of those that start later."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PendingVerification:
 
 
 class VerificationQueue:
-    """Verifies submissions and judges them in order of arrival; what is made of them is a subclass's to say."""
+    """Verifies submissions and judges them in order of arrival; subclasses use the work."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class VerificationQueue:
         self._counted_up_to = self._ledger.judged_up_to()
         """Arrival number of the last submission that was judged, and counted, before this start."""
         self._taken_up_to = 0
-        """Arrival number of the last submission that was begun."""
+        """Arrival number of the last submission whose verification began."""
         self.grown = asyncio.Condition()
         """Notified after every judgement."""
         self.epoch = ChainEpoch()
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
-        """Do what is to be done with the work of a judged submission of `node`."""
+        """Use the work of a judged submission of `node`."""
         raise NotImplementedError
 
     @property
@@ -102,7 +102,7 @@ class VerificationQueue:
         return self._arrivals.full()
 
     def resume(self, epoch: ChainEpoch, version: int) -> None:
-        """Go on after policy `version` in that epoch of the chain."""
+        """Continue after policy `version` in that epoch of the chain."""
         self.epoch = epoch
         self._bounds.go_back(epoch.number, version)
 
@@ -145,7 +145,7 @@ class VerificationQueue:
         begun.put_nowait(PendingVerification(arrived, submission, lease, before, verifying))
 
     async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
-        """Judge the verified submissions in order of arrival; wakes the trainer and lease requests."""
+        """Judge the verified submissions in order of arrival; wake the trainer and lease requests."""
         while True:
             one = await begun.get()
             verified = await one.verifying
@@ -157,7 +157,7 @@ class VerificationQueue:
             await self._scheduler.work_changed()
 
     def _judge(self, one: PendingVerification, verified: Verified) -> None:
-        """Count a submission, once however often the trainer is killed, and take its work."""
+        """Count a submission, exactly once across restarts of the trainer, and use its work."""
         arrived = one.arrived
         self.progress.verified_up_to = arrived.arrival
         measured = MeasuredRows()
@@ -194,7 +194,7 @@ class VerificationQueue:
             )
 
     def _rate(self, node: bytes) -> float:
-        """Compute the share of this worker's rollouts to audit now."""
+        """Return the share of this worker's rollouts to audit now."""
         reputation = self._registry.reputation(node)
         base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
         return audit_rate(reputation, base, odd, reputation.recent_fault)
@@ -239,7 +239,7 @@ class VerificationQueue:
         )
 
     def _keep(self, arrived: QueuedSubmission, verified: Verified, measured: MeasuredRows) -> bytes:
-        """Write the verdict and its changes into the ledger; returns it sealed."""
+        """Write the verdict and its changes into the ledger; return it sealed."""
         sealed = self._services.seal(
             Purpose.VERDICT,
             verified.verdict,
@@ -281,15 +281,17 @@ class SubmissionQueue(VerificationQueue):
         kept: RolloutKeeper,
         curricula: Mapping[str, Curriculum],
     ) -> None:
-        """`test` decides which workers are banned; `kept` is told of what does not get into the buffer, and
-        the one of `curricula`, by environment, of every group before it does."""
+        """`test` decides which workers are banned; `kept` collects rollouts that are not buffered.
+
+        `curricula`, by environment, observe every group before it is buffered.
+        """
         super().__init__(scheduler, verifier, contract, test, progress)
         self.buffer = buffer
         self.kept = kept
         self.curricula = curricula
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
-        """See VerificationQueue: buffer the accepted groups."""
+        """See VerificationQueue.take(); buffers the accepted groups."""
         progress = self.progress
         for group in verified.groups:
             if not self._admits(group):
@@ -306,13 +308,13 @@ class SubmissionQueue(VerificationQueue):
             self._measure_turnaround(lease, len(verified.groups))
 
     def _admits(self, group: RolloutGroup) -> bool:
-        """Show a group to its environment's curriculum; returns whether it is to be trained."""
+        """Show a group to its environment's curriculum; return whether it is to be trained."""
         admitted, book = self.curricula[group.environment].observe(group), self._scheduler.book
         book.lead.judged(admitted, book.policy.groups_per_batch)
         return admitted
 
     def _measure_turnaround(self, lease: Lease, groups: int) -> None:
-        """Tell the lease book how long accepted groups took from their lease until now."""
+        """Record in the lease book the time of accepted groups from their lease until now."""
         book = self._scheduler.book
         granted = lease.deadline - book.policy.timeout_s
         book.lead.returned(groups, book.policy.groups_per_batch, time.time() - granted)
@@ -332,7 +334,7 @@ class SubmissionReceiver:
         self._uploads = UploadReceiver()
 
     async def handle(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> bool:
-        """Receive the bytes of `offer`, or repeat their receipt; returns whether they are new.
+        """Receive the bytes of `offer`, or repeat their receipt; return whether they are new.
 
         The caller has checked that `peer` is admitted.
         """

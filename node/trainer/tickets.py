@@ -1,6 +1,6 @@
 """Issue, list and revoke the join tickets of a running trainer.
 
-A ticket is a bearer secret. An admitted node is known by its key, so it needs a valid ticket only once.
+A ticket is a bearer secret. An admitted node is identified by its key, so it needs a valid ticket only once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ DEFAULT = "default"
 MAX_LABEL = 64
 MAX_TTL_S = 10 * 365 * 86400
 LOOK_S = 60.0
-"""Pause between two checks that the trainer's own ticket is fresh; shorter where tickets expire sooner."""
+"""Interval of checks that the trainer's own ticket is fresh; shorter if tickets expire sooner."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TicketIssuer:
         uses: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ttl_s` and `uses` are of tickets for which nothing else is asked; `clock` says Unix seconds."""
+        """`ttl_s` and `uses` are the defaults of a ticket; `clock` returns Unix seconds."""
         self._services = services
         self._file = file
         self._ttl_s = ttl_s
@@ -68,11 +68,14 @@ class TicketIssuer:
         self._clock = clock
         self._own: SignedTicket | None = None
         self._in_file = False
-        """Whether the file holds it."""
+        """Whether the file holds the trainer's own ticket."""
 
     def current(self) -> SignedTicket:
-        """The trainer's own ticket, a new one where the last is in the second half of its life, revoked or used
-        up. Raises StorageError."""
+        """Return the trainer's own ticket.
+
+        A new one is issued if the last is in the second half of its life, revoked or used up. Raises
+        StorageError.
+        """
         if self._own is None or not self._fresh(self._own.ticket):
             self._own, self._in_file = self.issue(label=DEFAULT), False
         if not self._in_file:
@@ -83,7 +86,7 @@ class TicketIssuer:
     def issue(
         self, *, label: str = "", uses: int | None = None, expires_s: float | None = None
     ) -> SignedTicket:
-        """A new ticket. Raises UsageError."""
+        """Issue a new ticket. Raises UsageError."""
         lasts_s = self._ttl_s if expires_s is None else expires_s
         if not 1 <= lasts_s <= MAX_TTL_S:
             raise UsageError("a ticket is valid for at least a second and at most ten years")
@@ -108,13 +111,13 @@ class TicketIssuer:
         return SignedTicket(ticket, tickets.issue(services.key, ticket))
 
     def listed(self) -> list[IssuedTicket]:
-        """All that were issued, oldest first."""
+        """Return all issued tickets, oldest first."""
         return self._services.ledger.tickets()
 
     def revoke(self, name: str) -> list[IssuedTicket]:
-        """Stop admitting nodes by the tickets with label `name`, or by the one whose id starts with it.
+        """Revoke the tickets with label `name`, or the ticket whose id starts with it.
 
-        Nodes that they admitted stay. Raises UsageError.
+        Nodes already admitted stay. Raises UsageError.
         """
         known = [one for one in self.listed() if not one.revoked]
         found = [one for one in known if one.label == name]
@@ -136,7 +139,7 @@ class TicketIssuer:
             try:
                 self.current()
             except StorageError as error:
-                # the one in the file is good for half of its life yet: no reason to end a run
+                # the one in the file is still valid for half of its life: the run need not end
                 logger.warning("the ticket cannot be renewed, trying again: %s", error)
 
     def _fresh(self, ticket: Ticket) -> bool:

@@ -1,4 +1,4 @@
-"""The workers of a run, as the trainer knows them: admission by ticket, reputations, silence, chunk sources.
+"""The trainer's registry of workers: admission, reputations, silence, chunk sources.
 
 Invariant: an admitted node can always fetch its verdicts, even when it is given no work any more.
 """
@@ -38,7 +38,7 @@ from .pipeline_coordinator import PipelineCoordinator
 logger = logging.getLogger(__name__)
 
 HELLO_RATE, HELLO_BURST = 10.0, 200.0
-"""Nodes per second that one ticket admits; each costs a write to the disk."""
+"""Rate limit of hellos per second with one ticket; each costs a write to the disk."""
 MAX_WORKERS = 4096
 """Beyond this number, newcomers without leases are forgotten; they may say hello again."""
 SOURCES_S = 0.25
@@ -46,15 +46,15 @@ SOURCES_S = 0.25
 ABLE_S = 1.0
 """Maximum age of the count of workers by environment."""
 WARN_S = 60.0
-"""Between two warnings in the log."""
+"""Minimum interval of warnings in the log."""
 ALIVE_S = 10.0
-"""A worker that asked for nothing for this long is not named as a chunk source."""
+"""A worker without a lease request for this long is not listed as a chunk source."""
 GONE_S = 60.0
-"""A worker that was silent for this long is not counted among those of its numerics class."""
+"""A worker silent for this long is not counted among those of its numerics class."""
 MAX_UPSTREAMS = 8
 MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
-"""Sources with ranks next to ours; the others are far, so that chunks cross a large swarm in few steps."""
+"""Sources with adjacent ranks; the others are far, so that chunks cross a large swarm in few steps."""
 
 
 @dataclass
@@ -69,15 +69,15 @@ class WorkerState:
     asked: float = 0.0
     """Monotonic seconds of its last lease request."""
     heard: float = 0.0
-    """Monotonic seconds of its last request of any kind, or of our start."""
+    """Monotonic seconds of its last request of any kind, or of the trainer's start."""
     proven: bool = False
     """Whether work of it was accepted; see Reputation.proven."""
     numerics: NumericsClass | None = None
-    """How it says that it computes; None where it did not say."""
+    """Numerics class that it claims; None if it claims none."""
     playable: frozenset[int] = frozenset()
-    """Environments of the run that it says it can play, by place; none before it asked for a lease."""
+    """Environments of the run that it says it can play, by index; empty before its first lease request."""
     left: bool = False
-    """Whether it said goodbye and asked for nothing since; its waiting request gets no lease."""
+    """Whether it said goodbye and sent no lease request since; its waiting request gets no lease."""
     failure: str = ""
     """Error that ended it, in its own words; empty if it just left."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
@@ -90,7 +90,7 @@ class ChunkHolder:
     rank: int
     proven: bool
     record: bytes
-    """Sealed."""
+    """Sealed peer record."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class PendingRequest:
     origin: Origin
     leases: list[bytes] = field(default_factory=list[bytes])
     answered: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with leases, or when the reply has something else to say."""
+    """Set with leases, or when the reply has other content."""
 
 
 class WorkerRegistry:
@@ -118,9 +118,10 @@ class WorkerRegistry:
         calibration: SelfCalibration | None = None,
         environments: Sequence[EnvironmentContract] = (),
     ) -> None:
-        """`model` is None if it cannot be cut into stages, `calibration` if the manifest fixes the bounds.
+        """Load the admitted workers from the ledger.
 
-        `environments` are those of the run: warnings name what no worker can play.
+        `model` is None if it cannot be cut into stages, `calibration` if the manifest fixes the bounds.
+        `environments` are those of the run: warnings name the ones that no worker can play.
         """
         self.services = services
         self._sealed_manifest = sealed_manifest
@@ -145,7 +146,7 @@ class WorkerRegistry:
         self._able_at = -math.inf
         self._ranks = itertools.count()
         self.turned_away: deque[str] = deque(maxlen=64)
-        """Why nodes were not admitted, the newest last."""
+        """Reasons why nodes were not admitted, newest last."""
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
         self.environments = environments
@@ -161,8 +162,10 @@ class WorkerRegistry:
         return self.reputations.setdefault(node, Reputation())
 
     def proven(self, node: bytes) -> bool:
-        """Whether work of a worker was accepted, or the operator named it; its leases then count in the run's
-        capacity."""
+        """Return whether work of a worker was accepted, or the operator named the worker.
+
+        Its leases then count in the run's capacity.
+        """
         worker = self.workers.get(node)
         if worker is None:
             return False
@@ -171,15 +174,18 @@ class WorkerRegistry:
             worker.proven = self.named(node) or (known is not None and known.proven)
             if worker.proven:
                 self.book.newcomers.proved(node)
-                self._sources_at = -math.inf  # it may be named to others now
+                self._sources_at = -math.inf  # it may be listed as a source for others now
         return worker.proven
 
     def named(self, node: bytes) -> bool:
-        """Whether the operator named it as a reference: it need not earn its leases one by one."""
+        """Return whether the operator named the node as a reference.
+
+        A reference need not earn its leases one by one.
+        """
         return self._calibration is not None and node in self._calibration.references
 
     def seen(self, peer: bytes) -> None:
-        """Note that a node sent a request."""
+        """Record that a node sent a request."""
         self.services.peers.seen(peer)
         if peer in self.workers:
             self.workers[peer].heard = self.clock()
@@ -193,7 +199,7 @@ class WorkerRegistry:
         return worker
 
     def update(self, peer: bytes, stats: WorkerStats) -> WorkerState:
-        """Take in the stats of a worker that asks for work."""
+        """Record the stats of a worker that asks for work. Raises RemoteProtocolError."""
         worker = self.get(peer)
         if worker.stats.version < 0 <= stats.version:
             self._sources_at = -math.inf  # it holds weights now: others may fetch them from it
@@ -201,7 +207,7 @@ class WorkerRegistry:
         return worker
 
     def origin(self, peer: bytes) -> Origin:
-        """Return the ticket and the network that a newcomer came by."""
+        """Return the ticket and the network of a newcomer."""
         return Origin(self.workers[peer].ticket, self.services.peers.network_of(peer))
 
     def hello(self, peer: bytes, hello: Hello) -> Welcome:
@@ -211,7 +217,7 @@ class WorkerRegistry:
         now = int(time.time())
         check_clock(hello.unix_time, now)
         self.services.head_server.check_going_on()
-        # A node that was admitted needs no valid ticket: its key admits it.
+        # An admitted node needs no valid ticket: its key admits it.
         known = self.workers.get(peer)
         if known is not None:
             ticket = known.ticket
@@ -238,7 +244,7 @@ class WorkerRegistry:
         return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
 
     def goodbye(self, node: bytes, detail: str) -> None:
-        """Note that a worker leaves, in order or because of the error in `detail`."""
+        """Record that a worker leaves, in order or because of the error in `detail`."""
         worker = self.get(node)
         worker.left = True
         self.pipelines.left(node)
@@ -247,7 +253,7 @@ class WorkerRegistry:
             logger.warning("worker %s has failed: %s", short(node), worker.failure)
 
     def renew(self, peer: bytes, records: tuple[bytes, ...]) -> None:
-        """Take in a node's own new record, before its last one expires."""
+        """Store a node's own new record, before its last one expires."""
         for sealed in records[:1]:
             record = read_record(sealed, self.services.run_id, int(time.time()))
             if record.node != peer:
@@ -255,8 +261,10 @@ class WorkerRegistry:
             self.services.peers.learn(record, sealed)
 
     def warnings(self) -> list[str]:
-        """Name the tickets whose newcomers take leases and return nothing, with the command to revoke them; and
-        the environments that no worker can play, with what to install."""
+        """Return warnings about failing tickets and unplayable environments, with remedies.
+
+        A failing ticket is one whose newcomers take leases and return nothing.
+        """
         failing = [
             self._failing(ticket, record.lost)
             for ticket, record in self.book.newcomers.tickets.items()
@@ -270,12 +278,12 @@ class WorkerRegistry:
         ]
 
     def note_playable(self, worker: WorkerState, environments: frozenset[int]) -> None:
-        """Note which environments a worker says that it can play."""
+        """Record the environments that a worker says it can play."""
         if worker.playable != environments:
             worker.playable, self._able_at = environments, -math.inf
 
     def able(self) -> Counter[int]:
-        """Count the workers that are here by the environments that they can play, at most ABLE_S ago."""
+        """Count the present workers by the environments that they can play, at most ABLE_S ago."""
         now = self.clock()
         if now - self._able_at >= ABLE_S:
             self._able_at = now
@@ -288,11 +296,14 @@ class WorkerRegistry:
         return self._able
 
     def staffed(self) -> frozenset[int]:
-        """List the environments that some worker that is here can play."""
+        """Return the environments that some present worker can play."""
         return frozenset(self.able())
 
     def classes(self, *, strangers: bool = False) -> Counter[NumericsClass]:
-        """Count the workers that are here by the numerics class that they claim; all, or no references."""
+        """Count the present workers by claimed numerics class.
+
+        With `strangers`, references and refused workers are left out.
+        """
         return Counter(
             worker.numerics
             for node, worker in self.workers.items()
@@ -321,7 +332,7 @@ class WorkerRegistry:
             logger.warning("%s", warning)
 
     def members(self, within_s: float) -> set[bytes]:
-        """List the proven workers that have not left and were heard within `within_s` seconds."""
+        """Return the proven workers that have not left and were heard within `within_s` seconds."""
         since = self.clock() - within_s
         return {
             node
@@ -331,20 +342,20 @@ class WorkerRegistry:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it was made, when the trainer can be reached."""
+        """Seconds since the registry was made, which is when the trainer can be reached."""
         return self.clock() - self._started
 
     def left(self) -> set[bytes]:
-        """List the nodes that said goodbye and asked for nothing since."""
+        """Return the nodes that said goodbye and sent no lease request since."""
         return {node for node, worker in self.workers.items() if worker.left}
 
     def _heard(self, node: bytes) -> float:
-        """Monotonic seconds of its last request, or of our start."""
+        """Return the monotonic seconds of a node's last request, or of the trainer's start."""
         worker = self.workers.get(node)
         return worker.heard if worker else self._started
 
     def silence(self, node: bytes) -> float:
-        """Seconds since the last request of an admitted node; 0 while it loads its first policy."""
+        """Return the seconds since a node's last request; 0 while it loads its first policy."""
         loading = self.workers[node].stats.version < 0  # until then it need not send any
         if loading and self.services.peers.get(node).path() is not None:
             return 0.0
@@ -361,7 +372,7 @@ class WorkerRegistry:
         return Tier.MEMBER if known else Tier.NEWCOMER
 
     def _check_ticket(self, sealed: bytes, now: int) -> bytes:
-        """Check that a ticket may admit one more node; returns its id. Raises RemoteProtocolError."""
+        """Check that a ticket may admit one more node; return its id. Raises RemoteProtocolError."""
         ticket = tickets.check(sealed, now=now)
         if (ticket.run, ticket.trainer) != (self.services.run_id, self.services.key.node_id):
             raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
@@ -382,9 +393,9 @@ class WorkerRegistry:
         return name
 
     def _remember(self, sealed: bytes) -> None:
-        """Learn an admitted node's role and addresses from the ledger, after a restart of ours."""
+        """Load an admitted node's role and addresses from the ledger after a restart."""
         try:
-            # it may have expired: a node that comes back sends a new one
+            # it may have expired: a returning node sends a new one
             self.services.peers.learn(read_record(sealed, self.services.run_id, now=0), sealed)
         except RemoteProtocolError as error:
             logger.warning("forgetting a peer record in the ledger: %s", error)
@@ -412,10 +423,10 @@ class WorkerRegistry:
             self.services.ledger.drop_reputation(gone)
 
     def sources(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Choose sealed records of live workers with weights, admitted before `peer` and after it.
+        """Return sealed records of live workers with weights, admitted before `peer` and after it.
 
-        Where newcomers outnumber proven workers, a proven worker is named proven ones only: fresh keys may
-        serve nothing.
+        If newcomers outnumber proven workers, a proven worker is given proven ones only: fresh keys may serve
+        nothing.
         """
         now = self.clock()
         if now - self._sources_at >= SOURCES_S:
@@ -429,7 +440,7 @@ class WorkerRegistry:
         return _near_and_far(before, peer), _near_and_far(after, peer)
 
     def _find_sources(self, now: float) -> list[ChunkHolder]:
-        """List the workers that others can fetch from, by rank; only some of the newcomers."""
+        """Return the workers that others can fetch from, by rank; only some of the newcomers."""
         found: list[ChunkHolder] = []
         for node, worker in self.workers.items():
             if now - worker.asked >= ALIVE_S or worker.stats.version < 0:
@@ -447,7 +458,7 @@ class WorkerRegistry:
 
 
 def _unplayed(environment: EnvironmentContract) -> str:
-    """Say that no worker plays an environment, and what would change that."""
+    """Return the warning that no worker plays an environment, with the remedy."""
     id = environment.id
     package = f" ({environment.package})" if environment.package else ""
     return (
@@ -457,7 +468,7 @@ def _unplayed(environment: EnvironmentContract) -> str:
 
 
 def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:
-    """Take the nearest ranks in order, then some of the others, always the same for one peer."""
+    """Return the nearest ranks in order, then some of the others, always the same for one peer."""
     near, far = records[:NEAREST], records[NEAREST:]
     few = min(len(far), MAX_UPSTREAMS - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))

@@ -1,1 +1,1 @@
-"""Learning. Knows nothing of the network."""
+"""Training code. Independent of the network."""

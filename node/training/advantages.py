@@ -1,8 +1,9 @@
-"""From groups with rewards to samples with advantages. No torch.
+"""Turn groups with rewards into samples with advantages. No torch.
 
-An advantage compares a rollout with its own group, and is at most scaled by the batch's; `rae` compares it with
-earlier ones of the same agent. It is computed here from the trainer's rewards and never taken from a worker. Of
-several agents each has traces, rewards and advantages of its own, and is compared with itself alone.
+An advantage compares a rollout with its own group, and the batch at most scales it; `rae` compares it with
+earlier rollouts of the same agent. It is computed here from the trainer's rewards and never taken from a
+worker. In an environment of several agents, each agent has its own traces, rewards and advantages, and is
+compared only with itself.
 """
 
 import math
@@ -18,36 +19,37 @@ from .buffer import RolloutGroup, ScoredRollout
 
 STD_EPSILON = 1e-4
 NO_SIGNAL = 1e-9
-"""A group whose advantages are all below this teaches nothing."""
+"""Threshold of the advantages' magnitude; a group with all of them below it has no learning signal."""
 MAX_REWARD = 1e9
-"""Rewards beyond it are as good as infinite: times the largest ratio, float32 must have room for them."""
+"""Limit of a reward's magnitude; larger rewards count as infinite, so that a reward times the largest
+importance ratio still fits float32."""
 
 
 @dataclass(frozen=True)
 class CreditedBatch:
-    """The samples of a batch, and counts of groups that were left out."""
+    """Samples of a batch, and counts of the groups that were left out."""
 
     samples: list[Sample]
     groups: int
-    """Groups that gave samples."""
+    """Groups that contributed samples."""
     pruned: int
     """Groups without signal that were left out."""
     thin: int
     """Groups with fewer than two rollouts that have tokens and a finite reward."""
     flat: int = 0
-    """Groups without signal, every advantage 0, left out or not."""
+    """Groups without signal (every advantage 0), whether left out or not."""
     baselines: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    """Of rae, by environment and agent, after this batch."""
+    """Baselines of rae after this batch, by environment and agent."""
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """r - mean(group): prime-rl's default, no division by the standard deviation (Dr. GRPO)."""
+    """Return r - mean(group), prime-rl's default; not divided by the std (Dr. GRPO)."""
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
 
 def grpo_std(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / (std + 1e-4) with the sample standard deviation, n - 1 (GRPO, arXiv 2402.03300).
+    """Return (r - mean) / (std + 1e-4), std with n - 1 (GRPO, arXiv 2402.03300).
 
     Needs at least two rewards.
     """
@@ -57,20 +59,20 @@ def grpo_std(rewards: Sequence[float]) -> list[float]:
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """r - mean of the group's other rewards: REINFORCE, leave one out (arXiv 2402.14740).
+    """Return r - mean of the group's other rewards: REINFORCE leave-one-out (arXiv 2402.14740).
 
-    It is n / (n - 1) times grpo's. Needs at least two rewards.
+    The result is n / (n - 1) times that of grpo. Needs at least two rewards.
     """
     count = len(rewards)
     return [value * count / (count - 1) for value in grpo(rewards)]
 
 
 def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-    """A / (std + 1e-4) with the standard deviation, n - 1, of all of a batch's advantages, group by group.
+    """Divide advantages by (std + 1e-4), std (n - 1) over all advantages of the batch.
 
-    After grpo it is REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): a group of few
-    differences is not blown up as by grpo_std. Groups of equal rewards belong to the batch: the more of them
-    there are, the larger the steps that the others ask for.
+    Returns them group by group. After grpo this is REINFORCE++ with the group's mean as baseline (arXiv
+    2501.03262): unlike grpo_std, it does not inflate a group with small differences. Groups of equal rewards
+    count as part of the batch: the more there are, the larger the advantages of the other groups.
     """
     values = [value for group in advantages for value in group]
     if len(values) < 2:
@@ -81,14 +83,16 @@ def over_batch_std(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[float], float]:
-    """r - a moving average of one agent's rewards: role-conditioned advantage estimation (SPIRAL, arXiv
-    2506.24119), in the order of prime-rl's `algo/rae.py`.
+    """Return r - a moving average of one agent's rewards, and the new average.
+
+    Role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119), in the order of prime-rl's `algo/rae.py`:
 
         A = r - b,   then   b <- decay * b + (1 - decay) * r
 
-    one reward after the other, so that none is in its own baseline. `rewards` are of one agent of one
-    environment: of two that play against each other the mean over both is 0 whatever they do, and the edge of
-    the one that begins is no merit of its play. Returns the advantages and the new baseline; the first is 0.
+    one reward after the other, so that no reward is part of its own baseline. `rewards` belong to one agent of
+    one environment: for two agents in a zero-sum game the mean over both is always 0, and the first player's
+    structural advantage must not count as merit. Returns the advantages and the new baseline b,
+    which starts at 0.
     """
     found: list[float] = []
     for reward in rewards:
@@ -98,19 +102,20 @@ def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[f
 
 
 def overlong_penalty(drawn: int, config: OverlongConfig) -> float:
-    """What a rollout of `drawn` tokens loses: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+    """Return the penalty of a rollout of `drawn` tokens.
 
-    0 up to max_tokens - buffer_tokens, from there linearly to `penalty` at max_tokens.
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to max_tokens - buffer_tokens, then
+    rising linearly to `penalty` at max_tokens.
     """
     over = drawn - (config.max_tokens - config.buffer_tokens)
     return config.penalty * min(max(over / config.buffer_tokens, 0.0), 1.0)
 
 
 def max_rl(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / mean, all 0 where mean <= 0: maximum-likelihood RL (arXiv 2602.02710), as in prime-rl.
+    """Return (r - mean) / mean, all 0 if mean <= 0: maximum-likelihood RL (arXiv 2602.02710).
 
-    Meant for rewards >= 0: a rarely solved task weighs about 1 / (its pass rate). Where some are
-    negative the mean may come close to 0: the divisor is at least max(|r|) / n, which changes nothing for
+    As in prime-rl. Meant for rewards >= 0: a rarely solved task weighs about 1 / (its pass rate). With negative
+    rewards the mean may come close to 0, so the divisor is at least max(|r|) / n; that changes nothing for
     rewards >= 0 and bounds advantages by 2 n.
     """
     mean = math.fsum(rewards) / len(rewards)
@@ -122,18 +127,18 @@ def max_rl(rewards: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Size:
-    """Of one rollout, over all its branches."""
+    """Token and turn counts of one rollout, over all its branches."""
 
     output: int
-    """Tokens that the model drew."""
+    """Tokens sampled by the model."""
     input: int
-    """Tokens that it read and did not draw."""
+    """Tokens read but not sampled by the model."""
     turns: int
-    """Times that it began to draw."""
+    """Contiguous runs of sampled tokens."""
 
     @classmethod
     def of(cls, rollout: ScoredRollout) -> "Size":
-        """Count the tokens of a rollout."""
+        """Count the tokens and turns of a rollout."""
         masks = [branch.mask for branch in rollout.branches]
         drawn = sum(map(sum, masks))
         turns = sum(
@@ -147,14 +152,14 @@ class Size:
 def grpo_length(
     rewards: Sequence[float], sizes: Sequence[Size], penalty: LengthPenaltyConfig
 ) -> list[float]:
-    """grpo on rewards that a length penalty was taken from, prime-rl's `linear` one (`algo/grpo.py`):
+    """Return grpo of length-penalised rewards: prime-rl's `linear` penalty (`algo/grpo.py`).
 
         r' = r - max(mean(r), 0) * (a * output / max output + b * input / max input + c * turns / max turns)
         A  = r' - mean(r')
 
-    with maxima over the group and a, b, c of `penalty`. The better a group does, the more being short counts;
-    a group that solved nothing has no penalty at all. prime-rl multiplies by a negative mean too, which would
-    reward length.
+    with maxima over the group and the weights a, b, c of `penalty`. The higher a group's mean reward, the
+    stronger the penalty; a group that solved nothing has none. prime-rl also multiplies by a negative mean,
+    which would reward length.
     """
     pass_rate = max(math.fsum(rewards) / len(rewards), 0.0)
     longest = max(max(size.output for size in sizes), 1)
@@ -180,19 +185,19 @@ def credit(
     own: Mapping[str, TrainingConfig] = MappingProxyType({}),
     baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> CreditedBatch:
-    """One sample per branch of every rollout; all branches of an agent's trace share its advantage.
+    """Make one sample per branch of every rollout; an agent's branches share its advantage.
 
-    `own` holds the settings of environments whose advantage or loss differs, by name; `baselines` are those of
-    rae after the batch before.
+    `own` maps environment names to their settings where the advantage or loss differs from `training`.
+    `baselines` are the rae baselines after the previous batch.
 
-    A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
-    the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
-    the config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO
-    a group that is pruned still gives the tokens of its environment, and none of the model's.
+    Rollouts without tokens or with a reward that is not finite are left out, also of the group's baseline; the
+    remaining ones are compared with each other. Groups without signal are pruned, not back-filled, unless the
+    config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO a pruned
+    group still contributes its environment tokens, but no model tokens.
     """
     compared: list[tuple[RolloutGroup, list[ScoredRollout], list[float]]] = []
     by_batch: list[int] = []
-    """Groups of `compared` whose advantages are divided by the batch's standard deviation."""
+    """Indices of the groups in `compared` whose advantages are divided by the batch's standard deviation."""
     flat = thin = 0
     averages = {name: dict(one) for name, one in baselines.items()}
     for group in groups:
@@ -225,8 +230,10 @@ def credit(
 
 
 def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[float]:
-    """Compute the advantages of a group's survivors, by their agents' traces and unscaled by its batch; none of
-    fewer than two. Not for rae."""
+    """Return the advantages of a group's surviving rollouts, one per trace.
+
+    Not scaled by the batch; empty with fewer than two survivors. Does not support rae.
+    """
     survivors = _survivors(group)
     return _advantages(survivors, training, {}) if len(survivors) > 1 else []
 
@@ -240,7 +247,10 @@ def _survivors(group: RolloutGroup) -> list[ScoredRollout]:
 
 
 def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
-    """Whether a group's rewards alone say that all its advantages are 0; with a length penalty they may not."""
+    """Return whether equal rewards make all advantages of a group 0.
+
+    With a length penalty and a positive reward sum they may differ even for equal rewards.
+    """
     if training.advantage == "rae":
         return False
     for traces in _comparable(group.rollouts, training).values():
@@ -253,17 +263,19 @@ def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
 
 
 Peers = tuple[str, int | None]
-"""(agent, place of the rollout): traces that are compared; None: with those of all rollouts of the group."""
+"""(agent, index of the rollout): key of traces that are compared; index None means across all rollouts of the
+group."""
 
 
 def _comparable(
     rollouts: Sequence[ScoredRollout], training: TrainingConfig
 ) -> dict[Peers, list[tuple[int, ScoredRollout]]]:
-    """Sort a group's traces, each with its number, by what they are compared with.
+    """Group a group's traces, each with its number, by the traces they are compared with.
 
-    Those are the same agent's traces: of the whole group or, for the `episode_agents` of hierarchical_grpo, of
-    the same episode. So solvers of one proposed problem are compared with each other, and its proposer with
-    those of the group's other problems (prime-rl's `algo/hierarchical_grpo.py`).
+    A trace is compared with the same agent's traces: those of the whole group or, for the `episode_agents` of
+    hierarchical_grpo, those of the same episode. So the solvers of one proposed problem are compared with each
+    other, and its proposer with the proposers of the group's other problems (prime-rl's
+    `algo/hierarchical_grpo.py`).
     """
     inside = training.episode_agents if training.advantage == "hierarchical_grpo" else ()
     found: dict[Peers, list[tuple[int, ScoredRollout]]] = {}
@@ -278,7 +290,7 @@ def _comparable(
 def _advantages(
     rollouts: Sequence[ScoredRollout], training: TrainingConfig, baselines: dict[str, float]
 ) -> list[float]:
-    """Compute an advantage for each trace of each rollout, in order; `baselines` of rae go on."""
+    """Compute each trace's advantage, in order; update rae's `baselines` in place."""
     found: dict[int, float] = {}
     for (agent, _), members in _comparable(rollouts, training).items():
         traces = [trace for _, trace in members]
@@ -304,14 +316,12 @@ def _compared(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> li
             return grpo_length(rewards, list(map(Size.of, rollouts)), training.length_penalty)
         case "max_rl":
             return max_rl(rewards)
-        case (
-            _
-        ):  # grpo, hierarchical_grpo and reinforce_plus_plus, whose part of the batch is credit()'s
+        case _:  # grpo, hierarchical_grpo, reinforce_plus_plus; credit() applies the batch scaling
             return grpo(rewards)
 
 
 def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
-    """What advantages are made of: the rewards, less what overlong rollouts lose."""
+    """Return the rewards less the overlong penalties."""
     overlong = training.overlong
     if overlong is None:
         return [rollout.reward for rollout in rollouts]
@@ -324,7 +334,7 @@ def _samples(
     advantages: Sequence[float],
     training: TrainingConfig,
 ) -> list[Sample]:
-    """Make the samples of a group; one that is pruned has none of the model's tokens."""
+    """Make the samples of a group; a pruned group contributes none of the model's tokens."""
     prune = training.filter_zero_advantages and training.loss.reads_advantages
     rewarded, echo = any(advantages) or not prune, training.loss.echo_alpha > 0
     samples = [
@@ -344,9 +354,10 @@ def _samples(
 
 
 def observations(drawn: Sequence[bool]) -> list[bool]:
-    """Mark the environment's tokens after the model's first one; the prompt is not among them.
+    """Mark the environment's tokens after the model's first token; the prompt is not marked.
 
-    As prime-rl's `algo/echo.py` where it knows no roles, the tokens of the chat template around them included.
+    As prime-rl's `algo/echo.py` does where it has no roles: the chat template's tokens around them are
+    included.
     """
     begun = [False, *accumulate(drawn, or_)]
     return [before and not own for before, own in zip(begun, drawn, strict=False)]

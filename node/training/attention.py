@@ -1,11 +1,12 @@
-"""Attention within each packed sequence, never across sequences. Imports torch: import lazily.
+"""Attention within each packed sequence, never across sequences.
 
-Sequences lie one after the other in one row; nothing of one may ever reach another, whatever the kernel. On
-CUDA the kernels stand behind one custom operator, so that compilation and checkpointing see one opaque step.
+Imports torch: import lazily. Sequences lie one after the other in one row; no kernel may let one sequence
+attend to another. On CUDA the kernels sit behind one custom operator, so that compilation and checkpointing see
+one opaque step.
 
-Layers may differ in three ways from causal attention over the whole sequence. A window: a token sees that many,
-itself included. A sink: a learned score per head in the softmax's sum, whose value is 0 (Xiao et al. 2023, as
-in gpt-oss). A soft cap: scores s become c tanh(s / c) (Gemma 2).
+Layers may differ from causal attention over the whole sequence in three ways. A window: each token attends to
+that many tokens, itself included. A sink: a learned score per head in the softmax's sum, with value 0 (Xiao et
+al. 2023, as in gpt-oss). A soft cap: scores s become c tanh(s / c) (Gemma 2).
 """
 
 from collections.abc import Callable
@@ -20,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .attention_kernels import Layout, Rules, kernel_for, longest_of, parts_of, scores_of, seen
 
 ATTENTION_NAME = "primerl_packed"
-"""What transformers' models call this attention."""
+"""Name under which this attention is registered with transformers."""
 LOOSE = 2.0
-"""On a CPU sequences are padded to the longest, in one call, unless that makes over this times the tokens."""
+"""On a CPU, sequences are padded to the longest and computed in one call, unless that makes more than this
+times the tokens."""
 
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernels for GPUs compute in."""
+"""Dtypes supported by the GPU kernels."""
 
 _ours: Any = torch.ops.primerl
 
@@ -46,11 +48,12 @@ def attend(
     context: DeviceMesh | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it: query [1, H, T, D], key and value [1, KV, T, D].
+    """Compute attention with the signature that transformers expects.
 
-    Returns [1, T, H, D]. There is no mask: the layout says everything. `s_aux` [H] are sinks. With `context`
-    each of its ranks has a part of the row's tokens; between two exchanges each has all tokens of a part of the
-    heads (Ulysses, Jacobs et al. 2023).
+    `query` is [1, H, T, D], `key` and `value` are [1, KV, T, D]. Returns [1, T, H, D]. There is no mask: the
+    sequence layout replaces it. `s_aux` [H] are sinks. With `context`, each of its ranks has a part of the
+    row's tokens; between two all-to-all exchanges each rank has all tokens of a part of the heads (Ulysses,
+    Jacobs et al. 2023).
     """
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     if context is not None:
@@ -59,7 +62,7 @@ def attend(
     rules = Rules(scaling, sliding_window or 0, softcap or 0.0)
     if q.is_cuda and q.dtype in HALF:
         width = v.shape[-1]
-        if width < q.shape[-1]:  # the kernels want one width
+        if width < q.shape[-1]:  # the kernels require equal head widths
             v = F.pad(v, (0, q.shape[-1] - width))
         mixed, _lse = _ours.packed_attention(
             q, k, v, s_aux, sequence_ends, sequence_offsets, scaling, rules.window, rules.cap
@@ -73,21 +76,21 @@ def attend(
 
 
 def _all_tokens(part: Tensor, context: DeviceMesh) -> Tensor:
-    """[T / ranks, H, D] -> [T, H / ranks, D]."""
+    """Exchange [T / ranks, H, D] -> [T, H / ranks, D]."""
     ranks = context.size()
     by_rank = part.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
     return _exchange(by_rank, context)
 
 
 def _all_heads(part: Tensor, context: DeviceMesh) -> Tensor:
-    """[T, H / ranks, D] -> [T / ranks, H, D]."""
+    """Exchange [T, H / ranks, D] -> [T / ranks, H, D]."""
     ranks = context.size()
     found = _exchange(part.contiguous(), context).unflatten(0, (ranks, -1))
     return found.transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(rows: Tensor, context: DeviceMesh) -> Tensor:
-    """The i-th of equal parts goes to rank i, whose part comes back in its place."""
+    """Send the i-th of equal parts to rank i; its part takes the same place."""
     sizes = [len(rows) // context.size()] * context.size()
     return all_to_all_single_autograd(rows, sizes, sizes, context)
 
@@ -107,9 +110,9 @@ def packed_attention(
     window: int,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k and v [T, KV, D], sinks [H] -> mixed [T, H, D], and the logsumexp [H, T] for backward.
+    """Compute attention: q [T, H, D], k and v [T, KV, D], sinks [H] -> [T, H, D].
 
-    `window` is 0 for all tokens before, `cap` 0 for none.
+    Also returns the logsumexp [H, T] for backward. `window` 0 means all earlier tokens, `cap` 0 means no cap.
     """
     rules = Rules(scale, window, cap)
     out, lse = kernel_for(q, k, rules).forward(q, k, v, Layout(ends, offsets), rules)
@@ -118,7 +121,7 @@ def packed_attention(
 
 @packed_attention.register_fake
 def _(q: Tensor, *_: Any) -> Any:
-    mixed = q.new_empty(q.shape)  # contiguous, as the kernels give it
+    mixed = q.new_empty(q.shape)  # contiguous, like the kernels' output
     return mixed, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -136,7 +139,10 @@ def packed_attention_backward(
     window: int,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Sinks are in `out` and `lse`: a kernel need not know of them."""
+    """Return the gradients of q, k and v.
+
+    `out` and `lse` include the sinks, so a kernel need not know of sinks.
+    """
     rules = Rules(scale, window, cap)
     kernel, layout = kernel_for(q, k, rules), Layout(ends, offsets)
     return kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
@@ -164,9 +170,9 @@ packed_attention.register_autograd(_backward, setup_context=_keep)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention without sinks [T, H, D] and its logsumexp [H, T], with them.
+    """Add sinks to attention `out` [T, H, D] and its logsumexp `lse` [H, T].
 
-    A sink adds exp(sink) to the softmax's sum and nothing to what is mixed.
+    A sink adds exp(sink) to the softmax's sum and nothing to the weighted values.
     """
     scores = sinks.to(lse.dtype)[:, None]
     kept = torch.sigmoid(lse - scores)
@@ -174,9 +180,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: minus the sink's share of the softmax times grad . out, summed over tokens.
+    """Return the gradient of the sinks, [H].
 
-    `out` [T, H, D] and `lse` [H, T] are with sinks.
+    It is minus the sink's share of the softmax times grad . out, summed over tokens. `out` [T, H, D] and `lse`
+    [H, T] include the sinks.
     """
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     pulled = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -199,9 +206,10 @@ def _attend_plainly(
 def sequence_by_sequence(
     compute: Callable[[list[Tensor]], Tensor], rows: list[Tensor], ends: Tensor
 ) -> Tensor:
-    """`compute` [S, L, ...] of packed `rows` [T, ...], packed again; it must not look to the right.
+    """Apply `compute` [S, L, ...] to packed `rows` [T, ...] and pack the result again.
 
-    Sequences are padded with zeros to the longest, or read one by one where that makes too many tokens.
+    `compute` must be causal. Sequences are padded with zeros to the longest, or computed one by one where
+    padding makes too many tokens.
     """
     parts = parts_of(ends)
     longest = longest_of(parts)
@@ -211,13 +219,13 @@ def sequence_by_sequence(
     places = starts[:, None] + torch.arange(longest)
     inside = places < ends[:, None]
     device = rows[0].device
-    # a row of zeros stands behind the last token
+    # a row of zeros follows the last token
     places, inside = places.where(inside, len(rows[0])).to(device), inside.to(device)
     return compute([F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1))[places] for one in rows])[inside]
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
-    """Causal attention of [S, L, H, D]: nothing sees the padding on its right."""
+    """Compute causal attention of [S, L, H, D]; no token attends to the padding on its right."""
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     length = q.shape[2]
     window = rules.window if rules.window < length else 0
@@ -234,7 +242,10 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) 
 def _softmax_mixed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rules: Rules, sinks: Tensor | None
 ) -> Tensor:
-    """[S, H, L, D] of q [S, H, L, D], k and v [S, KV, L, D]; all scores exist at once."""
+    """Return [S, H, L, D] of q [S, H, L, D], k and v [S, KV, L, D].
+
+    Holds all scores in memory at once.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
     scores = q @ k.transpose(2, 3)
@@ -246,4 +257,4 @@ def _softmax_mixed(
     return weights.to(v.dtype) @ v
 
 
-attend_plainly: Any = torch.compiler.disable(_attend_plainly)  # it asks for the layout in Python
+attend_plainly: Any = torch.compiler.disable(_attend_plainly)  # reads the layout in Python

@@ -1,8 +1,7 @@
-"""What computes packed attention on a GPU: FlashAttention-4, torch's flash kernel, or the mathematics itself.
+"""Packed-attention kernels for GPUs: FlashAttention-4, torch's flash kernel, plain softmax.
 
-FlashAttention-4 is the package flash-attn-4, the extra `flash`. It is used where it runs on the GPU and gives
-what the mathematics gives; it compiles its kernels when they are first called, in seconds. Imports torch:
-import lazily.
+FlashAttention-4 is the package flash-attn-4, the extra `flash`. It is used if it runs on the GPU and agrees
+with plain attention; its kernels are compiled on their first call, in seconds. Imports torch: import lazily.
 """
 
 import logging
@@ -18,38 +17,38 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 CHECKED = [300, 129, 1]
-"""Lengths of the sequences for which FlashAttention-4 is compared with the mathematics."""
+"""Lengths of the sequences for comparing FlashAttention-4 with plain attention."""
 NEAR = 0.02
-"""How far it may be off: root mean square of the difference, relative; bf16 has 8 bits."""
+"""Largest relative error allowed, root mean square; bf16 has 8 bits."""
 
 _aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a packed row end."""
+    """Ends of the sequences in a packed row."""
 
     ends: Tensor
-    """int32 [S], on the CPU: what loops over sequences reads it without waiting for a device."""
+    """int32 [S], on the CPU: loops over sequences read it without waiting for a device."""
     offsets: Tensor
     """int32 [S + 1] on the device, with a leading 0."""
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Layout":
-        """The layout of sequences of these lengths."""
+        """Make the layout of sequences of these lengths."""
         ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(ends, F.pad(ends, (1, 0)).to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How the scores of a layer are made."""
+    """Scale, window and cap of a layer's attention scores."""
 
     scale: float
     window: int = 0
-    """Tokens that one sees, itself included; 0: all before."""
+    """Tokens that each token attends to, itself included; 0: all earlier tokens."""
     cap: float = 0.0
-    """0: none."""
+    """Soft cap of the scores; 0: none."""
 
 
 class Kernel(Protocol):
@@ -58,7 +57,10 @@ class Kernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """Mixed [T, H, D] and logsumexp [H, T], float32, of q [T, H, D], k and v [T, KV, D]."""
+        """Return the mixed values [T, H, D] and the logsumexp [H, T], float32.
+
+        q is [T, H, D], k and v are [T, KV, D].
+        """
         ...
 
     def backward(
@@ -72,12 +74,15 @@ class Kernel(Protocol):
         layout: Layout,
         rules: Rules,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v for `grad` [T, H, D], that of `out`; sinks may be in `out` and `lse`."""
+        """Return the gradients of q, k and v, given `grad` [T, H, D], the gradient of `out`.
+
+        `out` and `lse` may include sinks.
+        """
         ...
 
 
 def kernel_for(q: Tensor, k: Tensor, rules: Rules) -> Kernel:
-    """The fastest kernel that computes it on the device of q [T, H, D] and k [T, KV, D]."""
+    """Return the fastest kernel for q [T, H, D] and k [T, KV, D] on their device."""
     groups, width = q.shape[1] // k.shape[1], q.shape[2]
     exact = torch.are_deterministic_algorithms_enabled()
     if flash4_agrees(q.device, q.dtype, groups, width, rules.window > 0, rules.cap, exact):
@@ -86,13 +91,16 @@ def kernel_for(q: Tensor, k: Tensor, rules: Rules) -> Kernel:
 
 
 class Flash4:
-    """FlashAttention-4. Its public functions hide the logsumexp from the backward of a custom operator."""
+    """FlashAttention-4, by its internal functions.
+
+    The public ones do not give the logsumexp to the backward pass of a custom operator.
+    """
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """As Kernel says."""
+        """See Kernel.forward()."""
         out, lse, *_ = _flash4()._flash_attn_fwd(
             q, k, v, return_lse=True, **_flash4_arguments(layout, rules)
         )
@@ -109,7 +117,7 @@ class Flash4:
         layout: Layout,
         rules: Rules,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As Kernel says; deterministic where torch shall be."""
+        """See Kernel.backward(); deterministic in torch's deterministic mode."""
         exact = torch.are_deterministic_algorithms_enabled()
         arguments = {"deterministic": exact, **_flash4_arguments(layout, rules)}
         of_q, of_k, of_v, *_ = _flash4()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
@@ -117,13 +125,13 @@ class Flash4:
 
 
 class Flash2:
-    """torch's own flash kernel; it knows no caps."""
+    """torch's own flash kernel, without support for caps."""
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """As Kernel says."""
+        """See Kernel.forward()."""
         shape, named = _flash2_arguments(layout, rules)
         out, lse, *_ = _aten._flash_attention_forward(q, k, v, *shape, False, **named)
         return out, lse
@@ -139,9 +147,9 @@ class Flash2:
         layout: Layout,
         rules: Rules,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As Kernel says."""
+        """See Kernel.backward()."""
         shape, named = _flash2_arguments(layout, rules)
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout of 0
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for a dropout of 0
         unused = torch.empty(0, device=q.device)
         return _aten._flash_attention_backward(
             grad, q, k, v, out, lse, *shape, random, unused, **named
@@ -149,13 +157,13 @@ class Flash2:
 
 
 class Mathematics:
-    """Softmax attention in fp32, sequence by sequence, all scores of one at once."""
+    """Softmax attention in fp32; all scores of one sequence are in memory at once."""
 
     @classmethod
     def forward(
         cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
     ) -> tuple[Tensor, Tensor]:
-        """As Kernel says."""
+        """See Kernel.forward()."""
         found = [cls._mixed(q[part], k[part], v[part], rules) for part in parts_of(layout.ends)]
         return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found], 1)
 
@@ -171,7 +179,7 @@ class Mathematics:
         layout: Layout,
         rules: Rules,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As Kernel says."""
+        """See Kernel.backward()."""
         found = [
             cls._gradients(grad[part], q[part], k[part], v[part], out[part], lse[:, part], rules)
             for part in parts_of(layout.ends)
@@ -189,7 +197,10 @@ class Mathematics:
     def _gradients(
         cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rules: Rules
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of softmax attention (Dao et al. 2022, appendix B); a cap's is 1 - (score / cap)^2."""
+        """Return the gradients of q, k and v of softmax attention (Dao et al. 2022, appendix B).
+
+        The derivative of a cap is 1 - (score / cap)^2.
+        """
         groups = (k.shape[1], -1)
         scores = cls._scores(q, k, rules)
         weights = torch.exp(scores - lse.unflatten(0, groups)[..., None])
@@ -206,7 +217,7 @@ class Mathematics:
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, rules: Rules) -> Tensor:
-        """[KV, H / KV, L, L]: scaled, capped, and minus infinity where a token does not see another."""
+        """Return scores [KV, H / KV, L, L]: scaled, capped, minus infinity where masked."""
         grouped = q.float().unflatten(1, (k.shape[1], -1))
         products = torch.einsum("qkgd,skd->kgqs", grouped, k.float())
         return scores_of(products, seen(len(q), rules.window, q.device), rules)
@@ -225,10 +236,12 @@ def flash4_agrees(
     cap: float,
     exact: bool,
 ) -> bool:
-    """Whether FlashAttention-4 is installed, runs for such heads, and gives what the mathematics gives.
+    """Return whether FlashAttention-4 runs for such heads and agrees with plain attention.
 
-    `groups` is heads per key-value head, `width` that of a head. `exact` stands for torch's deterministic mode,
-    in which its kernels are others.
+    False if it is not installed.
+
+    `groups` is the number of heads per key-value head, `width` the width of a head. `exact` is torch's
+    deterministic mode, which uses other kernels.
     """
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return False
@@ -244,7 +257,7 @@ def flash4_agrees(
     try:
         out, lse = FLASH4.forward(q, k, v, layout, rules)
         found = (out, lse, *FLASH4.backward(grad, q, k, v, out, lse, layout, rules))
-    except Exception as error:  # a young compiler: whatever it raises
+    except Exception as error:  # the compiler is young and may raise anything
         logger.warning("FlashAttention-4 is not used: %s: %s", type(error).__name__, error)
         return False
     worst = max(_apart(one, other) for one, other in zip(found, wanted, strict=True))
@@ -255,7 +268,7 @@ def flash4_agrees(
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`."""
+    """Return the root mean square of the difference over that of `wanted`."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
@@ -290,7 +303,10 @@ def _flash4() -> Any:
 
 
 def scores_of(products: Tensor, mask: Tensor, rules: Rules) -> Tensor:
-    """Products of queries and keys [..., L, L]: scaled, capped, and minus infinity where `mask` has none."""
+    """Scale and cap products of queries and keys [..., L, L].
+
+    The result is minus infinity where `mask` is False.
+    """
     scores = products * rules.scale
     if rules.cap:
         scores = torch.tanh(scores / rules.cap) * rules.cap
@@ -298,17 +314,20 @@ def scores_of(products: Tensor, mask: Tensor, rules: Rules) -> Tensor:
 
 
 def seen(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L]: whether a token (row) sees another; `window` 0: all before."""
+    """Return the mask [L, L]: True if a token (row) attends to another.
+
+    `window` 0 means all earlier tokens.
+    """
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal.triu(1 - window) if window else causal
 
 
 def parts_of(ends: Tensor) -> list[slice]:
-    """The sequences that end there."""
+    """Return one slice per sequence from the sequences' end positions."""
     stops = ends.tolist()
     return [slice(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
 def longest_of(parts: list[slice]) -> int:
-    """The length of the longest sequence."""
+    """Return the length of the longest sequence."""
     return max(part.stop - part.start for part in parts)

@@ -1,4 +1,4 @@
-"""The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
+"""The interface of trainer backends: a batch in, one optimizer step, a bf16 policy out.
 
 All computation is off the event loop. Implementations: local_backend.py (one process), fsdp_backend.py (ranks),
 tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
@@ -31,20 +31,20 @@ class Sample:
     logprobs: list[float]
     advantage: float
     echo: list[bool] | None = None
-    """The environment's tokens that LossConfig.echo_alpha is for; none of them is in `mask`."""
+    """Mask of the environment's tokens trained with weight LossConfig.echo_alpha; disjoint from `mask`."""
     hint: list[int] = field(default_factory=list[int])
-    """Tokens that a teacher alone reads before the others (LossConfig.hint)."""
+    """Tokens that only a teacher reads, before the others (LossConfig.hint)."""
     given: bool = False
-    """Whether it is a demonstration (training.sft), whose tokens with `mask` were not sampled."""
+    """Whether the sample is a demonstration (training.sft); its tokens with `mask` were not sampled."""
     environment: str = ""
-    """Its name: SampleTerms are those of an environment."""
+    """Name of the environment; selects its SampleTerms."""
     routes: bytes = b""
-    """One route for each token with `mask`, in order, as they travel (protocol/rollouts.py: BranchRecord): that
-    of the token before it. Empty: the trainer's own routers choose."""
+    """One route for each token with `mask`, in order, in the wire format (protocol/rollouts.py: BranchRecord):
+    the route of the token before it. Empty: the trainer's own routers choose."""
 
 
 class SampleTerms(msgspec.Struct, frozen=True):
-    """How the samples of one environment were drawn, and what they are learned by."""
+    """Sampling temperature and loss of the samples of one environment."""
 
     temperature: float
     loss: str
@@ -60,7 +60,7 @@ Objective = Literal["policy", "ce"]
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one optimizer step learns from; `step` counts from 1 and trains policy `step - 1`."""
+    """Samples of one optimizer step; `step` counts from 1 and trains policy `step - 1`."""
 
     step: int
     samples: list[Sample]
@@ -69,62 +69,68 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one step, by prime-rl's names: `loss/mean`, `mismatch_kl/all/mean`, `optim/grad_norm`,
-    `optim/lr`, `entropy/all/mean`, `time/forward_backward`, `tokens`."""
+    """Metrics of one step, by prime-rl's names.
+
+    `loss/mean`, `mismatch_kl/all/mean`, `optim/grad_norm`, `optim/lr`, `entropy/all/mean`,
+    `time/forward_backward`, `tokens`.
+    """
 
     values: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A policy, and where it may differ from the snapshot that was taken before it."""
+    """A policy, and the positions where it may differ from the previous snapshot."""
 
     state: State
     base: State | None = None
-    """The state of the snapshot before; None: there is none, `changed` says nothing."""
+    """State of the previous snapshot; None: there is none, and `changed` is meaningless."""
     changed: Changed = field(default_factory=dict[str, NDArray[np.int64] | None])
 
     def changed_since(self, base: State) -> Changed | None:
-        """What to tell encode_delta() about a delta on `base`; None if `base` is another object.
+        """Return the changes for encode_delta() on `base`; None if `base` is another object.
 
-        A snapshot that was never published is the base of the next one: by its equal looks no
-        state can be told from it, so only the very object counts.
+        A snapshot that was never published is still the base of the next one, and a state that compares equal
+        proves nothing: only object identity counts.
         """
         return self.changed if base is self.base else None
 
 
 class TrainBackend(Protocol):
-    """Owns model, optimizer and schedule."""
+    """Owner of the model, optimizer and schedule."""
 
     async def start(self, model_dir: Path) -> None:
         """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""
         ...
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimizer step; an empty batch only advances the schedule. Raises EngineError."""
+        """Make one optimizer step; an empty batch only advances the schedule. Raises EngineError."""
         ...
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Cross entropy per trained token, nothing learned: `loss/mean` and `tokens`. Raises EngineError."""
+        """Measure cross entropy per trained token without learning: `loss/mean` and `tokens`.
+
+        Raises EngineError.
+        """
         ...
 
     async def state(self) -> State:
-        """The bf16 policy as it would be published now."""
+        """Return the bf16 policy as it would be published now."""
         ...
 
     async def snapshot(self) -> Snapshot:
-        """state(), with what changed since the last snapshot(), found where the weights are."""
+        """Return state() and its changes since the last snapshot(), computed on the weights' device."""
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write everything that resume needs (model, optimizer, scheduler, RNG) into `directory`.
+        """Write everything needed to resume (model, optimizer, scheduler, RNG) into `directory`.
 
         The caller makes it durable (fsync).
         """
         ...
 
     async def load(self, directory: Path) -> None:
-        """Continue exactly from what save() wrote."""
+        """Continue exactly from the files that save() wrote."""
         ...
 
     async def export(self, directory: Path) -> None:
@@ -139,13 +145,13 @@ class TrainBackend(Protocol):
 logger = logging.getLogger(__name__)
 
 ALONE = {"ranks": 1, "nodes": 1, "replicas": 1, "rendezvous": ""}
-"""The ranks of a learner that has one GPU for itself: nothing is sharded (world.py)."""
+"""Settings of a learner with one GPU of its own: nothing is sharded (world.py)."""
 
 
 def resolve_backend(config: TrainingConfig, visible: Callable[[], Sequence[str]]) -> TrainingConfig:
-    """`config` with a backend that is "local" or "fsdp": "auto" is one rank where there is a GPU, else local.
+    """Return `config` with backend "auto" resolved to one fsdp rank on a GPU, else to "local".
 
-    `visible` names the GPUs that a process may use; it is asked only where that matters.
+    `visible` lists the GPUs that a process may use; it is called only where the answer matters.
     """
     if config.backend == "fsdp":
         return config

@@ -1,7 +1,7 @@
 """The rollout buffer: bounded in size and in staleness. No torch, no asyncio, no I/O.
 
-A group leaves only by cut() or by the sweep of advance(); the sweep is the guarantee that nothing older
-than `max_off_policy_steps` is ever trained, early cancels elsewhere only save work.
+A group leaves only through cut() or the sweep of advance(). The sweep guarantees that nothing older than
+`max_off_policy_steps` is ever trained; early cancels elsewhere only save work.
 """
 
 import math
@@ -14,44 +14,47 @@ from itertools import accumulate
 from typing import Literal
 
 Refusal = Literal["stale", "future", "thin", "full"]
-"""Why add() refused: too old, claims a version that does not exist yet, fewer than two rollouts with
-tokens, buffer at its capacity."""
+"""Reason of a refusal by add(): policy too old, version that does not exist yet, fewer than two rollouts with
+tokens, or buffer full."""
 
 
 @dataclass(frozen=True)
 class BranchTokens:
-    """One training sequence of T tokens: ids, which of them the model drew, the sampler's logprobs."""
+    """One training sequence of T tokens: ids, mask of the sampled ones, the sampler's logprobs."""
 
     token_ids: list[int]
     mask: list[bool]
     logprobs: list[float]
     versions: tuple[int, int] = (0, 0)
-    """Oldest and newest policy version that drew any token."""
+    """Oldest and newest policy version that sampled any token."""
     routes: bytes = b""
-    """As in Sample."""
+    """See Sample.routes."""
 
 
 @dataclass(frozen=True)
 class AgentShare:
-    """What one agent's trace has of a rollout of several agents."""
+    """One agent's part of a rollout of several agents."""
 
     agent: str
     reward: float
     branches: int
-    """How many of the rollout's branches: the next ones in order."""
+    """Number of the rollout's branches that belong to this agent: the next ones in order."""
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """One rollout (a conversation may have several branches) and the trainer's own reward for it."""
+    """One rollout, which may have several branches, and the trainer's own reward for it."""
 
     branches: list[BranchTokens]
     reward: float
     agents: list[AgentShare] = field(default_factory=list[AgentShare])
-    """Of an environment of several agents: their traces, which have all the branches."""
+    """Traces of the agents in an environment of several agents; together they have all branches."""
 
     def traces(self) -> list[tuple[str, "ScoredRollout"]]:
-        """Split the rollout by its agents' traces, each with the agent's name; without agents it is one."""
+        """Split the rollout into its agents' traces, each with the agent's name.
+
+        Without agents the rollout itself is the only trace, with an empty name.
+        """
         if not self.agents:
             return [("", self)]
         ends = accumulate(one.branches for one in self.agents)
@@ -63,24 +66,24 @@ class ScoredRollout:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """All surviving rollouts of one task under one lease; they are compared with each other only."""
+    """All surviving rollouts of one task under one lease; compared with each other only."""
 
     task: bytes
     """Digest of the task."""
     environment: str
     rollouts: list[ScoredRollout]
     policy_oldest: int
-    """Oldest version that generated any token of any rollout: the group ages as a unit."""
+    """Oldest version that sampled any token of any rollout: the group ages as a unit."""
     node: bytes
     """Id of the worker."""
     lease: bytes
     task_index: int = -1
-    """Number of the task in its environment; -1 in a checkpoint from before it was kept."""
+    """Index of the task in its environment; -1 in checkpoints older than this field."""
 
 
 @dataclass(frozen=True)
 class StalenessStats:
-    """Versions behind, over some groups (`off_policy/mean` and `off_policy/max`)."""
+    """Staleness of some groups in policy versions (`off_policy/mean` and `off_policy/max`)."""
 
     count: int
     mean: float
@@ -89,7 +92,7 @@ class StalenessStats:
 
 @dataclass(frozen=True)
 class BufferSnapshot:
-    """Everything of a buffer, in order, of plain types: msgspec encodes and decodes it as it is."""
+    """Complete content of a buffer, in order, of plain types that msgspec encodes and decodes."""
 
     version: int
     groups: list[RolloutGroup]
@@ -97,14 +100,14 @@ class BufferSnapshot:
 
 
 class RolloutBuffer:
-    """Groups that wait to be trained, oldest policy version first, first come first among equals."""
+    """Groups waiting to be trained, oldest policy version first, FIFO among equals."""
 
     def __init__(self, *, max_off_policy_steps: int, capacity: int) -> None:
         """`capacity` is in groups; `max_off_policy_steps` = 0 admits only the version being trained."""
         self.max_off_policy_steps = max_off_policy_steps
         self.capacity = capacity
         self.counts: Counter[str] = Counter()
-        """Groups so far by what became of them: added, cut, swept, and each Refusal."""
+        """Groups so far by outcome: added, cut, swept, and each Refusal."""
         self._version = 0
         self._groups: list[RolloutGroup] = []
 
@@ -113,13 +116,13 @@ class RolloutBuffer:
 
     @property
     def version(self) -> int:
-        """The policy version being trained: batch `version + 1` is cut next."""
+        """Policy version being trained: batch `version + 1` is cut next."""
         return self._version
 
     def add(self, group: RolloutGroup, trained_version: int) -> Refusal | None:
-        """Take a group in while `trained_version` is being trained, or say why not.
+        """Add a group while `trained_version` is being trained; return the reason if it is refused.
 
-        A newer `trained_version` than the buffer's own advances it first; an older one is ignored.
+        A `trained_version` newer than the buffer's advances the buffer first; an older one is ignored.
         """
         self.advance(trained_version)
         refusal = self._refusal(group)
@@ -129,7 +132,7 @@ class RolloutBuffer:
         return refusal
 
     def advance(self, version: int) -> list[RolloutGroup]:
-        """`version` is being trained now; returns the groups that became too old, which are gone."""
+        """Set the version being trained; remove and return the groups that became too old."""
         self._version = max(self._version, version)
         swept = [group for group in self._groups if self._is_stale(group)]
         if swept:
@@ -138,10 +141,10 @@ class RolloutBuffer:
         return swept
 
     def cut(self, n_groups: int, *, per_node: int | None = None) -> list[RolloutGroup] | None:
-        """Take a batch of `n_groups` out, or None while there are too few.
+        """Remove and return a batch of `n_groups`, or return None while there are too few.
 
-        With `per_node` (see peer_cap) no worker supplies more than that many; what exceeds it waits for a
-        later batch.
+        With `per_node` (see peer_cap) no worker supplies more than that many; the excess waits for a later
+        batch. Raises ValueError if `n_groups` < 1.
         """
         if n_groups < 1:
             raise ValueError("a batch needs at least one group")
@@ -162,15 +165,15 @@ class RolloutBuffer:
         return batch
 
     def groups(self) -> Sequence[RolloutGroup]:
-        """Those that wait, in order."""
+        """Return the waiting groups, in order."""
         return self._groups
 
     def by_node(self) -> Counter[bytes]:
-        """Groups that wait, by worker."""
+        """Count the waiting groups by worker."""
         return Counter(group.node for group in self._groups)
 
     def staleness(self, groups: Iterable[RolloutGroup] | None = None) -> StalenessStats:
-        """Staleness of `groups` (say, a batch just cut), or of all that wait, as of now."""
+        """Return the current staleness of `groups`, or of all waiting groups."""
         chosen = self._groups if groups is None else groups
         ages = [self._version - group.policy_oldest for group in chosen]
         if not ages:
@@ -178,11 +181,11 @@ class RolloutBuffer:
         return StalenessStats(len(ages), sum(ages) / len(ages), max(ages))
 
     def snapshot(self) -> BufferSnapshot:
-        """What restore() needs to go on exactly here."""
+        """Return the state that restore() needs to continue exactly here."""
         return BufferSnapshot(self._version, list(self._groups), dict(self.counts))
 
     def restore(self, snapshot: BufferSnapshot) -> list[RolloutGroup]:
-        """Return to a snapshot; returns the groups that are too old under a bound tightened since then."""
+        """Restore a snapshot; return the groups dropped by a bound tightened since then."""
         self._version = snapshot.version
         self._groups = list(snapshot.groups)
         self.counts = Counter(snapshot.counts)
@@ -206,13 +209,13 @@ class RolloutBuffer:
 def peer_cap(
     n_groups: int, share: float, waiting: Mapping[bytes, int], leased: Mapping[bytes, int]
 ) -> int:
-    """The most groups that one worker may supply to a batch of `n_groups`.
+    """Return the most groups that one worker may supply to a batch of `n_groups`.
 
         ceil(n_groups * max(share, 1 / live)),   live = workers with groups in `waiting` or `leased`
 
-    raised to the smallest number with which the work that is there, waiting or on lease, can fill the batch:
-    who is alone, or whose companions have left, fills it all. So a batch is never waited for that cannot come:
-    as leases are settled, rejected or expire, the cap falls or rises with the rest.
+    raised to the smallest number with which the existing work, waiting or on lease, can fill the batch: a
+    worker that is alone, or whose peers have left, fills it all. So the trainer never waits for a batch that
+    cannot fill up: as leases are settled, rejected or expire, the cap is computed anew.
     """
     there = [waiting.get(node, 0) + leased.get(node, 0) for node in waiting.keys() | leased.keys()]
     live = sum(1 for groups in there if groups)
@@ -223,10 +226,13 @@ def peer_cap(
 
 
 def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, int]) -> int:
-    """Groups that `node` may still be leased while others have groups in `there` (waiting or on lease).
+    """Return the number of groups that `node` may still be leased.
 
-    One batch, or its share of two if that is more: what one worker makes beyond that would only fill the
-    buffer, and with it the capacity that the others' leases need. Without others there is no such bound.
+    `there` are the groups waiting or on lease, by worker.
+
+    The limit is one batch, or the node's share of two batches if that is more: further work of one worker would
+    only fill the buffer and use up the capacity that the others' leases need. There is no limit while no other
+    worker has groups.
     """
     if not any(groups for other, groups in there.items() if other != node):
         return sys.maxsize
@@ -234,5 +240,5 @@ def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, in
 
 
 def _age_key(group: RolloutGroup) -> int:
-    """insort puts equals to the right: first in, first out within a version."""
+    """Return the sort key; insort puts equals to the right: FIFO within a version."""
     return group.policy_oldest

@@ -1,7 +1,7 @@
-"""Exact checkpoints of a trainer: `step_N/` with the backend's files, named parts, and a record.
+"""Exact checkpoints of a trainer: `step_N/` with backend files, named parts and a record.
 
-A checkpoint exists once its COMPLETE record is written, last; the record names every file with its digest,
-so a torn or altered checkpoint is noticed before anything is resumed from it. One is written at a time.
+A checkpoint exists once its COMPLETE record is written, last; the record names every file with its digest, so a
+torn or altered checkpoint is noticed before anything is resumed from it. Only one is written at a time.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from ..storage.chunk_store import sync
 from .backend import TrainBackend
 
 PARTIAL = ".partial"
-"""Suffix of a directory that is still being written, or was when the node died."""
+"""Suffix of a directory that is being written, or was when the node died."""
 REPLACED = ".replaced"
-"""Suffix of the old directory for the moment between two renames."""
+"""Suffix of the old directory between the two renames of a replacement."""
 
 
 @contextmanager
 def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None, None]:
-    """Yield an empty directory to fill; it becomes `target` when the block ends without an error.
+    """Yield an empty directory that becomes `target` if the block ends without an error.
 
-    An older `target` is replaced. Without `fsync` it is whole after a crash of the process, but maybe not
-    after a power cut. Raises StorageError, also for any OSError of the block.
+    An older `target` is replaced. Without `fsync` it survives a crash of the process, but maybe not a power
+    cut. Raises StorageError, also for any OSError of the block.
     """
     partial = partial_of(target)
     replaced = target.with_name(target.name + REPLACED)
@@ -58,7 +58,7 @@ def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None
 
 
 def partial_of(target: Path) -> Path:
-    """Where `target` is while it is being written."""
+    """Return the path of `target` while it is being written."""
     return target.with_name(target.name + PARTIAL)
 
 
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
 ASIDE = "void_"
-"""Beginning of the name of a folder for checkpoints that a run went back from."""
+"""Prefix of folders for the checkpoints that a run discarded by going back to an earlier step."""
 BACKEND = "backend"
 PARTS = "parts"
 RECORD_FORMAT = 1
@@ -93,22 +93,22 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @runtime_checkable
 class StagingBackend(Protocol):
-    """A backend that can save while it trains; the others save at once."""
+    """A backend that can save while it trains; other backends save at once."""
 
     async def stage(self) -> None:
-        """Copy what save() would write into the host's memory; afterwards the weights may change."""
+        """Copy the content of a checkpoint into host memory; afterwards the weights may change."""
         ...
 
     async def write_staged(self, directory: Path) -> None:
-        """Write the staged copy as save() would; step() and the others may run meanwhile."""
+        """Write the staged copy as save() would; step() and other calls may run meanwhile."""
         ...
 
 
 class Checkpoints:
-    """The checkpoints of one run in `directory`: who keeps them calls close().
+    """The checkpoints of one run in `directory`; the owner calls close().
 
-    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`;
-    with `keep_first` the oldest, too.
+    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`; with
+    `keep_first` the oldest, too.
     """
 
     def __init__(
@@ -128,19 +128,20 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
-        """Write step `step`: the backend saves itself, `parts` are bytes of the caller's choice.
+        """Write checkpoint `step`: the backend's files, and `parts` of the caller's choice.
 
-        Replaces an older checkpoint of the same step, then drops what need not be kept.
-        Raises StorageError; then no checkpoint of this step has come to be.
+        Replaces an older checkpoint of the same step, then drops those that need not be kept. Raises
+        StorageError; then there is no new checkpoint of this step.
         """
         _check_names(parts)
         await self.finish()
         await self._write(step, parts, backend.save)
 
     async def begin(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
-        """As write(), but return as soon as the backend may train on; finish() waits for the rest.
+        """Write a checkpoint as write(), but return as soon as the backend may train on.
 
-        A backend that cannot stage is saved at once. Waits for the checkpoint before, and raises what it met.
+        finish() waits for the rest. A backend that cannot stage is saved at once. Waits for the previous
+        checkpoint first, and raises its error.
         """
         if not isinstance(backend, StagingBackend):
             await self.write(step, parts, backend)
@@ -152,28 +153,28 @@ class Checkpoints:
         self._writing = asyncio.create_task(work, name=f"checkpoint {step}")
 
     async def finish(self) -> None:
-        """Return when the checkpoint that was begun is durable. Raises what write() would have raised."""
+        """Return when the checkpoint that was begun is durable. Raises the errors of write()."""
         writing = self._writing
         if writing is None:
             return
         try:
-            # who waits may be cancelled, the writing goes on: close() is for the end
+            # cancelling a waiter does not stop the writing: close() waits for it at the end
             await asyncio.shield(writing)
         finally:
             if writing.done():
                 self._writing = None
 
     async def close(self) -> None:
-        """Wait for the checkpoint that was begun; what it met is logged, for it is too late to answer."""
+        """Wait for the checkpoint that was begun; its error is only logged."""
         try:
             await self.finish()
         except NodeError as error:
             logger.warning("the last checkpoint was not written: %s", error)
 
     async def read_newest(self) -> tuple[int, dict[str, bytes]] | None:
-        """Step and parts of the newest checkpoint that is whole; None if there is none at all.
+        """Return step and parts of the newest intact checkpoint; None if there is no checkpoint.
 
-        Those that are not are passed over with a warning. Raises StorageError if all are damaged.
+        Damaged ones are skipped with a warning. Raises StorageError if all are damaged.
         """
         steps = await asyncio.to_thread(self.steps)
         for torn in self._incomplete():
@@ -191,9 +192,9 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> Path | None:
-        """Move the checkpoints of later steps into a folder of their own; returns it, None if there are none.
+        """Move the checkpoints of later steps into a separate folder and return it.
 
-        Nothing deletes them but the operator. Raises StorageError.
+        Returns None if there are none. Only the operator deletes them. Raises StorageError.
         """
         later = sorted(
             (step for step in {*self.steps(), *self._incomplete()} if step > after), reverse=True
@@ -217,26 +218,26 @@ class Checkpoints:
         return aside
 
     async def read(self, step: int) -> dict[str, bytes]:
-        """The parts of a checkpoint, after every file of it was checked against the record.
+        """Return the parts of a checkpoint, after checking every file of it against the record.
 
         Hand backend_directory(step) to the backend's load(). Raises StorageError.
         """
         return await asyncio.to_thread(self._read, step)
 
     def glance(self, step: int, part: str) -> bytes:
-        """A part of a checkpoint, unchecked. Raises OSError."""
+        """Return a part of a checkpoint, unchecked. Raises OSError."""
         return (self.path(step) / PARTS / part).read_bytes()
 
     def backend_directory(self, step: int) -> Path:
-        """Where the backend saved itself."""
+        """Return the directory of the backend's files."""
         return self.path(step) / BACKEND
 
     def path(self, step: int) -> Path:
-        """Directory of one checkpoint."""
+        """Return the directory of one checkpoint."""
         return self.directory / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending; incomplete ones are passed over."""
+        """Return the steps of all complete checkpoints, ascending."""
         if not self.directory.is_dir():
             return []
         self._heal()
@@ -247,7 +248,7 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Return the step of the newest complete checkpoint."""
         return max(self.steps(), default=None)
 
     async def _write(
@@ -256,12 +257,12 @@ class Checkpoints:
         with whole_directory(self.path(step), fsync=self.fsync) as partial:
             await save(partial / BACKEND)
             await asyncio.to_thread(_write_parts, partial, step, parts)
-            if self.fsync:  # here, so that the event loop need not wait for the disk
+            if self.fsync:  # in a thread, so that the event loop does not wait for the disk
                 await asyncio.to_thread(sync_tree, partial)
         await asyncio.to_thread(self._retain)
 
     def _incomplete(self) -> list[int]:
-        """Steps of directories that are named like checkpoints and have no record."""
+        """Return the steps of directories named like checkpoints but without a record."""
         if not self.directory.is_dir():
             return []
         return [
@@ -284,7 +285,7 @@ class Checkpoints:
             raise StorageError(f"checkpoint {step} cannot be read ({error}): {advice}") from error
 
     def _retain(self) -> None:
-        """Drop what need not be kept, and what a crash left half-written."""
+        """Drop checkpoints that need not be kept, and leftovers of a crash."""
         steps = self.steps()
         for step in steps[: -self.keep_last]:
             if self.keep_interval and step and step % self.keep_interval == 0:
@@ -298,7 +299,7 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _heal(self) -> None:
-        """Undo the first half of a replacement that a crash cut in two."""
+        """Undo the first half of a replacement that a crash interrupted."""
         for old in self.directory.glob(f"step_*{REPLACED}"):
             target = old.with_name(old.name.removesuffix(REPLACED))
             if not target.exists():
@@ -313,7 +314,7 @@ def _check_names(parts: Mapping[str, bytes]) -> None:
 
 
 def _write_parts(partial: Path, step: int, parts: Mapping[str, bytes]) -> None:
-    """Parts, then the record of everything; the directory gets its name only once all of it is written."""
+    """Write the parts, then the record of all files; the caller renames the directory."""
     (partial / PARTS).mkdir()
     for name, data in parts.items():
         (partial / PARTS / name).write_bytes(data)
@@ -322,7 +323,7 @@ def _write_parts(partial: Path, step: int, parts: Mapping[str, bytes]) -> None:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Relative path -> hex digest of every file but COMPLETE."""
+    """Map the relative path of every file but COMPLETE to its hex digest."""
     return {
         path.relative_to(directory).as_posix(): digest_parts(_pieces(path)).hex()
         for path in sorted(directory.rglob("*"))
@@ -331,7 +332,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """A file piece by piece: model files do not fit into memory twice."""
+    """Yield a file piece by piece: model files do not fit into memory twice."""
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
             yield piece

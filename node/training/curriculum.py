@@ -1,7 +1,7 @@
-"""Choose the tasks of an environment by their newest rewards, and the groups that are worth training. No torch.
+"""Choose an environment's tasks by their newest rewards, and the groups worth training.
 
-Invariant: which task a draw chooses follows from the seed, its number, the newest rewards and the tasks that
-are out. So a checkpoint needs the rewards alone; the lease book knows the number of draws.
+No torch. Invariant: the task of a draw follows from the seed, the draw's number, the newest rewards and the
+tasks that are out. So a checkpoint needs only the rewards; the lease book has the number of draws.
 """
 
 import math
@@ -19,10 +19,10 @@ UNSEEN = "unseen"
 
 
 class Curriculum:
-    """The sampler and the gates of one environment, as prime-rl's `orchestrator/curriculum` has them."""
+    """The sampler and the gates of one environment, as in prime-rl's `orchestrator/curriculum`."""
 
     def __init__(self, training: TrainingConfig, *, environment: str, seed: int) -> None:
-        """`environment` is its name, and `seed` the run's."""
+        """`environment` is the environment's name, and `seed` the run's."""
         self.environment = environment
         self._training = training
         self._config = training.curriculum
@@ -30,17 +30,17 @@ class Curriculum:
         sampler = self._config.sampler
         self._pools = sorted(sampler.pools.items(), key=lambda pool: pool[1].threshold)
         self._weights = np.ones(sampler.num_tasks if self.chooses else 0)
-        """Of each task; 1 for those that no group came back of."""
+        """Weight of each task; 1 for tasks without a finished group."""
         self.rewards: dict[int, float] = {}
-        """By task: the mean reward of its newest group."""
+        """Mean reward of each task's newest group, by task."""
         self.rejected_in_a_row = 0
-        """Groups that were not admitted, since the last one that was."""
+        """Groups rejected since the last admitted one."""
         self._counts: Counter[bool] = Counter()
         """Groups since the last metrics(), by whether they were admitted."""
 
     @property
     def chooses(self) -> bool:
-        """Whether it chooses tasks; else they come in the order of their numbers."""
+        """Whether the sampler chooses tasks; otherwise they come in the order of their numbers."""
         return self._config.sampler.type == "difficulty_pool"
 
     @property
@@ -49,9 +49,9 @@ class Curriculum:
         return self.chooses and not self._weights.any()
 
     def draw(self, number: int, out: Collection[int]) -> int | None:
-        """Choose the task of draw `number`, with probabilities in proportion to weights, among those not `out`.
+        """Choose the task of draw `number`, in proportion to weights, among those not `out`.
 
-        None if no task is left that has a weight.
+        Returns None if no task with a positive weight is left.
         """
         weights = self._weights
         if busy := [index for index in out if index < len(weights)]:
@@ -65,7 +65,7 @@ class Curriculum:
         return int(np.searchsorted(sums, min(at, math.nextafter(total, 0.0)), side="right"))
 
     def observe(self, group: RolloutGroup) -> bool:
-        """Take note of a verified group; returns whether every gate admits it to training."""
+        """Record a verified group; return whether every gate admits it to training."""
         if self.chooses and 0 <= group.task_index < len(self._weights):
             mean = math.fsum(one.reward for one in group.rollouts) / len(group.rollouts)
             self._put(group.task_index, mean)
@@ -75,7 +75,10 @@ class Curriculum:
         return admitted
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call, by prime-rl's names; nothing without a sampler or a gate."""
+        """Return the metrics since the last call, by prime-rl's names.
+
+        Empty without a sampler or a gate.
+        """
         figures: dict[str, float] = {}
         if self._config.gates and self._counts:
             figures["admission_rate"] = self._counts[True] / self._counts.total()
@@ -88,7 +91,7 @@ class Curriculum:
         return {f"curriculum/{self.environment}/{name}": value for name, value in figures.items()}
 
     def restore(self, rewards: Mapping[int, float]) -> None:
-        """Go back to the `rewards` of a checkpoint, without those of tasks that are no longer chosen from."""
+        """Restore a checkpoint's `rewards`, except for tasks that are no longer in range."""
         self.rewards.clear()
         self._weights[:] = 1.0
         for index, reward in rewards.items():
@@ -101,7 +104,7 @@ class Curriculum:
             self._weights[index] = self._config.sampler.pools[self._pool(reward)].weight
 
     def _pool(self, reward: float) -> str:
-        """Name the pool of a reward: the first that it does not exceed, or the last one."""
+        """Return the first pool whose threshold the reward does not exceed, else the last."""
         names = (name for name, pool in self._pools if reward <= pool.threshold)
         return next(names, self._pools[-1][0])
 

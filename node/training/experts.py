@@ -1,7 +1,7 @@
-"""Mixtures of experts: routers in fp32, the routes that samplers took in place of their choice, and how evenly
-tokens are spread over experts. Imports torch lazily.
+"""Mixtures of experts: fp32 routers, replay of the samplers' routes, expert load.
 
-Counts are only good for shares: tokens computed again in backward may be counted twice.
+Imports torch: import lazily. Counts are only good as shares: tokens recomputed in backward may be counted
+twice.
 """
 
 from collections.abc import Callable
@@ -23,26 +23,27 @@ from .packing import MicroBatch
 from .world import World
 
 COLD = 0.1
-"""An expert that gets less than this share of the mean is cold."""
+"""An expert with less than this share of the mean is cold."""
 
 
 class ExpertLoad:
-    """How many tokens each expert of each layer has read on this rank since reset()."""
+    """Tokens that each expert of each layer has read on this rank since reset()."""
 
     def __init__(self, counts: list[Tensor], world: World) -> None:
         self._counts = counts
         self._world = world
 
     def reset(self) -> None:
-        """A step begins."""
+        """Set all counts to 0 for a new step."""
         for one in self._counts:
             one.zero_()
 
     def figures(self) -> dict[str, float]:
-        """Over the tokens of all ranks, by prime-rl's names: mean and maximum over layers. Collective.
+        """Return load metrics over the tokens of all ranks, by prime-rl's names. Collective.
 
-        `max_mean` is the busiest expert's share of the mean (1 is balance), `cv` the standard deviation's,
-        `cold_frac` the fraction of experts that read next to nothing. Empty without experts or tokens.
+        Each is folded over layers into mean and maximum. `max_mean` is the busiest expert's load over the mean
+        (1 is balance), `cv` the standard deviation over the mean, `cold_frac` the fraction of experts that read
+        next to nothing. Empty without experts or tokens.
         """
         if not self._counts:
             return {}
@@ -58,23 +59,25 @@ class ExpertLoad:
 
 
 class RouterReplay:
-    """The routes that the routers of a model take in its next pass, and when that is computed again in backward
-    (rollout routing replay, R3, arXiv 2510.11370)."""
+    """Routes for a model's next forward pass, and for its recomputation in backward.
+
+    Rollout routing replay (R3, arXiv 2510.11370).
+    """
 
     def __init__(self) -> None:
         self.shape: RouteShape | None = None
-        """Of the model's routes; None without experts."""
+        """Shape of the model's routes; None without experts."""
         self.routes: Tensor | None = None
-        """[layers, T, top_k] int64, below 0 where the router chooses; None: everywhere."""
+        """[layers, T, top_k] int64, below 0 where the router chooses; None: the routers choose everywhere."""
 
     def fault(self, routes: bytes, tokens: int) -> str:
-        """Why `routes` are none of `tokens` tokens of this model; empty if they are, or if there are none."""
+        """Return why `routes` do not fit `tokens` tokens of this model; empty if they do."""
         if not routes:
             return ""
         return "no mixture" if self.shape is None else route_fault(routes, tokens, self.shape)
 
     def set(self, row: MicroBatch, device: torch.device) -> None:
-        """Take the routes of a row, or of a rank's part of one."""
+        """Set the routes of a row, or of a rank's part of one."""
         self.routes = None
         if self.shape is None or not len(row.routed):
             return
@@ -87,10 +90,10 @@ class RouterReplay:
 def prepare(
     causal: nn.Module, world: World, *, freeze_router: bool, count: bool
 ) -> tuple[ExpertLoad, RouterReplay]:
-    """Have every router of `causal` compute in fp32, take the routes that it is given and, with `count`, have
-    every expert's tokens counted.
+    """Make every router of `causal` compute in fp32 and replay the routes it is given.
 
-    Before compilation and sharding. A model without experts is left as it is.
+    With `count`, count the tokens of every expert. Call before compilation and sharding. A model without
+    experts is not changed.
     """
     counts: list[Tensor] = []
     replay = RouterReplay()
@@ -110,10 +113,10 @@ def prepare(
 
 
 class _Exact:
-    """A module as its forward sees it, its parameters in fp32.
+    """A view of a module for its forward, with parameters in fp32.
 
-    Where parameters are bf16 in forward they stay those that are published: the router chooses by the
-    weights that samplers have, only products and sums are exact.
+    Parameters that are bf16 in forward keep their published values: the router chooses by the weights that
+    samplers have; only products and sums are exact.
     """
 
     def __init__(self, module: Any) -> None:
@@ -125,7 +128,10 @@ class _Exact:
 
 
 def _exactly(router: Any, replay: RouterReplay, layer: int) -> Callable[[Tensor], Any]:
-    """The forward of `router` in fp32, logits and weights of the chosen included; `replay` may choose."""
+    """Make an fp32 forward of `router`, logits and top-k weights included.
+
+    `replay` may prescribe the experts.
+    """
     inner: Callable[..., Any] = type(router).forward
     experts = int(router.num_experts)
 
@@ -145,9 +151,9 @@ def _exactly(router: Any, replay: RouterReplay, layer: int) -> Callable[[Tensor]
 
 @torch.library.custom_op("primerl::count_chosen", mutates_args=("counts",))
 def count_chosen(counts: Tensor, chosen: Tensor) -> None:
-    """Add to `counts` [E] how often each expert is in `chosen`; no device is waited for.
+    """Add to `counts` [E] how often each expert is in `chosen`, without waiting for the device.
 
-    One operator, so that compilation and checkpointing do not look at what it writes.
+    A custom operator, so that compilation and checkpointing do not see its writes.
     """
     flat = chosen.flatten().long()
     counts.scatter_add_(0, flat, torch.ones_like(flat))
@@ -167,7 +173,7 @@ def _counting(forward: Callable[..., Tensor], counts: Tensor) -> Callable[..., T
 
 
 def _spread(shares: Tensor) -> dict[str, float]:
-    """Of one layer's tokens by expert, over their mean."""
+    """Return the spread of one layer's tokens by expert; `shares` are counts over their mean."""
     return {
         "max_mean": float(shares.max()),
         "cv": float(shares.std(correction=0)),
@@ -182,7 +188,8 @@ def _folds(values: list[float]) -> list[tuple[str, float]]:
 def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -> set[nn.Parameter]:
     """Give each of `ranks` its part of all experts of `causal`, which compute in `dtype`.
 
-    Returns the parameters that must not be sharded again. Before compilation and sharding. Raises EngineError.
+    Returns the parameters that must not be sharded again. Call before compilation and sharding. Raises
+    EngineError.
     """
     if ranks == 1:
         return set()
@@ -202,22 +209,22 @@ def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -
         for name, whole in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, _own_rows(whole, mesh, world.device))
         own = _Own(experts, experts.num_experts // ranks, dtype)
-        experts.forward = torch.compiler.disable(_travelling(own, mesh))  # it asks for sizes
+        experts.forward = torch.compiler.disable(_travelling(own, mesh))  # reads sizes in Python
     return {one for experts in found for one in experts.parameters()}
 
 
 def _has_experts(module: Any) -> bool:
-    """Whether it holds the weights of all experts in one tensor, by transformers' convention."""
+    """Return whether all experts' weights are one tensor, by transformers' convention."""
     return hasattr(module, "_apply_gate") and isinstance(getattr(module, "num_experts", None), int)
 
 
 def _own_rows(whole: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     mine = whole.detach().chunk(mesh.size())[mesh.get_local_rank()]
-    mine = mine.clone().to(device)  # a view would keep the whole
+    mine = mine.clone().to(device)  # a view would keep the whole tensor alive
     kept = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
     owned = nn.Parameter(kept, requires_grad=whole.requires_grad)
     if owned.requires_grad:
-        # tokens of all ranks meet here, so their gradients are added up; elsewhere FSDP takes the mean
+        # experts read tokens of all ranks, so their gradients are sums; elsewhere FSDP takes the mean
         owned.register_hook(_divided_by(mesh.size()))
     return owned
 
@@ -227,7 +234,7 @@ def _divided_by(ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 class _Own:
-    """A module of experts as its forward sees it: this rank's alone."""
+    """A view of a module of experts for its forward: only this rank's experts."""
 
     def __init__(self, experts: Any, count: int, dtype: torch.dtype) -> None:
         self._experts = experts
@@ -239,21 +246,21 @@ class _Own:
         return value.to_local().to(self._dtype) if isinstance(value, DTensor) else value
 
     def run(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Row by row what the expert `chosen` [N] makes of `hidden` [N, d]."""
+        """Apply to each row of `hidden` [N, d] its expert `chosen` [N]."""
         forward: Callable[..., Tensor] = type(self._experts).forward
         return forward(self, hidden, chosen[:, None], hidden.new_ones(len(hidden), 1))
 
 
 @dataclass(frozen=True)
 class _Journey:
-    """How rows, sorted by their expert, are spread over ranks."""
+    """Numbers of rows, sorted by expert, exchanged between ranks."""
 
     there: list[int]
-    """Rows to each rank."""
+    """Rows sent to each rank."""
     here: list[int]
-    """Rows from each rank."""
+    """Rows received from each rank."""
     chosen: Tensor
-    """[sum(here)]: which of this rank's experts reads each row that came."""
+    """[sum(here)]: index of this rank's expert for each received row."""
 
 
 def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
@@ -267,7 +274,7 @@ def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
         came = all_to_all_single_autograd(sent, journey.here, journey.there, mesh)
         if len(journey.chosen):
             made = own.run(came, journey.chosen)
-        else:  # no rows came: a row of zeros keeps collective operations in step
+        else:  # no rows received: a row of zeros keeps collective operations in step
             alone = torch.cat([came, came.new_zeros(1, came.shape[1])])
             made = own.run(alone, journey.chosen.new_zeros(1))[:0]
         back = all_to_all_single_autograd(made.contiguous(), journey.there, journey.here, mesh)
@@ -279,7 +286,7 @@ def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
 
 
 def _plan(chosen: Tensor, count: int, mesh: DeviceMesh) -> _Journey:
-    """Ranks tell each other how many rows each of their `count` experts gets: the one wait of a layer."""
+    """Exchange the row counts of all experts, `count` on each rank: a layer's only wait."""
     ranks = mesh.size()
     there = chosen.new_zeros(ranks * count).scatter_add_(0, chosen, torch.ones_like(chosen))
     here = torch.empty_like(there)

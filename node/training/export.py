@@ -1,4 +1,4 @@
-"""The policy from wherever it is trained to the host, and where it differs from the one before.
+"""Export of the policy and its changes from the training ranks to the host.
 
 Comparison and compaction run where the weights are, on every rank that holds some of them: only changed
 elements travel. Imports torch: import this file lazily.
@@ -25,31 +25,31 @@ from .snapshot import DeviceEvent, HostPiece, HostState, SnapshotFiles, StateFil
 from .world import World
 
 ALIGN = 8
-"""Every array in a message begins at a multiple of this, so that any element type may be viewed there."""
+"""Alignment of every array in a message, in bytes, so that any element type may be viewed there."""
 NOTHING, DENSE = 0, -1
 """Markers of a chunk in place of its number of differing elements."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in one chunk of a rank's share, on the rank's device."""
+    """Changed elements of one chunk of a rank's share, on the rank's device."""
 
     index: torch.Tensor | None
-    """int32 positions in the chunk, increasing; None: `bits` are all of it."""
+    """int32 positions in the chunk, increasing; None: `bits` are the whole chunk."""
     bits: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes to transfer."""
         return self.bits.nbytes + (0 if self.index is None else self.index.nbytes)
 
 
 Chunks = Sequence[Difference | None]
-"""For each chunk of a rank's share of one source, what differs."""
+"""Changes in each chunk of a rank's share of one source."""
 
 
 def fetch(*found: torch.Tensor) -> tuple[list[torch.Tensor], DeviceEvent | None]:
-    """Tensors of the host that hold these once the event has come to pass."""
+    """Copy tensors to the host; they are complete once the returned event has occurred."""
     if not found[0].is_cuda:
         return [one.cpu() for one in found], None
     hosts = [torch.empty_like(one, device="cpu", pin_memory=True) for one in found]
@@ -61,7 +61,7 @@ def fetch(*found: torch.Tensor) -> tuple[list[torch.Tensor], DeviceEvent | None]
 
 
 def host_pieces(source: Source, chunks: Iterable[Difference | None], chunk: int) -> list[HostPiece]:
-    """A rank's own differences on the host, `chunk` elements' each; they leave the device one by one."""
+    """Copy a rank's own differences, in chunks of `chunk` elements, to the host, one by one."""
     return [
         _host_piece(source, source.share.start + at * chunk, one)
         for at, one in enumerate(chunks)
@@ -78,22 +78,22 @@ def _host_piece(source: Source, start: int, found: Difference) -> HostPiece:
 
 
 class DiffCollector:
-    """Brings differences to the first rank, a bucket of sources at a time."""
+    """Collects differences on the first rank, a bucket of sources at a time."""
 
     def __init__(self, ranks: World, sources: Sequence[Source], chunk: int) -> None:
         self._ranks = ranks
         self._sources = {source.name: place for place, source in enumerate(sources)}
         self._chunk = chunk
         self._shares = np.zeros((ranks.size, len(sources), 2), np.int64)
-        """By rank and source: where its share begins and how many elements it has."""
+        """By rank and source: start of the share and its number of elements."""
 
     def agree(self, sources: Sequence[Source], ready: bool) -> bool:
-        """Whether all ranks are `ready`.
+        """Return whether all ranks are `ready`.
 
-        Raises EngineError on all of them if they export different tensors, or if some element is
-        no rank's or two ranks'.
+        Raises EngineError on all ranks if they export different tensors, or if some element belongs to no rank
+        or to two ranks.
         """
-        if self._ranks.device.type == "cuda":  # messages need what a first collective sets up
+        if self._ranks.device.type == "cuda":  # the first collective sets up messaging
             dist.all_reduce(torch.zeros(1, device=self._ranks.device))
         told = [(one.name, one.dtype, one.shape, one.runs, self._chunk) for one in sources]
         said = self._tell(np.array([ready, zlib.crc32(repr(told).encode())], np.int64))
@@ -109,7 +109,7 @@ class DiffCollector:
         return bool(said[:, 0].all())
 
     def collect(self, bucket: Sequence[tuple[Source, Chunks]]) -> list[list[HostPiece]]:
-        """For each source of the bucket its pieces, by position; nothing on other ranks than the first."""
+        """Return each source's pieces, by position; empty except on the first rank."""
         codes = [_code(one) for _, chunks in bucket for one in chunks]
         slots = [sum(self._slots(source, rank) for source, _ in bucket) for rank in self._everyone]
         header = np.zeros(max(1, *slots), np.int64)
@@ -131,7 +131,7 @@ class DiffCollector:
         return range(self._ranks.size)
 
     def _tell(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Everybody's `numbers` (as many on every rank), a row for each rank."""
+        """Gather every rank's `numbers` (same length on every rank), one row per rank."""
         mine = torch.from_numpy(numbers)
         rows = [torch.empty_like(mine) for _ in self._everyone]
         dist.all_gather(rows, mine)
@@ -152,13 +152,13 @@ class DiffCollector:
         )
 
     def _slots(self, source: Source, rank: int) -> int:
-        """Chunks in a rank's share."""
+        """Return the number of chunks in a rank's share."""
         return -(-int(self._shares[rank, self._sources[source.name], 1]) // self._chunk)
 
     def _plan(
         self, bucket: Sequence[tuple[Source, Chunks]], rank: int, header: NDArray[np.int64]
     ) -> "list[_Item]":
-        """What a rank's message holds, in this order."""
+        """Return the items of a rank's message, in order."""
         codes = iter(header.tolist())
         plan: list[_Item] = []
         for place, (source, _) in enumerate(bucket):
@@ -186,7 +186,7 @@ class DiffCollector:
     def _receive(
         self, plans: "Sequence[list[_Item]]", sizes: Sequence[int]
     ) -> "Iterator[tuple[list[_Item], _Payload]]":
-        """Everybody's message; all of them arrive together."""
+        """Yield the messages of all other ranks, received together."""
         device = self._ranks.device
         coming = {
             rank: torch.empty(sizes[rank], dtype=torch.uint8, device=device)
@@ -206,7 +206,7 @@ class _Item:
     """One chunk in a message."""
 
     source: int
-    """Which of the bucket."""
+    """Index of the source in the bucket."""
     start: int
     code: int
     length: int
@@ -219,12 +219,12 @@ class _Item:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the positions."""
+        """Size of the positions in bytes."""
         return 0 if self.code == DENSE else 4 * self.code
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the message, to the next chunk."""
+        """Size in the message in bytes, padding included."""
         return _aligned(self.index_bytes) + _aligned(self.count * self.bits.itemsize)
 
 
@@ -262,27 +262,30 @@ def _wait(operations: list[dist.P2POp]) -> None:
 
 
 CHUNK = 1 << 25
-"""Elements compared at once. Bounds what an export needs beside the bits that are kept on the device:
-at most 20 bytes for each (its bits, a flag, and its position, twice), 640 MiB."""
+"""Elements compared at once. Bounds the memory of an export beyond the bits kept on the device: at most 20
+bytes for each (its bits, a flag, and its position, twice), 640 MiB."""
 BUCKET = 1 << 27
-"""Elements whose differences travel to the first rank together, and one tensor more at most: bounds what
-the ranks hold for that if everything differs, 256 MiB on the first and as much on the others together."""
+"""Elements whose differences travel to the first rank together; a bucket may exceed it by one tensor. Bounds
+the buffers if everything differs: 256 MiB on the first rank and as much on the others together."""
 MOST_SPARSE = 4
-"""A chunk crosses whole if more than one in this many elements changed: positions cost more than bits."""
+"""A chunk is sent whole if more than one in this many elements changed: positions cost more than bits."""
 
 Layout = tuple[str, tuple[int, ...], int, int]
-"""dtype name, shape, and the rank's share: from where to where."""
+"""dtype name, shape, and start and stop of the rank's share."""
 
 
 class PieceFinder:
-    """Keeps the bits of what it found last: 2 bytes for each bf16 element of this rank's share, beside it."""
+    """Finds changed elements against the kept bits of the last search.
+
+    The kept bits take 2 bytes for each bf16 element of this rank's share, on its device.
+    """
 
     def __init__(
         self, ranks: World, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
     ) -> None:
-        """`chunk` elements are compared at once, those of `bucket` travel at once: as on all ranks.
+        """Set the sizes: `chunk` elements are compared at once, those of `bucket` travel at once.
 
-        Without `keep` every search finds everything, and no bits are held.
+        Both must be equal on all ranks. Without `keep` every search finds everything, and no bits are held.
         """
         self._ranks = ranks
         self._chunk = chunk
@@ -291,15 +294,14 @@ class PieceFinder:
         self._bits: dict[str, torch.Tensor] = {}
         self._layouts: dict[str, Layout] = {}
         self._sound = False
-        """Whether all bits are those of the last search, and that one came to its end."""
+        """Whether all bits are those of the last search, and that search was completed."""
 
     def find(self, sources: Iterable[Source]) -> Iterator[TensorDiff]:
-        """What differs from the last search, on the first rank; nothing on the others.
+        """Yield the differences from the last search, on the first rank; nothing on the others.
 
-        Collective, and on every rank it has to be walked to its end. Everything differs after
-        forget() and after a search that was not, and so does a tensor that is new or has another
-        shape or type. Raises EngineError for a dtype that a state cannot hold or ranks that
-        disagree, and RuntimeError when memory runs out.
+        Collective, and every rank has to iterate to the end. Everything differs after forget() and after an
+        incomplete search, and so does a tensor that is new or has another shape or type. Raises EngineError for
+        a dtype that a state cannot hold or ranks that disagree, and RuntimeError when memory runs out.
         """
         sound, self._sound = self._sound, False
         if not sound:
@@ -314,7 +316,7 @@ class PieceFinder:
         self._sound = self._keep
 
     def forget(self) -> None:
-        """Hold nothing: the next search finds everything."""
+        """Drop all kept bits: the next search finds everything."""
         self._bits, self._layouts = {}, {}
         self._sound = False
 
@@ -330,16 +332,16 @@ class PieceFinder:
         collector = DiffCollector(self._ranks, everything, self._chunk)
         known = {source.name: _layout(source) for source in everything} == self._layouts
         if not collector.agree(everything, sound and known):
-            self.forget()  # all of them or none: a tensor is whole or a difference on every rank
+            self.forget()  # on all ranks or none: a tensor is whole, or a difference, on every rank
         for bucket in _buckets(everything, self._bucket):
             whole = [self._begin(source) for source in bucket]
             chunks = [list(self._compare(*pair)) for pair in zip(bucket, whole, strict=True)]
             pieces = collector.collect(list(zip(bucket, chunks, strict=True)))
-            del chunks  # the host has them: not two buckets on the device
+            del chunks  # the host has them: do not keep two buckets on the device
             yield from zip(bucket, whole, pieces, strict=True)
 
     def _begin(self, source: Source) -> bool:
-        """Whether nothing is known about a source: then it is all there is to find."""
+        """Return whether the source must be exported whole, since no bits of this layout are kept."""
         whole = self._layouts.get(source.name) != _layout(source)
         if whole:
             self._layouts[source.name] = _layout(source)
@@ -347,7 +349,7 @@ class PieceFinder:
         return whole
 
     def _compare(self, source: Source, whole: bool) -> Iterator[Difference | None]:
-        """What differs in each chunk of this rank's share of one source."""
+        """Yield the changes in each chunk of this rank's share of one source."""
         flat = source.take()
         storage = _storage(source.dtype)
         if self._keep and whole:
@@ -364,7 +366,7 @@ class PieceFinder:
 
 
 class PolicyExporter:
-    """Brings the policy out: as a State in this process, or as files that another one reads (SnapshotReader).
+    """Exports the policy as a State, or as files for another process (SnapshotReader).
 
     Every call but snapshot() is collective, with the same policy and path on every rank; the first rank writes.
     """
@@ -378,7 +380,7 @@ class PolicyExporter:
         threads: int = 0,
         ahead: bool = False,
     ) -> None:
-        """`chunk` and `bucket` as in PieceFinder; `threads` and `ahead` as in HostState, for snapshot()."""
+        """Set `chunk` and `bucket` as in PieceFinder, `threads` and `ahead` as in HostState."""
         self._world = world
         self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
         self._whole_finder = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
@@ -386,7 +388,7 @@ class PolicyExporter:
         self._files = SnapshotFiles()
 
     def snapshot(self, policy: Policy) -> Snapshot:
-        """Make a State of a rank without others, floating tensors in bf16, and find the changes since the last.
+        """Return a single rank's State, floating tensors in bf16, and its changes.
 
         The tensors are taken one after the other. The first call, and one with other names or shapes, exports
         everything. Raises EngineError for a dtype that a state cannot hold, and RuntimeError when memory runs
@@ -397,29 +399,29 @@ class PolicyExporter:
         return self._host.build(self._finder.find(named_sources(policy, 0)))
 
     def write_snapshot(self, sources: Iterable[Source], path: Path, *, whole: bool = False) -> None:
-        """Write the changes since the last snapshot, or all of it if it is `whole` or the first.
+        """Write the changes since the last snapshot; everything if `whole` or in the first call.
 
         Raises StorageError on the first rank if the file cannot be written, EngineError for ranks that
-        disagree, and RuntimeError when memory runs out; after each the next one is whole.
+        disagree, and RuntimeError when memory runs out; after each of them the next snapshot is whole.
         """
         if whole:
             self._finder.forget()
         try:
             self._write(self._files.following(path), self._finder.find(sources))
         except StorageError:
-            self._finder.forget()  # it was noted as exported, but was not written
+            self._finder.forget()  # noted as exported, but not written
             raise
 
     def write_state(self, sources: Iterable[Source], path: Path) -> None:
-        """Write the whole policy; snapshots are not touched. Raises as write_snapshot()."""
+        """Write the whole policy without affecting snapshots. Raises the errors of write_snapshot()."""
         self._write(self._files.apart(path), self._whole_finder.find(sources))
 
     def close(self) -> None:
-        """End the threads that copy ahead; exported states stay."""
+        """End the threads that copy ahead; exported states stay valid."""
         self._host.close()
 
     def _write(self, file: StateFile, found: Iterator[TensorDiff]) -> None:
-        """Write `found`; on other ranks than the first it is empty, and still has to be walked."""
+        """Write `found`; ranks other than the first iterate over it too, though it is empty there."""
         if self._world.rank:
             for _ in found:
                 pass
@@ -429,14 +431,14 @@ class PolicyExporter:
                 for one in found:
                     file.add(one)
         except StorageError:
-            for _ in found:  # the others are still sending: they would wait for their deadline
+            for _ in found:  # the other ranks still send and would wait for their deadline
                 pass
             raise
 
 
 def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
-    """Return the elements of `new` that differ from `held`, on the device; None if all are equal."""
-    index = torch.nonzero(new != held).view(-1)  # waits for the device: how many is known now
+    """Return the elements of `new` that differ from `held`; None if all are equal."""
+    index = torch.nonzero(new != held).view(-1)  # waits for the device; the size is known now
     if not index.numel():
         return None
     if index.numel() * MOST_SPARSE > new.numel():
@@ -445,12 +447,12 @@ def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
 
 
 def parts(count: int, chunk: int = CHUNK) -> Iterator[slice]:
-    """`count` elements in chunks."""
+    """Split `count` elements into chunks."""
     return (slice(at, min(at + chunk, count)) for at in range(0, count, chunk))
 
 
 def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:
-    """The sources in their order, `size` elements at a time: the same buckets on every rank."""
+    """Yield the sources in order, in buckets of about `size` elements: the same on every rank."""
     bucket: list[Source] = []
     held = 0
     for source in sources:
@@ -479,7 +481,7 @@ def _by_run(source: Source, whole: bool, pieces: Sequence[HostPiece]) -> Iterato
 
 
 def _touched(starts: Sequence[int], piece: HostPiece) -> range:
-    """Which runs elements of `piece` may lie in."""
+    """Return the indices of the runs that elements of `piece` may lie in."""
     last = piece.bits.size - 1 if piece.index is None else int(piece.index[-1])
     first = 0 if piece.index is None else int(piece.index[0])
     return range(
@@ -489,7 +491,7 @@ def _touched(starts: Sequence[int], piece: HostPiece) -> range:
 
 
 def _cut(piece: HostPiece, run: TensorPiece) -> list[HostPiece]:
-    """The part of `piece` that lies in `run`, if any does."""
+    """Return the part of `piece` that lies in `run`; empty if none does."""
     low, high = run.start - piece.start, run.stop - piece.start
     if piece.index is None:
         low, high = max(low, 0), min(high, piece.bits.size)
@@ -505,6 +507,6 @@ def _layout(source: Source) -> Layout:
 
 
 def _storage(dtype: str) -> torch.dtype:
-    """The torch type that holds the bits of a safetensors dtype."""
+    """Return the torch type that holds the bits of a safetensors dtype."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return widths[BITS[dtype].itemsize]

@@ -1,7 +1,7 @@
-"""The trainer backend over many GPUs: the daemon asks, a torchrun group of ranks computes (rank.py).
+"""The trainer backend over many GPUs: the daemon's calls to a torchrun group (rank.py).
 
-A dead or silent rank is RankFailed, never a hang: every call has a deadline. After it this backend is of no
-more use; a new one can load the last checkpoint. Neither torch nor NCCL runs in the daemon.
+A dead or silent rank raises RankFailed and never hangs: every call has a deadline. Afterwards this backend is
+unusable; a new one can load the last checkpoint. Neither torch nor NCCL runs in the daemon.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ T = TypeVar("T")
 
 STEP_TIMEOUTS = 2
 SECONDS_PER_TOKEN = 0.01
-"""Slower than a small model on one core."""
+"""Generous: slower than a small model on one core."""
 MODEL_TIMEOUTS = 3
-"""Deadline, in fsdp.timeout_s, of a call that writes or reads all of the model."""
+"""Deadline, in units of fsdp.timeout_s, of a call that writes or reads the whole model."""
 STAGED_TIMEOUTS = 10
-"""A checkpoint that is written beside the training may go to a slow disk."""
+"""Deadline, in units of fsdp.timeout_s, of a checkpoint written during training; its disk may be slow."""
 CPU_RANKS = 2
 
 
 class FsdpBackend:
     """TrainBackend over ranks that share a model.
 
-    A caller that is cancelled leaves its call to finish; the next one queues behind it, close() ends it.
+    If a caller is cancelled, its call still finishes; the next one queues behind it, and close() ends it.
     """
 
     def __init__(
@@ -62,10 +62,11 @@ class FsdpBackend:
         own: Mapping[str, SampleTerms] = MappingProxyType({}),
         ranks: RankGroup | None = None,
     ) -> None:
-        """`temperature` is the one that samples are drawn at, but those of environments with terms of their
-        `own`, by name; `max_steps` shapes the schedule.
+        """Configure the ranks; start() starts them.
 
-        `ranks` are used if they are given, and left running by close(); else start() starts some.
+        `temperature` is the sampling temperature; environments with terms in `own`, by name, have their own.
+        `max_steps` shapes the schedule. Given `ranks` are used and left running by close(); otherwise start()
+        starts new ones.
         """
         self._config = config
         self._max_steps = max_steps
@@ -99,23 +100,26 @@ class FsdpBackend:
         )
         try:
             await self._ask(ask, self._config.fsdp.start_timeout_s)
-        except BaseException:  # also when cancelled: without a model the ranks are of no use
+        except BaseException:  # also when cancelled: ranks without a model are useless
             await self.close()
             raise
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Make one optimizer step; an empty batch only advances the schedule.
 
-        Raises EngineError, RankFailed. Deadline: 2 x fsdp.timeout_s and 10 ms for each token.
+        Raises EngineError, RankFailed. Deadline: 2 x fsdp.timeout_s plus 10 ms per token.
         """
         return StepMetrics(await self._ask(RankStep(batch), self._step_s(batch.samples)))
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Measure cross entropy per trained token, learn nothing. Deadline as for step()."""
+        """Measure cross entropy per trained token without learning. Deadline as for step()."""
         return await self._ask(RankEvaluate(list(samples)), self._step_s(samples))
 
     async def state(self) -> State:
-        """Copy the bf16 policy. Deadline of this and all below: 3 x fsdp.timeout_s."""
+        """Return a copy of the bf16 policy.
+
+        Deadline of this call, and of those below unless they state another: 3 x fsdp.timeout_s.
+        """
 
         async def read(ranks: RankGroup) -> State:
             path = ranks.directory / "state"
@@ -125,7 +129,7 @@ class FsdpBackend:
         return await self._in_turn(read)
 
     async def snapshot(self) -> Snapshot:
-        """Copy the bf16 policy, and find where it differs from the last snapshot."""
+        """Return a copy of the bf16 policy, and its changes since the last snapshot."""
 
         async def read(ranks: RankGroup) -> Snapshot:
             path = ranks.directory / "snapshot"
@@ -138,7 +142,7 @@ class FsdpBackend:
         return await self._in_turn(read)
 
     async def save(self, directory: Path) -> None:
-        """Write everything that resume needs into `directory`, whole or not at all."""
+        """Write everything needed to resume into `directory`, whole or not at all."""
         await self._ask(RankSave(_absolute(directory)), self._model_s)
 
     async def stage(self) -> None:
@@ -187,7 +191,7 @@ class FsdpBackend:
         return STEP_TIMEOUTS * self._config.fsdp.timeout_s + SECONDS_PER_TOKEN * tokens
 
     async def _ask(self, request: RankRequest, timeout_s: float) -> dict[str, float]:
-        """Ask when it is this call's turn; returns the figures of the answer."""
+        """Send a request when it is this call's turn; returns the figures of the answer."""
 
         async def work(ranks: RankGroup) -> dict[str, float]:
             answer = await ranks.ask(request, timeout_s)
@@ -197,7 +201,7 @@ class FsdpBackend:
         return await self._in_turn(work)
 
     async def _in_turn(self, work: Callable[[RankGroup], Awaitable[T]]) -> T:
-        """Do `work` when it is its turn, to its end, also when the caller is cancelled."""
+        """Run `work` in turn and to its end, also when the caller is cancelled."""
         ranks = self._ranks
         if ranks is None:
             raise EngineError(NOT_RUNNING)
@@ -214,11 +218,14 @@ class FsdpBackend:
     def _forget(self, call: "asyncio.Task[T]") -> None:
         self._calls.discard(call)
         if not call.cancelled():
-            call.exception()  # retrieved, for a caller that was cancelled; the next call meets it, too
+            call.exception()  # retrieved: the caller may be cancelled; the next call fails with it, too
 
 
 def count_ranks(config: TrainingConfig) -> int:
-    """Count the ranks on this machine: as configured, else one for each GPU, else two. Imports torch."""
+    """Return the number of ranks on this machine: as configured, else one per GPU, else two.
+
+    Imports torch.
+    """
     if config.fsdp.ranks:
         return config.fsdp.ranks
     if config.device == "cpu":
@@ -229,7 +236,7 @@ def count_ranks(config: TrainingConfig) -> int:
 
 
 def _policy_bytes(model_dir: Path) -> int:
-    """Add up the model's weights on the disk: about the size of its policy."""
+    """Add up the sizes of the model's weight files: about the size of its policy, bytes."""
     return sum(os.path.getsize(path) for path in model_dir.glob("*.safetensors"))
 
 

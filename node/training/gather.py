@@ -1,6 +1,6 @@
-"""A policy's tensors under their checkpoint names, whichever rank holds which rows of them.
+"""A policy's tensors under their checkpoint names, however their rows are spread over ranks.
 
-Every rank walks the same sources in the same order: to take one may be collective. Imports torch: import
+Every rank iterates over the same sources in the same order: taking one may be collective. Imports torch: import
 this file lazily.
 """
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ..models.huggingface import PreTrainedModel
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")
-"""The part of a tensor's name that says which layer it is of."""
+"""The prefix of a tensor's name that identifies its layer."""
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A checkpoint tensor: the elements of one of the model's from `start` on."""
+    """A checkpoint tensor: the elements of one model tensor from `start` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorPiece:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """Flat position after its last element."""
         return self.start + numel(self.shape)
 
 
@@ -43,16 +43,17 @@ class Source:
 
     name: str
     dtype: str
-    """Of the checkpoint: BF16 for any floating dtype of the model."""
+    """dtype in the checkpoint: BF16 for any floating dtype of the model."""
     shape: tuple[int, ...]
     runs: tuple[TensorPiece, ...]
-    """The checkpoint tensors in it, by their start; together they are all of it."""
+    """The checkpoint tensors in it, ordered by start; together they cover it."""
     share: slice
-    """The flat elements that this rank answers for; one rank answers for each, also where several have it."""
+    """The flat elements that this rank exports; each element has one exporting rank, also where several hold
+    it."""
     take: Callable[[], torch.Tensor]
-    """The elements of `share`, flat, of any floating type; may be collective."""
+    """Return the elements of `share`, flat, of any floating type; may be collective."""
     gather: Callable[[], torch.Tensor]
-    """All of it, of the checkpoint's type: collective, and the shards are cast before they travel."""
+    """Return the whole tensor in the checkpoint's type. Collective; shards are cast before they travel."""
 
 
 Item = tuple[str, torch.Tensor] | Source
@@ -60,9 +61,9 @@ Policy = Mapping[str, torch.Tensor] | Iterable[Item]
 
 
 def named_sources(policy: Policy, rank: int) -> Iterator[Source]:
-    """Tensors that have their checkpoint names already, whole (the first rank's count) or sharded.
+    """Yield the sources of tensors that have their checkpoint names.
 
-    Sources pass unchanged.
+    Tensors are sharded, or whole; then rank 0 exports them. Items that are already sources pass unchanged.
     """
     named = cast("Iterable[Item]", policy.items() if isinstance(policy, Mapping) else policy)
     for item in named:
@@ -70,12 +71,12 @@ def named_sources(policy: Policy, rank: int) -> Iterator[Source]:
 
 
 def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
-    """The weights and persistent buffers of `model`; a tied one appears once.
+    """Return the sources of all weights and persistent buffers; a tied one appears once.
 
-    transformers keeps some weights in another layout than checkpoints do: experts are fused into one
-    tensor, and each is a run of it. A tensor that is no run of one (transposed, say) is gathered with
-    its group, a layer where that suffices, and turned back by transformers. The sources stay good as
-    long as the model has the same parameters: build them once.
+    transformers keeps some weights in another layout than checkpoints do: experts are fused into one tensor,
+    and each is a run of it. A tensor that is not a run of one (a transposed one, say) is gathered together with
+    its group (its layer, if possible) and converted back by transformers. The sources stay valid as long as the
+    model has the same parameters: build them once.
     """
     held = huggingface.unique_tensors(model)
     runs, outputs = _checkpoint_layout(model, held)
@@ -88,9 +89,10 @@ def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
 
 
 def whole_tensors(sources: Iterable[Source], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, tensor) of everything, one model tensor at a time, on the first rank.
+    """Yield (checkpoint name, tensor) of every tensor, on the first rank.
 
-    Collective: the others walk along, yield nothing and drop each tensor at once.
+    One model tensor is gathered at a time. Collective: the other ranks iterate along, yield nothing and drop
+    each tensor at once.
     """
     for source in sources:
         flat = source.gather().reshape(-1)
@@ -111,7 +113,7 @@ def _source(
     def take() -> torch.Tensor:
         if share is None:
             return _mine(gather(), rank)
-        now = tensor.detach()  # a parameter may have got another storage since
+        now = tensor.detach()  # the parameter's storage may have been replaced
         local = now.to_local() if isinstance(now, DTensor) else now
         return local.reshape(-1)[: share.stop - share.start]
 
@@ -120,10 +122,10 @@ def _source(
 
 
 def _share(tensor: torch.Tensor, rank: int) -> slice | None:
-    """The flat elements of `tensor` that this rank answers for; None if they are no single run.
+    """Return the flat elements of `tensor` that this rank exports; None if not contiguous.
 
-    fully_shard() cuts a parameter into rows: a run of flat elements for each rank of the mesh. Of
-    replicas, the first of each mesh dimension counts.
+    fully_shard() cuts a parameter into rows: a run of flat elements for each rank of the mesh. Among replicas,
+    the first of each mesh dimension exports.
     """
     if not isinstance(tensor, DTensor):
         return _all_or_nothing(tensor.numel(), rank)
@@ -140,7 +142,7 @@ def _share(tensor: torch.Tensor, rank: int) -> slice | None:
 
 
 def _rows(shape: tuple[int, ...], at: int, ranks: int) -> slice:
-    """What rank `at` of `ranks` has of a tensor that is sharded by rows, as torch.chunk() cuts them."""
+    """Return rank `at`'s elements of a tensor that torch.chunk() shards by rows."""
     width = numel(shape[1:])
     rows = -(-shape[0] // ranks)
     first, last = (min(shape[0], rows * one) for one in (at, at + 1))
@@ -156,20 +158,20 @@ def _mine(whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of `tensor` as the checkpoint has it; collective if it is sharded."""
+    """Return all of `tensor` in its checkpoint type; collective if it is sharded."""
     if tensor.is_floating_point():
         tensor = tensor.to(torch_dtype("BF16"))
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Followed(torch.Tensor):
-    """A tensor without memory whose pieces stay views of it, so that one sees where they come from."""
+    """A tensor without memory whose pieces stay views of it, which reveals where they come from."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        """Copies are not made; everything else is as ever."""
+        """Skip copies; everything else is unchanged."""
         if func in (torch.Tensor.contiguous, torch.Tensor.clone):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -188,7 +190,7 @@ Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 def _checkpoint_layout(
     model: "PreTrainedModel", held: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[TensorPiece, ...]], Outputs]:
-    """The runs in each tensor that consists of runs, and the checkpoint tensors that are in none."""
+    """Return the runs in each tensor made of runs, and the checkpoint tensors in no run."""
     hollow = _hollow(held)
     owners = {id(tensor.untyped_storage()): name for name, tensor in hollow.items()}
     runs: dict[str, list[TensorPiece]] = {name: [] for name in held}
@@ -212,7 +214,7 @@ def _by_place(run: TensorPiece) -> tuple[int, int, str]:
 
 
 def _tile(runs: tuple[TensorPiece, ...], count: int) -> bool:
-    """Whether the runs are all `count` elements, each in one of them."""
+    """Return whether the runs cover all `count` elements, each exactly once."""
     starts = [run.start for run in runs]
     return bool(runs) and [0, *(run.stop for run in runs)] == [*starts, count]
 
@@ -220,7 +222,7 @@ def _tile(runs: tuple[TensorPiece, ...], count: int) -> bool:
 def _groups(
     model: "PreTrainedModel", rest: Mapping[str, torch.Tensor], outputs: Outputs
 ) -> list[tuple[list[str], Outputs]]:
-    """Group the model tensors that are converted together, with their outputs: by layer if possible."""
+    """Group the tensors that are converted together, by layer if possible, with their outputs."""
     if not rest:
         return []
     layers: dict[str, list[str]] = {}
@@ -242,7 +244,10 @@ def _become(model: "PreTrainedModel", tensors: Mapping[str, torch.Tensor]) -> Ou
 
 
 class _Group:
-    """Model tensors that become checkpoint tensors only together: gathered with the first of those."""
+    """Model tensors that are converted to checkpoint tensors only together.
+
+    They are gathered when the first of the outputs is taken.
+    """
 
     def __init__(
         self, model: "PreTrainedModel", tensors: dict[str, torch.Tensor], made: Outputs, rank: int
@@ -254,7 +259,7 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def sources(self) -> list[Source]:
-        """One for each checkpoint tensor; they have to be taken in this order."""
+        """Return one source per checkpoint tensor; they have to be taken in this order."""
         return [self._one(name, *told) for name, told in self._outputs.items()]
 
     def _one(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
@@ -269,7 +274,7 @@ class _Group:
         return Source(name, told, shape, (TensorPiece(name, shape),), share, take, gather)
 
     def _give(self, name: str) -> torch.Tensor:
-        """The tensor, kept no longer; what the first rank alone makes is empty elsewhere."""
+        """Return the tensor and drop it; empty on ranks other than the first."""
         if name == next(iter(self._outputs)):
             whole = {one: _whole(tensor.detach()) for one, tensor in self._tensors.items()}
             self._made = (

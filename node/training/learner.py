@@ -1,7 +1,8 @@
-"""The synchronous core of training: one rank's share of a step. Imports torch: import this file lazily.
+"""The synchronous core of training: one rank's share of a step.
 
-Every method is collective: all ranks call it with the same arguments, and get the same figures. A step whose
-loss or gradient is not finite changes no weight; a sample that does not fit the model is left out and counted.
+Imports torch: import this file lazily. Every method is collective: all ranks call it with the same arguments,
+and get the same figures. A step whose loss or gradient is not finite changes no weight; a sample that does not
+fit the model is left out and counted.
 """
 
 import logging
@@ -55,12 +56,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOGPROB = 1e-3
-"""Rounding may lift the logprob of a sure token above 0; a probability of 2 is a lie."""
+"""Tolerance for a sampler's logprob above 0 by rounding; larger values are malformed."""
 WARMUP_BETAS = (0.9, 0.98)
 
 
 class Learner:
-    """Owns a rank's fp32 masters and moments."""
+    """A rank's fp32 master weights and moments, and the steps on them."""
 
     def __init__(
         self,
@@ -74,10 +75,12 @@ class Learner:
         own: Mapping[str, SampleTerms] = MappingProxyType({}),
         reference: TrainedModel | None = None,
     ) -> None:
-        """`temperature` is the one that samples were drawn at, but for those of environments with terms of
-        their `own`, by name."""
+        """Set up the optimizer and the exporter.
+
+        `temperature` is the sampling temperature; environments with terms in `own`, by name, have their own.
+        """
         self.step_done = 0
-        """Last optimizer step; the policy is this version."""
+        """Last optimizer step, and the version of the policy."""
         self._model = model
         self._reference = reference
         self._model_dir = model_dir
@@ -92,7 +95,7 @@ class Learner:
         self._temperatures = {name: terms.temperature for name, terms in own.items()}
         losses = {name: LossConfig.model_validate_json(terms.loss) for name, terms in own.items()}
         self._losses = [config.loss]
-        """All that differ: tokens of one micro-batch may be of several."""
+        """All distinct losses: the tokens of one micro-batch may have several."""
         for one in losses.values():
             if one not in self._losses:
                 self._losses.append(one)
@@ -104,7 +107,7 @@ class Learner:
         self._parameters = model.masters()
         self._optimizer = Optimizer(self._parameters, config)
         self._warmup_optimizer: Optimizer | None = None
-        # before the first forward pass: after it a sharded model shows some parameters whole
+        # before the first forward pass, after which a sharded model shows some parameters whole
         self._sources = self._published()
         self._meter = StepMeter(_cost(model), world.device, world.size)
 
@@ -127,7 +130,7 @@ class Learner:
             torch.use_deterministic_algorithms(True)
         world = world or World.alone(torch.device(pick_device(config.device)))
         torch.manual_seed(seed)
-        # a custom loss that cannot be had is told before anything is loaded
+        # report a missing custom loss before anything is loaded
         for loss in (
             config.loss,
             *(LossConfig.model_validate_json(one.loss) for one in own.values()),
@@ -149,7 +152,7 @@ class Learner:
         )
 
     def step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimizer step over `batch`; an empty one only advances the schedule."""
+        """Make one optimizer step over `batch`; an empty one only advances the schedule."""
         if batch.step <= self.step_done:
             raise ValueError(
                 f"step {batch.step} came after step {self.step_done}: number batches upwards"
@@ -174,7 +177,7 @@ class Learner:
         return StepMetrics(values | self._meter.figures(packed.lengths))
 
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Cross entropy per trained token (`loss/mean`) over `tokens` trained tokens; nothing is learned."""
+        """Return the cross entropy per trained token (`loss/mean`) and `tokens`, without learning."""
         packed = self._pack([sample for sample in samples if self._fits(sample)])
         sums = LossSums()
         with torch.no_grad():
@@ -193,9 +196,9 @@ class Learner:
             return [value for inputs in read for value in inputs.logprobs.tolist()]
 
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """One step of plain cross entropy on the completions; returns the loss per token.
+        """Make one step of plain cross entropy on the completions; returns the loss per token.
 
-        Uses an optimizer of its own (AdamW, betas 0.9/0.98, no decay) until end_supervised().
+        Uses a separate optimizer (AdamW, betas 0.9/0.98, no decay) until end_supervised().
         """
         if self._warmup_optimizer is None:
             self._warmup_optimizer = Optimizer(
@@ -211,16 +214,16 @@ class Learner:
         return loss
 
     def end_supervised(self) -> None:
-        """Forget every optimizer moment: reinforcement learning starts from the weights alone."""
+        """Forget all optimizer moments: reinforcement learning starts from the weights alone."""
         self._warmup_optimizer = None
         self._optimizer = Optimizer(self._parameters, self._config)
 
     def state(self) -> State:
-        """The bf16 policy, on the first rank; the others have nothing of it."""
+        """Return the bf16 policy, on the first rank; empty on the others."""
         return bf16_state(whole_tensors(self._sources, self._world.rank))
 
     def snapshot(self) -> Snapshot:
-        """The bf16 policy of a rank without others, compared with the last one where the weights are."""
+        """Return a single rank's bf16 policy and its changes, found on the weights' device."""
         return self._exporter.snapshot(self._sources)
 
     def write_state(self, path: Path) -> None:
@@ -228,7 +231,7 @@ class Learner:
         self._exporter.write_state(self._sources, path)
 
     def write_snapshot(self, path: Path, *, whole: bool) -> None:
-        """As write_state(), but only the changes since the last snapshot, unless `whole`."""
+        """Write only the changes since the last snapshot, unless `whole`. Errors as write_state()."""
         self._exporter.write_snapshot(self._sources, path, whole=whole)
 
     def _published(self) -> list[Source]:
@@ -253,19 +256,25 @@ class Learner:
         self.saved().write(directory, self._channel)
 
     def stage(self) -> None:
-        """Copy the content of a checkpoint into the host's memory: training may go on."""
+        """Copy the content of a checkpoint into host memory: training may go on."""
         self._staged = self.saved().staged(self._channel, self._room)
 
     def write_staged(self, directory: Path) -> None:
-        """Write the newest stage(); may run in a thread beside everything but stage(), save() and load()."""
+        """Write the newest stage().
+
+        May run in a thread beside everything but stage(), save() and load(). Raises EngineError if nothing is
+        staged.
+        """
         staged, self._staged = self._staged, None
         if staged is None:
             raise EngineError("nothing was staged: call stage() first")
         staged.write(directory, self._channel)
 
     def load(self, directory: Path) -> None:
-        """Become what save() wrote there, bit by bit. Raises StorageError, UsageError for another optimizer's
-        moments; then nothing has changed."""
+        """Restore exactly, bit by bit, the state that save() wrote.
+
+        Raises StorageError, and UsageError for another optimizer's moments; then nothing has changed.
+        """
         moments_on = "cpu" if self._config.optimizer_offload else None
         trained = self._optimizer.parameters
         saved = read_saved(directory, trained, self._channel, moments_on=moments_on)
@@ -279,14 +288,14 @@ class Learner:
         self.step_done = saved.step
 
     def close(self, *, keep_world: bool = False) -> None:
-        """End the threads of the exporter, and the ranks' connection unless another learner goes on with it."""
+        """End the exporter's threads, and the ranks' connection unless `keep_world` is set."""
         self._exporter.close()
         self._model.release()
         if not keep_world:
             self._world.close()
 
     def saved(self) -> SavedLearner:
-        """The trained tensors, without frozen ones; no copies."""
+        """Return the trained tensors, without frozen ones and without copying."""
         moments = self._optimizer.moments()
         return SavedLearner(self.step_done, self._optimizer.parameters, moments, rng_state())
 
@@ -301,7 +310,7 @@ class Learner:
         return pack(samples, self._config.seq_len, ranks=ranks, multiple=self._multiple)
 
     def _fits(self, sample: Sample) -> bool:
-        """Whether the lists agree, ids are in the vocabulary and every number can be learned from."""
+        """Return whether the lists agree, ids are in the vocabulary and every number is usable."""
         length = len(sample.token_ids)
         if len(sample.mask) != length or len(sample.logprobs) != length or length < 2:
             return False
@@ -320,7 +329,7 @@ class Learner:
         )
 
     def _accumulate(self, packed: Packed, batch: TrainBatch) -> LossSums:
-        """Forward and backward over this rank's rows; the sums are those of all ranks."""
+        """Run forward and backward over this rank's rows; returns the sums over all ranks."""
         self._optimizer.zero_grad()
         learns = batch.objective != "ce"
         losses = self._bounded(packed) if learns else self._losses
@@ -347,14 +356,14 @@ class Learner:
         return self._reduced(sums)
 
     def _temperature_of(self, row: MicroBatch) -> float | list[float]:
-        """The temperature of a row's samples, or one for each where they differ."""
+        """Return the temperature of a row's samples, or one for each if they differ."""
         each = [self._temperatures.get(name, self._temperature) for name in row.environments]
         return each if len(set(each)) > 1 else (each or [self._temperature])[0]
 
     def _policy_loss(
         self, row: MicroBatch, inputs: TokenInputs, losses: Sequence[LossConfig], packed: Packed
     ) -> tuple[torch.Tensor, LossSums]:
-        """The loss of a row: each token's is its environment's, and all are divided by the step's tokens."""
+        """Compute the loss of a row, each token's by its environment, divided by the step's tokens."""
         found, sums = inputs.logprobs.new_zeros(()), LossSums()
         for number, part in self._by_loss(row, inputs):
             if not losses[number].needs_reference:
@@ -365,7 +374,7 @@ class Learner:
         return found, sums
 
     def _by_loss(self, row: MicroBatch, inputs: TokenInputs) -> list[tuple[int, TokenInputs]]:
-        """Part the tokens of a row by the number of their loss."""
+        """Split the tokens of a row by the index of their loss."""
         each = [self._loss_of.get(name, 0) for name in row.environments] or [0]
         if len(set(each)) == 1:
             return [(each[0], inputs)]
@@ -373,7 +382,10 @@ class Learner:
         return [(number, inputs.of(numbers == number)) for number in sorted(set(each))]
 
     def _bounded(self, packed: Packed) -> list[LossConfig]:
-        """The losses with their bounds of this step, for which tokens are read once more, without gradient."""
+        """Return the losses with the bounds of this step.
+
+        Where a loss needs them, tokens are read once more, without gradient.
+        """
         losses = list(self._losses)
         bounded = [n for n, loss in enumerate(losses) if loss.rejection == "second_moment"]
         if not bounded:
@@ -392,7 +404,7 @@ class Learner:
         return losses
 
     def _reference_logprobs(self, row: MicroBatch) -> torch.Tensor | None:
-        """Logprobs of a row's trained tokens, as the reference policy reads it; None where there is none."""
+        """Return the reference's logprobs of a row's trained tokens; None without a reference."""
         itself = self._config.loss.teacher == "policy"
         teacher = self._model if itself else self._reference
         if teacher is None:
@@ -405,7 +417,7 @@ class Learner:
         return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
     def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:
-        """Clip and step, unless something is not finite: then the step is skipped and counted."""
+        """Clip and step; skip and count the step if anything is not finite."""
         norm = self._optimizer.clip()
         self._meter.phase("forward_backward")
         finite = math.isfinite(norm) and all(map(math.isfinite, sums.sums.values()))
@@ -418,7 +430,7 @@ class Learner:
 
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:
-    """The frozen policy that the loss compares with. Raises EngineError."""
+    """Load the frozen reference policy of the loss. Raises EngineError."""
     teacher = config.loss.reference or model_dir
     if teacher != model_dir:
         model_files.check_same_tokens(teacher, model_dir)
@@ -428,10 +440,10 @@ def _reference(model_dir: Path, config: TrainingConfig, world: World) -> Trained
 def _attach(
     config: TrainingConfig, seed: int, world: World
 ) -> "Callable[[PreTrainedModel], None] | None":
-    """What gives a model the adapters that are configured."""
+    """Return the function that attaches the configured adapters; None without adapters."""
     if config.lora is None:
         return None
-    # sharded parameters are cast for forward anyway: then a frozen base may lie in that dtype at once
+    # sharded parameters are cast for forward anyway, so a frozen base may be stored in that dtype
     dtype = compute_dtype(config, world) if world.mesh is not None else None
     return partial(lora.attach, config=config.lora, seed=seed, dtype=dtype)
 
@@ -442,7 +454,7 @@ def _cost(model: TrainedModel) -> Cost:
 
 
 def _demonstration(example: Example) -> Sample:
-    """A supervised example as a sample whose completion is trained."""
+    """Convert a supervised example into a sample whose completion is trained."""
     prompt, completion = example
     length = len(prompt) + len(completion)
     mask = [False] * len(prompt) + [True] * len(completion)
@@ -450,6 +462,6 @@ def _demonstration(example: Example) -> Sample:
 
 
 def _can_be_logprobs(values: Sequence[float]) -> bool:
-    """Whether all are numbers that a sampler may give."""
+    """Return whether all values are numbers that a sampler may give."""
     array = np.asarray(values)
     return bool(((array > -math.inf) & (array <= MAX_LOGPROB)).all())

@@ -1,8 +1,8 @@
-"""A learner on disk: fp32 weights, optimizer moments, RNG and step. Imports torch: import lazily.
+"""A learner on disk: fp32 weights, optimizer moments, RNG and step.
 
-Written and read by torch DCP, so any number of ranks may read what any number wrote; the bytes are safetensors
-and JSON: nothing here can run code. The header is written last and names every tensor; the learner is not
-touched before all of a checkpoint was read.
+Imports torch: import lazily. Written and read by torch DCP, so any number of ranks may read the files of any
+other number; the bytes are safetensors and JSON: nothing here can run code. The header is written last and
+names every tensor; the learner is not touched before all of a checkpoint was read.
 """
 
 import json
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 ALONE = RankChannel()
 
 FILE_BYTES = 1 << 29
-"""About what one file of a rank holds: as much is copied to the host's memory at a time."""
+"""Approximate size of one file of a rank, which is also copied to host memory at once."""
 
 Tensors = Mapping[str, torch.Tensor]
 Stored = dict[str, TensorStorageMetadata]
@@ -39,7 +39,7 @@ Stored = dict[str, TensorStorageMetadata]
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What one rank has of a tensor, on any device, and where in the whole it begins."""
+    """One rank's part of a tensor, on any device, and its offsets in the whole."""
 
     name: str
     offsets: tuple[int, ...]
@@ -47,11 +47,12 @@ class ShardSlice:
 
 
 def cut(tensors: Tensors, ranks: RankChannel, *, own: Tensors | None = None) -> list[ShardSlice]:
-    """The slices that this rank writes of `tensors` (the same names on every rank, plain or DTensor).
+    """Return the slices of `tensors` that this rank writes.
 
-    A plain tensor is written by rank 0, a copy of a shard by its first holder. `own` are plain tensors of
-    this rank alone; their names have to be different on every rank. No tensor may have 0 dimensions.
-    No copies. Not collective: who writes what follows from the layout, so no plan goes over the wire.
+    `tensors` have the same names on every rank, plain or DTensor. A plain tensor is written by rank 0, a copy
+    of a shard by its first holder. `own` are plain tensors of this rank alone; their names have to be different
+    on every rank. No tensor may have 0 dimensions. No copies. Not collective: the writer of each slice follows
+    from the layout, so no plan goes over the wire.
     """
     mine = {name: one for name, one in tensors.items() if _is_writer(one, ranks)} | dict(own or {})
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -85,20 +86,26 @@ def write(slices: Sequence[ShardSlice], directory: Path, rank: int) -> None:
 
 
 def stored(directory: Path) -> Stored:
-    """Shape, dtype and slices of every tensor in a directory. Raises OSError, SafetensorError."""
+    """Return shape, dtype and slices of every tensor in a directory.
+
+    Raises OSError, SafetensorError.
+    """
     found = _metadata(directory).state_dict_metadata
     return {name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
 
 
 def is_whole(one: TensorStorageMetadata) -> bool:
-    """Whether the slices cover the tensor: slices do not overlap, so counting elements is enough."""
+    """Return whether the slices cover the tensor.
+
+    Slices do not overlap, so counting elements is enough.
+    """
     return sum(math.prod(chunk.sizes) for chunk in one.chunks) == math.prod(one.size)
 
 
 def fill(tensors: Tensors, directory: Path) -> None:
-    """Read into `tensors`, which may be sharded in any way. Not collective. Raises OSError, SafetensorError.
+    """Read into `tensors`, which may be sharded in any way. Not collective.
 
-    What fails may have filled some of them.
+    Raises OSError, SafetensorError; then some of them may have been filled.
     """
     metadata = _metadata(directory)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -114,14 +121,17 @@ def _metadata(directory: Path) -> Metadata:
 
 
 def _write_file(path: Path, slices: Sequence[ShardSlice]) -> None:
-    """One file as HuggingFaceStorageReader wants it; its writer would hold it in memory twice, and the GIL."""
+    """Write one file in the format of HuggingFaceStorageReader.
+
+    Its own writer would hold the data in memory twice, and the GIL.
+    """
     offsets = {one.name: {"saved_offsets": list(one.offsets)} for one in slices}
     said = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     save_file({one.name: one.data.cpu().contiguous() for one in slices}, path, metadata=said)
 
 
 def _is_writer(tensor: torch.Tensor, ranks: RankChannel) -> bool:
-    """Whether this rank is the first that has what it has of `tensor`."""
+    """Return whether this rank is the first holder of its part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return ranks.rank == 0
     place = tensor.device_mesh.get_coordinate()
@@ -133,7 +143,7 @@ def _is_writer(tensor: torch.Tensor, ranks: RankChannel) -> bool:
 
 
 SLAB_BYTES = 1 << 28
-"""Page-locked memory is given in powers of two: small slices share a piece of it."""
+"""Page-locked memory is allocated in powers of two: small slices share a block of this size."""
 ALIGNED = 64
 
 
@@ -146,7 +156,7 @@ class HostRoom:
         self._pinned = torch.cuda.is_available()
 
     def copy(self, slices: list[ShardSlice]) -> list[ShardSlice]:
-        """Copies of `slices`, complete when this returns."""
+        """Return copies of `slices`, complete when this returns."""
         copies: list[ShardSlice] = []
         for one in slices:
             held = self._held.get(one.name)
@@ -173,7 +183,7 @@ class HostRoom:
         if self._pinned:
             try:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # the system gives no more of it
+            except RuntimeError as error:  # the system has no more page-locked memory
                 logger.warning("copies for checkpoints take longer: %s", error)
                 self._pinned = False
         return torch.empty(size, dtype=torch.uint8)
@@ -185,7 +195,7 @@ MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """What the header of every format begins with."""
+    """The beginning of the header of every format."""
 
     format: int
 
@@ -208,7 +218,7 @@ class CutLearner:
     slices: list[ShardSlice]
 
     def write(self, directory: Path, ranks: RankChannel = ALONE) -> None:
-        """See SavedLearner.write(); in any thread, but only one at a time on `ranks`."""
+        """Write the share as SavedLearner.write(); in any thread, but only one at a time on `ranks`."""
         partial = partial_of(directory)
         with ExitStack() as stack:
             ranks.first(lambda: stack.enter_context(whole_directory(directory, fsync=False)))
@@ -231,22 +241,23 @@ class SavedLearner:
     rng: Tensors
 
     def write(self, directory: Path, ranks: RankChannel = ALONE) -> None:
-        """Make `directory` hold this, whole or not at all; the caller syncs it. Collective.
+        """Write this learner to `directory`, whole or not at all; the caller syncs it. Collective.
 
-        With several machines it has to be on a disk that all of them see. Raises StorageError, on all ranks.
+        With several machines the directory has to be on a disk shared by all. Raises StorageError, on all
+        ranks.
         """
         self.cut(ranks).write(directory, ranks)
 
     def staged(self, ranks: RankChannel = ALONE, room: HostRoom | None = None) -> "CutLearner":
-        """What write() would write, copied to the host's memory: the learner may go on.
+        """Return the content of write(), copied to host memory: the learner may go on.
 
-        A copy in `room` is gone when the next one is made there.
+        A copy in `room` is overwritten when the next one is made there.
         """
         whole = self.cut(ranks)
         return replace(whole, slices=(room or HostRoom()).copy(whole.slices))
 
     def cut(self, ranks: RankChannel = ALONE) -> "CutLearner":
-        """What write() would write, in the memory of the learner."""
+        """Return the content of write(), in the memory of the learner."""
         tensors = self.named()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         header = _Header(FORMAT, self.step, ranks.size, tuple(sorted(self.rng)), shapes)
@@ -254,7 +265,7 @@ class SavedLearner:
         return CutLearner(header, cut(_at_least_1d(tensors), ranks, own=own))
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Weights and moments by the names they have on disk."""
+        """Return weights and moments by their names on disk."""
         weights = {MODEL + name: tensor for name, tensor in self.weights.items()}
         moments = {OPTIMIZER + name: tensor for name, tensor in self.moments.items()}
         return {name: tensor.detach() for name, tensor in {**weights, **moments}.items()}
@@ -267,17 +278,17 @@ def read_saved(
     *,
     moments_on: torch.device | str | None = None,
 ) -> SavedLearner:
-    """What write() wrote, if it is of a model with these parameters, in fresh tensors. Collective.
+    """Read a learner that write() wrote, of a model with these parameters, as fresh tensors.
 
-    They are laid out as `parameters` are, whatever the world was that wrote them; moments are on `moments_on`
-    or where their parameter is, step counters always there. The RNG is that of this rank; a rank that did not
-    exist then keeps the one that it has. Raises StorageError, on all ranks.
+    Collective. The tensors are laid out as `parameters` are, independent of the world that wrote them; moments
+    are on `moments_on` or on their parameter's device, step counters always on the latter. The RNG is that of
+    this rank; a rank that did not exist then keeps its own. Raises StorageError, on all ranks.
     """
     return ranks.together(lambda: _read(directory, parameters, ranks, moments_on))
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """State of torch's generators; nothing else in training draws random numbers."""
+    """Return the states of torch's generators; nothing else in training draws random numbers."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -285,7 +296,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Tensors) -> None:
-    """Continue where rng_state() was taken."""
+    """Continue from the states of rng_state()."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -294,7 +305,7 @@ def set_rng_state(states: Tensors) -> None:
 def _read(
     directory: Path, parameters: Tensors, ranks: RankChannel, moments_on: torch.device | str | None
 ) -> SavedLearner:
-    """The share of one rank. Raises StorageError."""
+    """Read the share of one rank. Raises StorageError."""
     try:
         header = _read_header(directory)
         _check(directory, header, parameters)
@@ -333,7 +344,7 @@ def _read_header(directory: Path) -> _Header:
 
 
 def _check(directory: Path, header: _Header, parameters: Tensors) -> None:
-    """That this is a checkpoint of these parameters. Raises StorageError."""
+    """Check that this is a checkpoint of these parameters. Raises StorageError."""
     theirs = {
         name.removeprefix(MODEL): shape
         for name, shape in header.tensors.items()
@@ -347,7 +358,7 @@ def _check(directory: Path, header: _Header, parameters: Tensors) -> None:
 
 
 def _check_whole(directory: Path, header: _Header, found: Stored) -> None:
-    """That every slice of every tensor is there. Raises StorageError."""
+    """Check that every slice of every tensor is there. Raises StorageError."""
     for name, shape in header.tensors.items():
         one = found.get(name)
         if one is None or tuple(one.size) != (shape or (1,)) or not is_whole(one):
@@ -367,7 +378,7 @@ def _moment(
     parameters: Tensors,
     device: torch.device | str | None,
 ) -> torch.Tensor:
-    """Room for one moment: sharded as its parameter is, if it has its shape; else it is a step counter."""
+    """Allocate one moment: sharded like its parameter if it has its shape, else a step counter."""
     parameter = parameters[_parameter_of(key)]
     dtype = found[key].properties.dtype
     if header.tensors[key] == tuple(parameter.shape):
@@ -376,7 +387,7 @@ def _moment(
 
 
 def _at_least_1d(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Views without the tensors of no dimension (step counters), which DCP's slices cannot say."""
+    """Return views with 0-dimensional tensors (step counters) as [1], for DCP's slices."""
     return {
         name: _local(tensor).reshape(1) if tensor.dim() == 0 else tensor
         for name, tensor in tensors.items()
@@ -384,5 +395,5 @@ def _at_least_1d(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a shard; a plain tensor itself."""
+    """Return this rank's part of a shard, or the plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

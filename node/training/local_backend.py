@@ -1,7 +1,6 @@
 """The trainer backend in one process, on a CPU or one GPU.
 
-Everything that computes runs in one thread of its own, never on the event loop; torch is not imported
-before start().
+All computation runs in one separate thread, never on the event loop; torch is not imported before start().
 """
 
 import asyncio
@@ -25,8 +24,8 @@ T = TypeVar("T")
 class LocalBackend:
     """TrainBackend over one Learner.
 
-    A caller that is cancelled leaves the step to finish in its thread; the next call queues behind it and
-    close() waits for it.
+    If a caller is cancelled, its step still finishes in the thread; the next call queues behind it and close()
+    waits for it.
     """
 
     def __init__(
@@ -38,8 +37,11 @@ class LocalBackend:
         temperature: float = 1.0,
         own: Mapping[str, SampleTerms] = MappingProxyType({}),
     ) -> None:
-        """`temperature` is the one that samples are drawn at, but those of environments with terms of their
-        `own`, by name; `max_steps` shapes the schedule."""
+        """Configure the learner; start() builds it.
+
+        `temperature` is the sampling temperature; environments with terms in `own`, by name, have their own.
+        `max_steps` shapes the schedule.
+        """
         self._config = config
         self._max_steps = max_steps
         self._seed = seed
@@ -56,26 +58,26 @@ class LocalBackend:
         self._learner = await self._run(lambda: self._build(model_dir))
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimizer step; an empty batch only advances the schedule. Raises EngineError.
+        """Make one optimizer step; an empty batch only advances the schedule. Raises EngineError.
 
         Steps count upwards: a batch of a step that was trained before raises EngineError.
         """
         return await self._with(lambda learner: learner.step(batch))
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Cross entropy per trained token, nothing learned."""
+        """Measure cross entropy per trained token without learning."""
         return await self._with(lambda learner: learner.evaluate(samples))
 
     async def state(self) -> State:
-        """The bf16 policy, a copy."""
+        """Return a copy of the bf16 policy."""
         return await self._with(lambda learner: learner.state())
 
     async def snapshot(self) -> Snapshot:
-        """The bf16 policy, and where it differs from the last snapshot."""
+        """Return the bf16 policy, and its changes since the last snapshot."""
         return await self._with(lambda learner: learner.snapshot())
 
     async def save(self, directory: Path) -> None:
-        """Write everything that resume needs into `directory`, whole or not at all."""
+        """Write everything needed to resume into `directory`, whole or not at all."""
         await self._with(lambda learner: learner.save(directory))
 
     async def stage(self) -> None:
@@ -83,11 +85,11 @@ class LocalBackend:
         await self._with(lambda learner: learner.stage())
 
     async def write_staged(self, directory: Path) -> None:
-        """Write the newest stage(), in a thread of its own: step() and the others may run meanwhile."""
+        """Write the newest stage(), in a separate thread: step() and other calls may run meanwhile."""
         await asyncio.to_thread(self._started().write_staged, directory)
 
     async def load(self, directory: Path) -> None:
-        """Continue exactly from what save() wrote. Raises StorageError."""
+        """Continue exactly from the files that save() wrote. Raises StorageError."""
         await self._with(lambda learner: learner.load(directory))
 
     async def export(self, directory: Path) -> None:
@@ -95,7 +97,7 @@ class LocalBackend:
         await self._with(lambda learner: learner.export(directory))
 
     async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """One step of cross entropy on completions; returns the loss per token. For warm_up()."""
+        """Make one step of cross entropy on completions; returns the loss per token. For warm_up()."""
         return await self._with(lambda learner: learner.supervised_step(examples, lr))
 
     async def end_supervised(self) -> None:
@@ -133,7 +135,7 @@ class LocalBackend:
         return self._learner
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the trainer's thread; what torch throws becomes an EngineError."""
+        """Run `work` in the trainer's thread; turn torch's errors into EngineError."""
         assert self._thread is not None
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)

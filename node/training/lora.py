@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) inside a model of transformers. Imports torch: lazily.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) inside a transformers model.
 
-attach() comes before sharding and compiling. Parameters of the base keep their names and never change again;
-the adapters have PEFT's names, so that PEFT, vLLM and others read an export.
+Imports torch: import lazily. Call attach() before sharding and compiling. Parameters of the base keep their
+names and never change again; the adapters have PEFT's names, so that PEFT, vLLM and others can read an export.
 """
 
 import json
@@ -33,11 +33,11 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED = (
     "merged",
 )
 FUSED = {"gate_up_proj": {"gate_proj", "up_proj", "gate_up_proj"}}
-"""What transformers calls experts' weights that checkpoints keep apart."""
+"""transformers' names of fused expert weights, with the checkpoint names of their parts."""
 
 
 class LoraLinear(nn.Linear):
-    """x W^T + bias + scale (x A^T) B^T; `weight` and `bias` are those of the layer that it stands for."""
+    """x W^T + bias + scale (x A^T) B^T, with `weight` and `bias` of the replaced layer."""
 
     def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
         super().__init__(base.in_features, base.out_features, device="meta")
@@ -50,13 +50,13 @@ class LoraLinear(nn.Linear):
         self._scale = config.alpha / config.rank
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of `input`."""
+        """Map [..., in] to [..., out], in the dtype of `input`."""
         down, up = (one.weight.to(input.dtype) for one in (self.lora_A, self.lora_B))
         return super().forward(input) + F.linear(F.linear(input, down), up) * self._scale
 
 
 def _empty(columns: int, rows: int) -> nn.Linear:
-    """A layer of fp32 masters without values: the global generator is not asked for any."""
+    """Make an uninitialised layer of fp32 masters, without drawing from the global generator."""
     layer = nn.Linear(columns, rows, bias=False, dtype=torch.float32, device="meta")
     return layer.to_empty(device="cpu")
 
@@ -67,8 +67,8 @@ def attach(
     """Give every targeted linear layer adapters, in place, and freeze everything else.
 
     The same seed gives the same adapters on every rank. The base is rounded to bf16, as other nodes have it,
-    and kept in `dtype`, None for its own: bf16 saves memory where the forward pass is in bf16 anyway. Raises
-    EngineError for targets that are no linear layers of the model.
+    and kept in `dtype` (None: its own): bf16 saves memory if the forward pass is in bf16 anyway. Raises
+    EngineError for targets that are not linear layers of the model.
     """
     targets = _targets(model, config)
     model.requires_grad_(False)
@@ -77,7 +77,7 @@ def attach(
             rounded = parameter.data.to(torch.bfloat16)
             parameter.data = rounded.to(dtype or parameter.dtype)
     for name, layer in targets.items():
-        # not from the global generator: ranks and restarts may have drawn from it differently
+        # not the global generator, whose state may differ between ranks and after restarts
         own = derive("lora", seed.to_bytes(8, "big", signed=True), name.encode())
         generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "big") >> 1)
         parent, _, last = name.rpartition(".")
@@ -85,7 +85,7 @@ def attach(
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters under their names in files, where they lie (whole or sharded)."""
+    """Return the adapters under their file names, on their devices, whole or sharded."""
     return {
         f"{PREFIX}{name}.{part}.weight": getattr(layer, part).weight
         for name, layer in model.named_modules()
@@ -95,9 +95,10 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export(adapters: State, config: LoraConfig, model_dir: Path, directory: Path) -> None:
-    """Write adapters as PEFT does, with tokenizer and config of `model_dir`, the base: whole or not at all.
+    """Write adapters as PEFT does, with the tokenizer and config of the base `model_dir`.
 
-    With `config.export_merged` the merged model follows, in `merged`. Raises StorageError.
+    `directory` is whole or absent. With `config.export_merged` the merged model follows, in `merged`. Raises
+    StorageError.
     """
     with whole_directory(directory) as partial:
         for name in model_files.contract_files(model_dir):
@@ -111,7 +112,7 @@ def export(adapters: State, config: LoraConfig, model_dir: Path, directory: Path
 
 
 def peft_config(config: LoraConfig, model_dir: Path) -> dict[str, Any]:
-    """The fields of adapter_config.json that say how to merge; PEFT has defaults for the others."""
+    """Return adapter_config.json's fields needed for merging; PEFT defaults the others."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -135,7 +136,7 @@ def _read_base(model_dir: Path) -> State:
 
 
 def _targets(model: "PreTrainedModel", config: LoraConfig) -> dict[str, nn.Linear]:
-    """Name -> layer of every layer that gets adapters."""
+    """Return the layers that get adapters, by name."""
     wanted = set(config.target_modules)
     stacked = [name.rpartition(".")[2] for name, one in model.named_parameters() if one.ndim > 2]
     if fused := {one for name in stacked for one in FUSED.get(name, {name})} & wanted:

@@ -1,7 +1,7 @@
 """Losses by name, as one rank's share of a step. Imports torch: import this file lazily.
 
-Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that
-adding the ranks' losses or gradients gives exactly what one rank would have computed.
+Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that the
+ranks' losses or gradients add up to exactly those of a single rank.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from ..config.training import LossConfig
 from ..ops.errors import UsageError
 
 TOKENS = "loss/mean"
-"""The figure that every trained token has: its count is the number of tokens."""
+"""Metric of every trained token: its count is the number of tokens."""
 
 ECHO = "nll/mean"
-"""The figure of the environment's tokens, where they are trained."""
+"""Metric of the environment's tokens, if they are trained."""
 
 SFT = "sft_loss/mean"
-"""The figure of the tokens of demonstrations, where they are trained."""
+"""Metric of the demonstrations' tokens, if they are trained."""
 
 FIGURES = (
     TOKENS,
@@ -41,19 +41,19 @@ FIGURES = (
     ECHO,
     SFT,
 )
-"""Every mean that there can be, in the order in which ranks exchange them. A step may lack some: those of
-the sampler under cross entropy, those of a reference that is not there, those of no masked token."""
+"""All means, in the order in which ranks exchange them. A step may lack some: the sampler's under cross
+entropy, the reference's without a reference, those of masked tokens without any."""
 
 PEAKS = ("entropy/all/max", "mismatch_kl/all/max", "importance_ratio/max")
-"""Largest values, in the order in which ranks exchange them; none is ever negative."""
+"""Largest values, in the order in which ranks exchange them; all are >= 0."""
 
 Fold = Callable[[list[float]], list[float]]
-"""From one rank's values to those of all ranks, place by place."""
+"""Element-wise reduction of one rank's values over all ranks."""
 
 
 @dataclass
 class LossSums:
-    """Sums over tokens and how many tokens each was taken over; add() micro-batches, reduce() ranks."""
+    """Sums over tokens and their token counts; add() micro-batches, reduce() ranks."""
 
     sums: dict[str, float] = field(default_factory=dict[str, float])
     counts: dict[str, float] = field(default_factory=dict[str, float])
@@ -65,7 +65,7 @@ class LossSums:
         return int(self.counts.get(TOKENS, 0.0))
 
     def add(self, other: "LossSums") -> None:
-        """Fold another micro-batch in."""
+        """Add the sums of another micro-batch."""
         for mine, theirs in ((self.sums, other.sums), (self.counts, other.counts)):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0.0) + value
@@ -73,10 +73,10 @@ class LossSums:
             self.peaks[name] = max(self.peaks.get(name, 0.0), value)
 
     def reduce(self, total: Fold, largest: Fold) -> "LossSums":
-        """The same of all ranks together: `total` adds, `largest` takes the maximum, place by place.
+        """Return the sums over all ranks; `total` adds, `largest` takes the maximum.
 
-        Every rank sends 2 x len(FIGURES) and len(PEAKS) numbers whatever it saw, also one without a token,
-        so that all take part in both collectives. They want float64: counts exceed what float32 can tell.
+        Every rank sends 2 x len(FIGURES) and then len(PEAKS) numbers, even without a token, so that all take
+        part in both collectives. Use float64: counts exceed the integers that float32 represents exactly.
         """
         mine = [held.get(name, 0.0) for held in (self.sums, self.counts) for name in FIGURES]
         added = total(mine)
@@ -91,7 +91,7 @@ class LossSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Means and largest values by name, and `tokens`; nothing for an empty step."""
+        """Return means and largest values by name, and `tokens`; empty for an empty step."""
         if not self.counts:
             return {}
         means = {name: value / self.counts[name] for name, value in self.sums.items()}
@@ -110,20 +110,20 @@ def _seen(names: tuple[str, ...], counts: list[float]) -> dict[str, float]:
 
 
 def mean_of(peak: str) -> str:
-    """The figure whose largest value a peak is."""
+    """Return the name of the mean that belongs to a peak."""
     return peak.removesuffix("max") + "mean"
 
 
 MAX_LOG_RATIO = 20.0
-"""Beyond e**20 a ratio is a lie or a broken sampler: the clamp keeps exp() finite and its gradient is 0,
-so that such a token changes no weight. Honest tokens never come near."""
+"""Clamp of log ratios. A ratio beyond e**20 is forged or comes from a broken sampler: the clamp keeps exp()
+finite and has gradient 0, so that such a token changes no weight. Honest tokens never come near."""
 HALVINGS = 50
-"""Of an interval of 800 until it is less than the spacing of float32 values of 1e-5."""
+"""Bisection steps: they shrink an interval of 800 below the spacing of float32 values near 1e-5."""
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """N trained tokens, float32, flat: only tokens with a mask. Nothing here is ever written to."""
+    """N trained tokens, float32, flat: only tokens with a mask. Never written to."""
 
     logprobs: Tensor
     """log pi: the trainer's, with gradient."""
@@ -131,32 +131,32 @@ class TokenInputs:
     """log mu: the sampler's."""
     advantages: Tensor
     entropy: Tensor
-    """Of the trainer's distribution, nats, without gradient; reported only."""
+    """Entropy of the trainer's distribution, nats, without gradient; only reported."""
     sequences: Tensor
-    """int64: which sequence a token is of, counted from 0 within these tokens' micro-batch."""
+    """int64: index of each token's sequence within the micro-batch."""
     reference: Tensor | None = None
-    """log of a reference policy, without gradient; only where LossConfig.needs_reference."""
+    """Logprobs of a reference policy, without gradient; only with LossConfig.needs_reference."""
     echo: Tensor | None = None
-    """bool: tokens that the environment said, which only echo() reads; None where there is none."""
+    """bool: the environment's tokens, read only by echo(); None if there are none."""
     given: Tensor | None = None
-    """bool: tokens of demonstrations, which only sft() reads; None where there is none."""
+    """bool: the demonstrations' tokens, read only by sft(); None if there are none."""
 
     def of(self, where: Tensor) -> "TokenInputs":
-        """The tokens `where`, bool [N], of all three kinds."""
+        """Return the tokens `where`, bool [N], of all three kinds."""
         echo, given = (None if one is None else one[where] for one in (self.echo, self.given))
         return replace(self._only(where), echo=echo, given=given)
 
     def drawn(self) -> "TokenInputs":
-        """Those that the model drew: what losses are given."""
+        """Return the tokens that the model sampled: the input of losses."""
         others = [one for one in (self.echo, self.given) if one is not None]
         return self._only(~torch.stack(others).any(0)) if others else self
 
     def observed(self) -> "TokenInputs":
-        """Those that the environment said."""
+        """Return the environment's tokens."""
         return self._only(self._none if self.echo is None else self.echo)
 
     def demonstrated(self) -> "TokenInputs":
-        """Those of demonstrations."""
+        """Return the demonstrations' tokens."""
         return self._only(self._none if self.given is None else self.given)
 
     @property
@@ -197,28 +197,29 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss per token [N], not yet normalised, and which tokens the trust region took out, by side."""
+    """Loss per token [N], not yet normalised, and the tokens that the trust region masks."""
 
     values: Tensor
     masked_low: Tensor
-    """bool [N]: their probability or ratio fell too far."""
+    """bool [N]: tokens whose probability or ratio fell too far."""
     masked_high: Tensor
 
     @classmethod
     def unmasked(cls, values: Tensor) -> "TokenLoss":
-        """A loss without a trust region."""
+        """Make a loss without a trust region."""
         nothing = torch.zeros_like(values, dtype=torch.bool)
         return cls(values, nothing, nothing)
 
 
 def dppo_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """DPPO with a squared-log-ratio pull, prime-rl's default (`trainer/rl/loss.py: default_loss_fn`; DPPO:
-    arXiv 2602.04879, the pull: arXiv 2602.02276).
+    """Compute DPPO's loss with a squared-log-ratio pull: prime-rl's default.
+
+    `trainer/rl/loss.py: default_loss_fn`; DPPO: arXiv 2602.04879, the pull: arXiv 2602.02276.
 
         masked = d > dppo_mask_high if A > 0 else d < -dppo_mask_low
         loss   = -[not masked] * adv_tau * A * r + kl_tau * (log r)**2
 
-    The pull acts on masked tokens too; r is not clipped (see MAX_LOG_RATIO for its guard).
+    The pull acts on masked tokens too; r is not clipped (MAX_LOG_RATIO guards it).
     """
     high = (inputs.advantages > 0) & (inputs.moved > config.dppo_mask_high)
     low = (inputs.advantages <= 0) & (inputs.moved < -config.dppo_mask_low)
@@ -226,10 +227,12 @@ def dppo_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def ipo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """DPPO's loss with a symmetric trust region, whatever the sign of A (prime-rl's `ipo_loss_fn`).
+    """Compute DPPO's loss with a symmetric trust region (prime-rl's `ipo_loss_fn`).
 
-    masked = |d| > ipo_threshold
-    loss   = -[not masked] * adv_tau * A * r + kl_tau * (log r)**2
+    The region does not depend on the sign of A:
+
+        masked = |d| > ipo_threshold
+        loss   = -[not masked] * adv_tau * A * r + kl_tau * (log r)**2
     """
     high = inputs.moved > config.ipo_threshold
     low = inputs.moved < -config.ipo_threshold
@@ -237,11 +240,13 @@ def ipo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def grpo_two_sided(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """Clipped GRPO whose ratio is also bounded where the advantage is negative (INTELLECT-2, arXiv
-    2505.07291).
+    """Compute clipped GRPO with a ratio that is also bounded for negative advantages.
 
-    With c1 = min(r, clip_ratio_max), c2 = clamp(c1, 1 - clip_low, 1 + clip_high):
+    INTELLECT-2, arXiv 2505.07291. With c1 = min(r, clip_ratio_max), c2 = clamp(c1, 1 - clip_low, 1 +
+    clip_high):
+
         loss = max(-c1 * A, -c2 * A)
+
     Plain GRPO leaves r unbounded for A < 0. clip_high > clip_low is DAPO's asymmetric clip.
     """
     low, high = config.clip_low, config.clip_high
@@ -249,15 +254,17 @@ def grpo_two_sided(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """One ratio for a whole sequence, clipped (GSPO, arXiv 2507.18071).
+    """Compute the loss with one clipped ratio for a whole sequence (GSPO, arXiv 2507.18071).
 
     With s = exp(mean of log r over the sequence's trained tokens), the length-normalised ratio of the
-    sequence's likelihoods, c1 = min(s, clip_ratio_max), c2 = clamp(c1, 1 - sequence_clip_low,
-    1 + sequence_clip_high):
+    sequence's likelihoods, c1 = min(s, clip_ratio_max), c2 = clamp(c1, 1 - sequence_clip_low, 1 +
+    sequence_clip_high):
+
         loss = max(-c1 * A, -c2 * A)   for each of its tokens
-    The gradient flows through the mean: inside the clip every token of the sequence gets -A * s.
-    Two things differ from the paper: a sequence weighs by its tokens, as in every loss here, and s is capped
-    for A < 0 as in grpo_two_sided.
+
+    The gradient flows through the mean: inside the clip every token of the sequence gets -A * s. Two things
+    differ from the paper: a sequence is weighted by its token count, as in every loss here, and s is capped for
+    A < 0 as in grpo_two_sided.
     """
     ratio = _log_ratio_of(inputs, "geometric").exp()
     low, high = config.sequence_clip_low, config.sequence_clip_high
@@ -265,17 +272,19 @@ def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def reinforce(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """Policy gradient with importance weights R, the ratio of the token or the product over its sequence.
+    """Compute the policy gradient with importance weights R of the token or its sequence.
+
+    R is the ratio of the token or the product of ratios over its sequence.
 
         w    = clamp(R, importance_min, importance_max), without gradient; 1 with importance "none"
         loss = -adv_tau * w * A * log pi + kl_tau * (log r)**2
 
-    An upper bound alone is truncated importance sampling (TIS, Ionides 2008; between sampler and trainer: Yao
-    et al. 2025, verl's `rollout_is`). With one close to 1 it is CISPO (MiniMax-M1, arXiv 2506.13585), whose
-    formula has a lower bound, too, that the paper does not use.
-    A batch is learned from in one step, so that the old policy of PPO is pi itself: decoupled PPO (AReaL, arXiv
-    2505.24298) with that as its proximal policy is this loss, too. A token whose own ratio is at the guard
-    (MAX_LOG_RATIO) has no weight; a product beyond it, as of long sequences, is cut to its bounds like any.
+    With only an upper bound this is truncated importance sampling (TIS, Ionides 2008; between sampler and
+    trainer: Yao et al. 2025, verl's `rollout_is`). With an upper bound close to 1 it is CISPO (MiniMax-M1,
+    arXiv 2506.13585), whose formula also has a lower bound that the paper does not use. A batch is used for one
+    step only, so PPO's old policy is pi itself; decoupled PPO (AReaL, arXiv 2505.24298) with pi as its proximal
+    policy is therefore this loss, too. A token whose own ratio is at the guard (MAX_LOG_RATIO) has no weight; a
+    product beyond the guard, as in long sequences, is clamped like any other.
     """
     lied = inputs.log_ratio.detach().abs() >= MAX_LOG_RATIO
     gain = (config.adv_tau * inputs.advantages * inputs.logprobs).masked_fill(lied, 0.0)
@@ -286,11 +295,11 @@ def reinforce(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def rejected(config: LossConfig, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
-    """Which tokens `rejection` leaves out, bool [N] each: below its lower bound, and above its upper one.
+    """Return the tokens masked by `rejection`, bool [N] each: below and above its bounds.
 
-    By token it is masked importance sampling (MIS, verl's `rollout_rs`), with bounds of 0.5 and 5 IcePop
-    (Ring-1T, arXiv 2510.18855); by the geometric mean of a sequence the mask that verl and SkyRL have for long
-    replies, whose product of ratios says nothing any more. For "second_moment": bound_by_second_moment().
+    By token this is masked importance sampling (MIS, verl's `rollout_rs`), and with bounds of 0.5 and 5 IcePop
+    (Ring-1T, arXiv 2510.18855). By the geometric mean of a sequence it is the mask of verl and SkyRL for long
+    replies, for which the product of ratios is uninformative. For "second_moment" see bound_by_second_moment().
     """
     log_ratio = _log_ratio_of(inputs, config.rejection).detach()
     low = math.log(config.rejection_low) if config.rejection_low else -math.inf
@@ -300,12 +309,12 @@ def rejected(config: LossConfig, inputs: TokenInputs) -> tuple[Tensor, Tensor]:
 def bound_by_second_moment(
     config: LossConfig, squares: Tensor, total: Fold, largest: Fold
 ) -> LossConfig:
-    """Turn rejection "second_moment" into bounds of the token's ratio for one step; collective over its ranks.
+    """Turn rejection "second_moment" into bounds of the token's ratio for one step. Collective.
 
-    `squares` are (log r)**2 of all tokens of the step that are this rank's. M2PO (arXiv 2510.01161, AReaL's
-    `m2_threshold`) leaves out the tokens that have the largest, until the mean of the rest is at most
-    m2_threshold. The mean rises with the bound, so halving the interval finds it without exchanging the tokens;
-    the bound is put halfway between the last token that is kept and the first one that is not.
+    `squares` are (log r)**2 of this rank's tokens of the step. M2PO (arXiv 2510.01161, AReaL's `m2_threshold`)
+    masks the tokens with the largest values until the mean of the rest is at most m2_threshold. The mean rises
+    with the bound, so bisection finds the bound without exchanging tokens; it is set halfway between the last
+    kept and the first masked token.
     """
     squares = squares.detach().double()
     low, high = 0.0, MAX_LOG_RATIO**2 * 2
@@ -324,7 +333,7 @@ def bound_by_second_moment(
 
 
 def _log_ratio_of(inputs: TokenInputs, level: str) -> Tensor:
-    """log r of each token: its own, the sum over its sequence (clamped like it), or the mean ("geometric")."""
+    """Return log r at a level: the token's, the sum over its sequence (clamped), or the mean."""
     log_ratio, sequences = inputs.log_ratio, inputs.sequences
     if level == "token":
         return log_ratio
@@ -337,14 +346,14 @@ def _log_ratio_of(inputs: TokenInputs, level: str) -> Tensor:
 
 
 def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """KL(pi || reference) as a policy gradient, prime-rl's `ref_kl_loss_fn` (on-policy distillation).
+    """Compute KL(pi || reference) as a policy gradient: prime-rl's `ref_kl_loss_fn`.
 
         masked = d < -ref_kl_mask_low
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
-    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read. The
-    reference is the model that the run began with, the teacher that `reference` names, or the policy itself;
-    with a `hint` it reads a demonstration first (OPSD, arXiv 2601.18734, 2601.19897; prime-rl's `opsd.py`).
+    On-policy distillation. The gap to the reference has no gradient: it replaces A, which is not read. The
+    reference is the model that the run began with, the teacher named by `reference`, or the policy itself; with
+    a `hint` it reads a demonstration first (OPSD, arXiv 2601.18734, 2601.19897; prime-rl's `opsd.py`).
     """
     low = inputs.moved < -config.ref_kl_mask_low
     values = _pull(config, inputs) + reference_term(config, inputs)
@@ -352,32 +361,38 @@ def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
 
 def reference_term(config: LossConfig, inputs: TokenInputs) -> Tensor:
-    """reverse_kl without the pull: what `ref_kl_tau` times is added to any other loss, per token.
+    """Compute reverse_kl without the pull, per token.
 
-    Raises ValueError without a reference.
+    Other losses add ref_kl_tau times this term. Raises ValueError without a reference.
     """
     low = inputs.moved < -config.ref_kl_mask_low
     return -(inputs.reference_gap * inputs.log_ratio.exp()).masked_fill(low, 0.0)
 
 
 def echo(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
-    """ECHO: cross entropy of the environment's tokens after the first reply (arXiv 2605.24517), as in prime-rl.
+    """Compute ECHO: cross entropy of the environment's tokens after the first reply.
+
+    arXiv 2605.24517, as in prime-rl:
 
         loss = echo_alpha * sum(-log pi) / tokens
 
-    over the inputs' observed tokens; `tokens` is their own number in the step, over all ranks, so that they and
-    the drawn ones do not dilute each other. Returns it as policy_loss() does, with the unweighted sum.
+    over the inputs' observed tokens; `tokens` is their own number in the step, over all ranks, so that observed
+    and sampled tokens do not dilute each other. Returns the loss as policy_loss() does, with the unweighted
+    sum.
     """
     return _weighted_nll(config.echo_alpha, inputs.observed(), tokens, ECHO)
 
 
 def sft(weight: float, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
-    """Cross entropy of demonstrations beside a loss of rollouts: PPO-ptx of InstructGPT (arXiv 2203.02155,
-    equation 2), with demonstrations in place of pretraining text and per token.
+    """Compute the cross entropy of demonstrations that are trained beside rollouts.
+
+    PPO-ptx of InstructGPT (arXiv 2203.02155, equation 2), with demonstrations in place of pretraining text and
+    per token:
 
         loss = weight * sum(-log pi) / tokens
 
-    over the inputs' given tokens; `tokens` is their own number in the step, over all ranks. Else as echo().
+    over the inputs' demonstration tokens; `tokens` is their own number in the step, over all ranks. Returns the
+    loss and sums as echo() does.
     """
     return _weighted_nll(weight, inputs.demonstrated(), tokens, SFT)
 
@@ -393,7 +408,7 @@ def _weighted_nll(
 
 
 def negative_log_likelihood(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """Cross entropy: -log pi. Reads neither sampler nor advantage."""
+    """Compute the cross entropy -log pi. Reads neither sampler nor advantage."""
     return TokenLoss.unmasked(-inputs.logprobs)
 
 
@@ -404,12 +419,12 @@ def _masked_gain(config: LossConfig, inputs: TokenInputs, low: Tensor, high: Ten
 
 
 def _pull(config: LossConfig, inputs: TokenInputs) -> Tensor:
-    """Towards the sampler: kl_tau * (log r)**2, on every token."""
+    """Return the pull towards the sampler: kl_tau * (log r)**2, on every token."""
     return config.kl_tau * inputs.log_ratio.square()
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, cap: float) -> TokenLoss:
-    """max(-c1 A, -c2 A); masked is where its gradient is 0 although A is not."""
+    """Compute max(-c1 A, -c2 A); a token is masked where the gradient is 0 although A is not."""
     bounded = ratio.clamp(max=cap)
     clipped = bounded.clamp(1 - low, 1 + high)
     values = torch.maximum(-bounded * advantages, -clipped * advantages)
@@ -420,12 +435,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, cap: fl
 
 
 def load_custom(path: str, arguments: dict[str, Any]) -> Callable[[TokenInputs], TokenLoss]:
-    """The function that `path` ("package.module:function") names, given `arguments` at each call.
+    """Load the function named by `path` ("package.module:function"), with `arguments` bound.
 
         function(inputs: TokenInputs, **arguments) -> TokenLoss
 
-    Its values [N] need the gradient of inputs.logprobs. It is not called where there is no token. Raises
-    UsageError if it cannot be had, and at a call whose result does not fit.
+    Its values [N] need the gradient of inputs.logprobs. It is not called without tokens. Raises UsageError if
+    it cannot be loaded, and in a call whose result does not fit.
     """
     function = _find(path)
     try:
@@ -448,7 +463,7 @@ def load_custom(path: str, arguments: dict[str, Any]) -> Callable[[TokenInputs],
 def _find(path: str) -> Callable[..., Any]:
     name, _, attribute = path.partition(":")
     try:
-        module = import_module(name)  # once: later calls find it in sys.modules
+        module = import_module(name)  # imported once: later calls find it in sys.modules
     except (ImportError, SyntaxError) as error:
         raise UsageError(
             f"training.loss.custom = {path!r} does not import ({error}): install the package, or name "
@@ -485,7 +500,7 @@ def _fault(result: object, inputs: TokenInputs) -> str | None:
     if _finite(result.values):
         return None
     if not _finite(inputs.logprobs, inputs.behaviour, inputs.advantages):
-        return None  # not its fault, and the learner skips a step that is not finite
+        return None  # not the loss's fault; the learner skips a step that is not finite
     count = int((~result.values.detach().isfinite()).sum())
     return f"returned {count} values that are not finite from finite inputs: clamp log ratios"
 
@@ -498,9 +513,9 @@ Formula = Callable[[TokenInputs], TokenLoss]
 
 
 def formula(config: LossConfig) -> Formula:
-    """The loss per token that `config` names, with its reference term and without what it rejects.
+    """Return the loss per token named by `config`, with its reference term and rejection mask.
 
-    Raises UsageError if a custom loss cannot be had: ask for it once before the first step.
+    Raises UsageError if a custom loss cannot be loaded: call it once before the first step.
     """
     found = _by_name(config)
 
@@ -545,16 +560,16 @@ def _by_name(config: LossConfig) -> Formula:
 def policy_loss(
     config: LossConfig, inputs: TokenInputs, tokens: int, echo_tokens: int = 0
 ) -> tuple[Tensor, LossSums]:
-    """Loss of these tokens as their share of a step of `tokens` drawn and `echo_tokens` observed ones over all
-    ranks.
+    """Compute the loss of these tokens as their share of a step over all ranks.
 
-    Returns the scalar to call backward() on and the detached sums for the metrics. Sequences are whole:
-    all trained tokens of one are in `inputs` (but under context parallelism, where gspo is refused). A rank
-    without tokens gets 0 with a gradient of 0, so that its backward() takes part in the others' collectives.
-    A number that is not finite makes the loss so: nothing is repaired here, the caller skips such a step.
+    The step has `tokens` sampled and `echo_tokens` observed tokens. Returns the scalar for backward() and the
+    detached sums for the metrics. Sequences are whole: all trained tokens of a sequence are in `inputs` (except
+    under context parallelism, where gspo is refused). A rank without tokens gets 0 with a gradient of 0, so
+    that its backward() takes part in the others' collectives. An input that is not finite makes the loss not
+    finite: nothing is repaired here, the caller skips such a step.
 
-    Raises ValueError for columns that do not agree, a count that is too small, a reference or bounds that are
-    missing; UsageError for a custom loss (load_custom).
+    Raises ValueError for columns that do not agree, a count that is too small, a missing reference or missing
+    bounds; UsageError for a custom loss (load_custom).
     """
     _check(inputs)
     drawn = inputs.drawn()
@@ -575,9 +590,9 @@ def policy_loss(
 
 
 def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
-    """-sum(log pi) / tokens, where tokens were not sampled but given (objective "ce").
+    """Compute -sum(log pi) / tokens of tokens that were given, not sampled (objective "ce").
 
-    Sampler, advantages and reference are not read and nothing is reported of them. Like policy_loss() else.
+    Does not read sampler, advantages and reference, nor report metrics of them; otherwise like policy_loss().
     """
     _check(inputs)
     _check_count(inputs, tokens)
@@ -586,9 +601,9 @@ def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of `targets`, and the entropy; logits [N, V], float32 inside.
+    """Return log softmax(logits / temperature) of `targets`, and the entropy.
 
-    The entropy (nats per token) carries no gradient.
+    `logits` are [N, V]; computes in float32. The entropy (nats per token) carries no gradient.
     """
     scaled = logits.float() / temperature
     log_z = scaled.logsumexp(-1)
@@ -624,7 +639,7 @@ def _check_count(inputs: TokenInputs, tokens: int) -> None:
 
 @torch.no_grad()
 def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossSums:
-    """The figures of one micro-batch, brought to the host at once."""
+    """Compute the metrics of one micro-batch, with one transfer to the host."""
     everywhere = torch.ones_like(token_loss.values, dtype=torch.bool)
     figures = {
         "loss/mean": (token_loss.values, everywhere),
@@ -653,9 +668,9 @@ def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossS
 def _of_sampler(
     inputs: TokenInputs, token_loss: TokenLoss, everywhere: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Comparisons of trainer and sampler: (values, mask of tokens) by name.
+    """Return the comparisons of trainer and sampler: (values, mask of tokens) by name.
 
-    mismatch_kl estimates KL(mu || pi) from tokens that mu drew.
+    mismatch_kl estimates KL(mu || pi) from tokens sampled by mu.
     """
     mismatch = _k3(inputs.log_ratio)
     masked = token_loss.masked_low | token_loss.masked_high
@@ -671,5 +686,5 @@ def _of_sampler(
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    """r - log r - 1: a KL from samples, without bias and never negative."""
+    """Return r - log r - 1: an unbiased KL estimate from samples that is never negative."""
     return log_ratio.exp() - log_ratio - 1

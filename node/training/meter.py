@@ -1,4 +1,4 @@
-"""How fast a step was, by prime-rl's names. Imports torch: import lazily.
+"""Speed of a step, by prime-rl's names. Imports torch: import lazily.
 
 Tokens are those of whole sequences, prompts and padding included, as prime-rl counts them.
 """
@@ -24,25 +24,25 @@ PEAKS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Dense bf16 FLOP/s by part of the device's name, as the vendor states them."""
+"""Dense bf16 FLOP/s by part of the device's name, from the vendors' specifications."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one model."""
+    """Terms of a model's training cost."""
 
     parameters: float
-    """N."""
+    """N: parameters, without embeddings (unless tied) and idle experts."""
     attention: float
-    """L x H x D."""
+    """Layers x heads x head width."""
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Of a step over sequences of these lengths."""
+        """Return the FLOPs of a step over sequences of these lengths."""
         return sum(6 * n * (self.parameters + self.attention * n) for n in lengths)
 
 
 def cost_of(config: Any, parameters: int) -> Cost:
-    """The cost of a model with this transformers config and number of `parameters`."""
+    """Return the cost of a model with this transformers config and number of `parameters`."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     tied = getattr(config, "tie_word_embeddings", False)
@@ -52,7 +52,7 @@ def cost_of(config: Any, parameters: int) -> Cost:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device; None if it is not known."""
+    """Return the dense bf16 FLOP/s of a device; None if unknown."""
     for name in sorted(PEAKS, key=len, reverse=True):
         if name in device_name:
             return PEAKS[name]
@@ -60,7 +60,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def _idle_experts(config: Any) -> int:
-    """Parameters of experts that a token does not visit."""
+    """Return the number of parameters of experts that a token does not visit."""
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     if not experts:
         return 0
@@ -75,7 +75,7 @@ def _idle_experts(config: Any) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these that the config has; 0 if none."""
+    """Return the first of these settings that the config has; 0 if none."""
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
@@ -83,7 +83,7 @@ GIB = 1 << 30
 
 
 class StepMeter:
-    """The phases of one step on one rank; a device is waited for only where a phase ends."""
+    """Timing of one step's phases on one rank; waits for the device only where a phase ends."""
 
     def __init__(self, cost: Cost, device: torch.device, ranks: int) -> None:
         self._cost = cost
@@ -93,7 +93,7 @@ class StepMeter:
         self._seconds: dict[str, float] = {}
 
     def start(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._began = self._since = time.perf_counter()
         self._seconds = {}
 
@@ -106,7 +106,10 @@ class StepMeter:
         self._since = now
 
     def figures(self, lengths: Sequence[int]) -> dict[str, float]:
-        """Of the step that ends now, over sequences of these lengths on all ranks."""
+        """Return the metrics of the step that ends now.
+
+        `lengths` are those of the sequences on all ranks.
+        """
         seconds = time.perf_counter() - self._began
         rate = sum(lengths) / max(seconds, 1e-9)
         found = {f"time/{name}": value for name, value in self._seconds.items()}

@@ -1,7 +1,7 @@
-"""A causal model of transformers made ready for training: packed rows in, logprobs out. Imports torch lazily.
+"""A causal transformers model prepared for training: packed rows in, logprobs out.
 
-The order matters: first recomputation in backward, then compilation, then sharding. No step changes
-the names of parameters: a checkpoint or an export calls them as transformers does.
+Imports torch: import lazily. The order matters: first recomputation in backward, then compilation, then
+sharding. None of these changes the names of parameters: a checkpoint or an export uses transformers' names.
 """
 
 import logging
@@ -38,10 +38,13 @@ if TYPE_CHECKING:
 
 
 class Masters:
-    """Makes the trainable parameters of `model` the rounding of fp32 ones that are `named` as they are."""
+    """fp32 masters of a model's trainable parameters, `named` like these.
+
+    The model's parameters are their rounding.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Every parameter gets `dtype`, frozen ones too."""
+        """Cast every parameter to `dtype`, frozen ones too, and keep fp32 masters."""
         self.named: dict[str, Tensor] = {}
         self._rounded: list[Tensor] = []
         self._exact: list[Tensor] = []
@@ -62,7 +65,7 @@ class Masters:
         self._exact.append(master)
 
         def collect(done: Tensor) -> None:
-            """A gradient is complete: add it to the master's, and free it."""
+            """Add a complete gradient to the master's, and free it."""
             grad, done.grad = done.grad, None
             if grad is None:
                 return
@@ -82,11 +85,12 @@ def head_logprobs(
     chunk: int,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of `targets`, and the entropies (nats, no gradient).
+    """Return log softmax(logits / temperature) of `targets`, and the entropies.
 
-    Logits l are hidden @ weight.T, with a `cap` c > 0 c tanh(l / c). `temperature` is one, or [N] float32.
-    `hidden` [N, d] and `weight` [V, d] share a dtype; both results are [N] float32, softmax and sums included.
-    At most `chunk` x V logits exist at a time, in the dtype of `hidden`.
+    Entropies are in nats and have no gradient. Logits l are hidden @ weight.T, or c tanh(l / c) with a `cap` c
+    > 0. `temperature` is one number, or [N] float32. `hidden` [N, d] and `weight` [V, d] share a dtype; both
+    results are [N] float32, and so are softmax and sums. At most `chunk` x V logits exist at a time, in the
+    dtype of `hidden`.
     """
     return _HeadLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cap)  # type: ignore[no-any-return]
 
@@ -120,7 +124,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_z = ctx.saved_tensors
         _, pull = _kernels(hidden.is_cuda)
         of_hidden = torch.empty_like(hidden)
-        # fp32: one chunk more or less must not change what bf16 can add up
+        # fp32, so that bf16 rounding does not depend on the number of chunks
         learns = ctx.needs_input_grad[1]
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for part in _chunks(len(hidden), ctx.chunk):
@@ -137,7 +141,7 @@ class _HeadLogprobs(torch.autograd.Function):
 def _read(
     logits: Tensor, targets: Tensor, scale: float | Tensor, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies and log of the partition function, [N] each."""
+    """Return logprobs of the targets, entropies and log of the partition function, [N] each."""
     scaled = _capped(logits.float(), cap) * _column(scale)
     log_z = scaled.logsumexp(-1)
     mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
@@ -153,7 +157,7 @@ def _pull(
     scale: float | Tensor,
     cap: float,
 ) -> Tensor:
-    """The gradient of the logits: (one-hot - softmax) x grad x scale, and what a cap makes of it."""
+    """Return the logits' gradient: (one-hot - softmax) x grad x scale, x a cap's derivative."""
     capped = _capped(logits.float(), cap)
     probabilities = (capped * _column(scale) - log_z[:, None]).exp()
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -172,7 +176,7 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 
 @cache
 def _kernels(fused: bool) -> tuple[Any, Any]:
-    """_read and _pull; on a GPU compiled, so that a chunk of fp32 logits never exists either."""
+    """Return _read and _pull; compiled on a GPU, so that fp32 logits never exist there."""
     if not fused:
         return _read, _pull
     return torch.compile(_read, dynamic=True), torch.compile(_pull, dynamic=True)
@@ -185,9 +189,9 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 logger = logging.getLogger(__name__)
 
 MULTIPLE = 128
-"""Rows are padded to a multiple of this on a GPU: what matrix kernels like, and few shapes."""
+"""Rows are padded to a multiple of this on a GPU: matrix kernels are fast, and there are few shapes."""
 PROBE = 5
-"""Tokens with which the way to the logprobs is compared with the model's own."""
+"""Tokens for comparing the logprobs of this code with the model's own."""
 PROBE_NATS = 1e-3
 
 
@@ -202,7 +206,7 @@ class TrainedModel(nn.Module):
         self._world = world
         self._masters: Masters | None = None
         self.expert_load = ExpertLoad([], world)
-        """Of a mixture of experts that is trained."""
+        """Expert load of a trained mixture of experts."""
         self.replay = RouterReplay()
 
     @classmethod
@@ -215,10 +219,10 @@ class TrainedModel(nn.Module):
         attach: "Callable[[PreTrainedModel], None] | None" = None,
         frozen: bool = False,
     ) -> "TrainedModel":
-        """The model of a directory with fp32 masters, on the world's device, sharded over its mesh.
+        """Load a model with fp32 masters, on the world's device, sharded over its mesh.
 
-        `attach` may add to it before that. With `frozen` it is only read: in the dtype of forward, without
-        gradients. Raises EngineError.
+        `attach` may add to the model before sharding. With `frozen` the model is only read: in the dtype of
+        forward, without gradients. Raises EngineError.
         """
         if reason := untrainable(read_json(model_dir / "config.json"), config.seq_len):
             raise EngineError(f"the model cannot be trained: {reason}")
@@ -239,7 +243,7 @@ class TrainedModel(nn.Module):
         model.expert_load, replay = experts.prepare(
             causal, world, freeze_router=config.freeze_router, count=not frozen
         )
-        if not frozen:  # another policy has routes of its own
+        if not frozen:  # another policy has its own routes
             model.replay = replay
         for layer in huggingface.layers_of(causal):
             layer.forward = _prepared(layer.forward, config, world)
@@ -256,10 +260,10 @@ class TrainedModel(nn.Module):
         temperature: float | Sequence[float],
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of the row `ids` [T].
+        """Return logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of `ids` [T].
 
-        `temperature` is one, or one for each of the row's `sequences`, int64 [N]. Targets that are `given`,
-        bool [N], have the temperature 1.
+        `temperature` is one number, or one for each of the row's `sequences`, int64 [N]. Targets that are
+        `given`, bool [N], have temperature 1.
         """
         hidden = self.causal.base_model(
             input_ids=ids[None],
@@ -270,7 +274,7 @@ class TrainedModel(nn.Module):
             context=self._world.context,
         ).last_hidden_state[0]
         weight = self.causal.get_output_embeddings().weight
-        # a tensor is made here: FSDP rounds those that it is given to the dtype of forward
+        # the tensor is made here, since FSDP rounds tensor arguments to the dtype of forward
         scale: float | Tensor = (
             temperature
             if isinstance(temperature, float | int)
@@ -281,9 +285,9 @@ class TrainedModel(nn.Module):
         return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap)
 
     def read(self, row: MicroBatch, temperature: float | Sequence[float]) -> TokenInputs:
-        """The trained tokens of this rank's part of a row; gradient flows through `logprobs`.
+        """Return the trained tokens of this rank's part of a row; gradient flows through `logprobs`.
 
-        `temperature` is one, or one for each of the row's sequences.
+        `temperature` is one number, or one for each of the row's sequences.
         """
         world = self._world
         layout = Layout.of(row.lengths, world.device)
@@ -304,19 +308,24 @@ class TrainedModel(nn.Module):
         )
 
     def release(self) -> None:
-        """Compute no more: what stands before a layer's own forward holds the layer, a circle that keeps its
-        weights until garbage is collected."""
+        """Remove the wrapped forwards; the model cannot compute afterwards.
+
+        A wrapper holds its layer in a reference cycle, which would keep the weights until garbage collection.
+        """
         for module in self.causal.modules():
             module.__dict__.pop("forward", None)
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the trained parameters, fp32, by name; tied weights once. Call before any forward pass."""
+        """Return the trained parameters, fp32, by name; tied weights once.
+
+        Call before any forward pass.
+        """
         if self._masters is not None:
             return self._masters.named
         return dict(self.causal.named_parameters())
 
     def settle(self) -> None:
-        """Take changed masters into the computing weights."""
+        """Copy changed masters into the computing weights."""
         if self._masters is not None:
             self._masters.settle()
 
@@ -349,7 +358,7 @@ class TrainedModel(nn.Module):
 
 
 def check_context(config: Any, wanted: TrainingConfig) -> None:
-    """Raise EngineError if heads, layers or the loss cannot be shared as context_parallel wants it."""
+    """Raise EngineError if heads, layers or the loss do not allow this context_parallel."""
     ranks, heads = wanted.context_parallel, config.get_text_config().num_key_value_heads
     if heads % ranks:
         raise EngineError(
@@ -367,20 +376,20 @@ def check_context(config: Any, wanted: TrainingConfig) -> None:
 
 
 def compute_dtype(config: TrainingConfig, world: World) -> torch.dtype:
-    """Of forward and backward."""
+    """Return the dtype of forward and backward."""
     if config.dtype == "auto":
         return torch.float32 if world.device.type == "cpu" else torch.bfloat16
     return torch_dtype(config.dtype)
 
 
 def logit_cap(causal: Any) -> float:
-    """The soft cap of a model's logits; 0: none."""
+    """Return the soft cap of a model's logits; 0: none."""
     return float(getattr(causal.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
 
 
 @torch.no_grad()
 def check_head(causal: Any) -> None:
-    """Raise EngineError unless logits are the last hidden states times the head's weights, capped or not."""
+    """Raise EngineError unless logits are hidden states times the head's weights, capped or not."""
     head = causal.get_output_embeddings()
     device = next(causal.parameters()).device
     ids = (
@@ -403,9 +412,9 @@ def check_head(causal: Any) -> None:
 def _prepared(
     forward: Callable[..., Any], config: TrainingConfig, world: World
 ) -> Callable[..., Any]:
-    """A layer's forward with what the config wants done to it."""
+    """Wrap a layer's forward with the configured compilation and checkpointing."""
     wanted = config.compile if config.compile is not None else world.device.type == "cuda"
-    # where tokens travel graphs are cut, and a checkpoint around a cut is not compiled at all
+    # expert parallelism breaks graphs, and a checkpoint around a graph break is not compiled at all
     inside = config.expert_parallel > 1 and config.activation_checkpointing != "selective"
     inside = inside and wanted
     if inside:
@@ -419,7 +428,7 @@ def _prepared(
 
 
 def _keep_attention(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Attention's output is small and dear: it is kept, the rest of a layer is computed again."""
+    """Keep attention's output, which is small and expensive; recompute the rest of a layer."""
     if operation in (torch.ops.primerl.packed_attention.default,):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

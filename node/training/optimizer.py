@@ -1,7 +1,7 @@
-"""AdamW or Muon over fp32 masters, moments on the device or in the host's memory. Imports torch: import lazily.
+"""AdamW or Muon over fp32 masters, with moments on the device or in host memory.
 
-A step is a function of gradients, moments and rate alone: where the moments lie changes no bit. Of parameters
-that are sharded each rank changes its own shard; only the norm of the gradient is exchanged.
+Imports torch: import lazily. A step is a function of gradients, moments and rate alone: the place of the
+moments changes no bit. Each rank changes its own shards; only the norm of the gradient is exchanged.
 """
 
 import math
@@ -17,7 +17,7 @@ from ..ops.errors import UsageError
 
 
 def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (counted from 1).
+    """Return the learning rate of optimizer step `step` (counted from 1).
 
     Rises linearly to `lr` over `warmup_steps`; then `constant` stays there, `linear` and `cosine` (half a
     period) fall to lr * min_lr_ratio at `max_steps`, where they stay.
@@ -36,17 +36,17 @@ def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
 
 
 BUCKET = 1 << 26
-"""Elements whose moments are on the device at once where they live in the host's memory: 512 MiB of them."""
+"""Elements whose offloaded moments are on the device at once: 512 MiB of moments."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
-"""Parts of the names of matrices that tokens are looked up in: Muon is not for them."""
+"""Parts of the names of embedding matrices and the head, for which Muon is not meant."""
 
 
 class Optimizer:
-    """AdamW of named parameters, those that want gradients; with `muon` of all but their hidden matrices.
+    """AdamW, or Muon for hidden matrices, of the parameters that require gradients.
 
-    These take the direction of their momentum with all singular values set to about 1 (Muon, Jordan 2024),
-    times 0.2 sqrt(larger side): steps about as large as AdamW's at the same rate (Moonlight, arXiv 2502.16982).
+    Muon (Jordan 2024) sets all singular values of the momentum to about 1 and scales by 0.2 sqrt(larger side):
+    steps about as large as AdamW's at the same rate (Moonlight, arXiv 2502.16982).
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Optimizer:
         betas: tuple[float, float] | None = None,
         weight_decay: float | None = None,
     ) -> None:
-        """`betas` and `weight_decay` in place of those of `config`; with `betas` it is AdamW in any case.
+        """`betas` and `weight_decay` replace those of `config`; with `betas` it is always AdamW.
 
         Raises UsageError for Muon over sharded parameters: it needs whole matrices.
         """
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._max_norm = config.max_norm
-        # plain tensors: of sharded ones every operation would be dispatched anew, and the device waits
+        # plain tensors: operations on sharded ones are dispatched one by one while the device waits
         self._locals = {name: _local(one) for name, one in self.parameters.items()}
         on_gpu = any(one.is_cuda for one in self._locals.values())
         self._offload = config.optimizer_offload and on_gpu
@@ -96,7 +96,7 @@ class Optimizer:
         self._of = {name: "muon" if name in hidden else "adamw" for name in self._locals}
 
     def clip(self) -> float:
-        """Scale the gradient to at most `max_norm`; returns the norm before, over all ranks."""
+        """Scale the gradient to at most `max_norm`; return the norm before, over all ranks."""
         self._take_gradients()
         grads = [one.grad for one in self._locals.values() if one.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -109,7 +109,7 @@ class Optimizer:
         return float(norm)
 
     def step(self, lr: float) -> None:
-        """Change the parameters by their gradients, those of the last clip()."""
+        """Update the parameters by the gradients of the last clip()."""
         for optimizer in self._optimizers.values():
             (group,) = optimizer.param_groups
             group["lr"] = lr
@@ -128,12 +128,15 @@ class Optimizer:
                 torch.cuda.current_stream(everything[0].device).synchronize()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter, own in zip(self.parameters.values(), self._locals.values(), strict=True):
             parameter.grad = own.grad = None
 
     def moments(self) -> dict[str, Tensor]:
-        """`<parameter>:<moment>` -> tensor, sharded as its parameter is; empty before the first step."""
+        """Return `<parameter>:<moment>` -> tensor, sharded like its parameter.
+
+        Empty before the first step.
+        """
         return {
             f"{name}:{key}": _sharded_as(self.parameters[name], value) if key in MOMENTS else value
             for name, own in self._locals.items()
@@ -141,7 +144,7 @@ class Optimizer:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Replace all moments, also by none; each must be sharded as its parameter is.
+        """Replace all moments, also by none; each must be sharded like its parameter.
 
         Raises UsageError for moments of another optimizer; then nothing has changed.
         """
@@ -162,13 +165,13 @@ class Optimizer:
             self._optimizers[self._of[name]].state[self._locals[name]][moment] = own
 
     def _take_gradients(self) -> None:
-        """Those of sharded parameters; of others they are there."""
+        """Attach the gradients of sharded parameters to their local parts."""
         for parameter, own in zip(self.parameters.values(), self._locals.values(), strict=True):
             if own is not parameter:
                 own.grad = None if parameter.grad is None else _local(parameter.grad)
 
     def _shards(self) -> dist.ProcessGroup | None:
-        """The ranks that have the other shards of what this one has."""
+        """Return the ranks with the other shards of the parameters; None if unsharded."""
         for one in self.parameters.values():
             if isinstance(one, DTensor):
                 mesh = one.device_mesh
@@ -181,7 +184,7 @@ def _is_hidden(name: str, parameter: Tensor) -> bool:
 
 
 def _bring(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> None:
-    """Moments to the device."""
+    """Copy moments to the device."""
     for own in bucket:
         state = optimizer.state.get(own, {})
         for name in MOMENTS:
@@ -191,7 +194,7 @@ def _bring(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> None:
 
 
 def _send_away(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> None:
-    """Moments to the host."""
+    """Copy moments to the host."""
     for own in bucket:
         state = optimizer.state.get(own, {})
         for name in MOMENTS:
@@ -204,7 +207,7 @@ def _send_away(optimizer: torch.optim.Optimizer, bucket: Sequence[Tensor]) -> No
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """A rank's own part, sharing memory; a tensor that is whole is itself."""
+    """Return a rank's own part, sharing memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -225,7 +228,7 @@ def _sharded_as(parameter: Tensor, own: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of about BUCKET elements together."""
+    """Group neighbouring parameters into buckets of about BUCKET elements."""
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:

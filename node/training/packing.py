@@ -1,7 +1,7 @@
-"""From samples of many lengths to packed rows, the same number of like cost for every rank. No torch.
+"""Pack samples of many lengths into rows, equally many of similar cost for every rank.
 
-A row holds whole sequences, one after the other; nothing is truncated, what does not fit is returned. Ranks
-work in lockstep, row by row, so rows of the same turn cost about the same.
+No torch. A row holds whole sequences, one after the other; nothing is truncated, and samples that do not fit
+are returned. Ranks work in lockstep, row by row, so rows of the same turn cost about the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,11 @@ from .backend import Sample
 Number = TypeVar("Number", bound=np.generic)
 
 PADDING_ID = 0
-"""Padding is a sequence of its own and never trained; any id of the vocabulary would do."""
+"""Token id of padding. Padding is a sequence of its own and never trained; any id of the vocabulary would
+do."""
 NOWHERE = np.empty(0, np.int64)
 EVEN = 8192
-"""Tokens of a sequence whose attention costs as much as everything else (0.6B: 10,400; 4B: 15,000)."""
+"""Sequence length at which attention costs as much as all other layers (0.6B: 10,400; 4B: 15,000)."""
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,30 @@ class MicroBatch:
     positions: NDArray[np.int64]
     """[T], from 0 in each sequence."""
     lengths: list[int]
-    """Of the sequences, padding included; their sum is T."""
+    """Lengths of the sequences, padding included; their sum is T."""
     rows: NDArray[np.int64]
-    """[N], ascending: a trained token is predicted one place before it."""
+    """[N], ascending: position before each trained token, whose state predicts it."""
     targets: NDArray[np.int64]
     """[N]: the trained tokens."""
     logprobs: NDArray[np.float32]
     """[N]: the sampler's."""
     advantages: NDArray[np.float32]
     sequences: NDArray[np.int64]
-    """[N]: which sequence of the row."""
+    """[N]: index of the sequence in the row."""
     environments: list[str]
-    """Of each sequence but the padding."""
+    """Environment of each sequence but the padding."""
     echo: NDArray[np.bool_]
-    """[N]: whether the environment said it (Sample.echo)."""
+    """[N]: whether the token is the environment's (Sample.echo)."""
     given: NDArray[np.bool_]
-    """[N]: whether it is of a demonstration (Sample.given)."""
+    """[N]: whether the token is a demonstration's (Sample.given)."""
     routed: NDArray[np.int64]
-    """[R], ascending: the places that have routes."""
+    """[R], ascending: the positions with routes."""
     routes: NDArray[np.uint8]
-    """[R, bytes of a route], as they travel."""
+    """[R, bytes of a route], in the wire format."""
 
     @property
     def tokens(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return len(self.rows)
 
     def part(self, index: int, count: int) -> "MicroBatch":
@@ -83,9 +84,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packed:
-    """The rows of a step: `dealt[r][t]` is what rank r reads in turn t; all ranks have as many.
+    """The rows of a step: `dealt[r][t]` is rank r's row in turn t; all ranks have equally many.
 
-    Rows are made for who reads them: with many ranks the others' would take longer than one's own.
+    A row is built only for its reader: with many ranks, building the other ranks' rows would take longer than
+    one's own.
     """
 
     dealt: list[list[list[Sample]]]
@@ -93,7 +95,7 @@ class Packed:
     multiple: int = 1
 
     def rank(self, rank: int, *, hinted: bool = False) -> list[MicroBatch]:
-        """What a rank reads; `hinted`: what a teacher reads, with the same trained tokens in the same order."""
+        """Build a rank's rows; `hinted`: the teacher's rows, with the same trained tokens."""
         rows = self.dealt[rank]
         if hinted:
             rows = [[_hinted(one) for one in row] for row in rows]
@@ -101,17 +103,17 @@ class Packed:
 
     @cached_property
     def tokens(self) -> int:
-        """Trained tokens of the model in the step, of all ranks: what losses are divided by."""
+        """Trained tokens of the model in the step, over all ranks: the divisor of losses."""
         return sum(_drawn(one) for one in self._samples if not one.given)
 
     @cached_property
     def echo_tokens(self) -> int:
-        """Trained tokens of the environment in the step, of all ranks."""
+        """Trained tokens of the environment in the step, over all ranks."""
         return sum(_trained(one) - _drawn(one) for one in self._samples)
 
     @cached_property
     def given_tokens(self) -> int:
-        """Trained tokens of demonstrations in the step, of all ranks."""
+        """Trained tokens of demonstrations in the step, over all ranks."""
         return sum(_drawn(one) for one in self._samples if one.given)
 
     @property
@@ -120,18 +122,18 @@ class Packed:
 
     @property
     def lengths(self) -> list[int]:
-        """Of all sequences, padding included."""
+        """Lengths of all sequences, padding included."""
         rows = [row for rows in self.dealt for row in rows]
         return [length for row in rows for length in _lengths(row, self.multiple)]
 
 
 def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: int = 1) -> Packed:
-    """Rows of at most `seq_len` tokens, hints included, each padded to a multiple of `multiple`.
+    """Pack samples into rows of at most `seq_len` tokens, hints included.
 
-    First-fit-decreasing finds how many rows are needed; that number is rounded up to a multiple of `ranks`
-    and the sequences are spread evenly over the rows, the costliest first. Samples longer than `seq_len` are
-    returned, not cut: half a rollout has no reward. Samples without a trained token are left out. The order is
-    a function of the samples alone. With no sample at all there are no rows.
+    Rows are padded to a multiple of `multiple`. First-fit-decreasing finds the number of rows; it is rounded up
+    to a multiple of `ranks`, and the sequences are spread evenly over the rows, the costliest first. Samples
+    longer than `seq_len` are returned, not cut: half a rollout has no reward. Samples without a trained token
+    are left out. The order is a function of the samples alone. Without samples there are no rows.
     """
     fitting: list[Sample] = []
     too_long: list[Sample] = []
@@ -149,7 +151,7 @@ def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: i
 
 
 def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
-    """Each sample into the first row that has room; `samples` are sorted by falling length."""
+    """Put each sample into the first row with room; `samples` are sorted by falling length."""
     rows: list[list[Sample]] = []
     free: list[int] = []
     for sample in samples:
@@ -164,7 +166,7 @@ def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
 
 
 def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sample]] | None:
-    """Each sample into the cheapest of `count` rows that have room; None if one finds none."""
+    """Put each sample into the cheapest of `count` rows with room; None if a sample finds none."""
     rows: list[list[Sample]] = [[] for _ in range(count)]
     free, costs = [room] * count, [0.0] * count
     for sample in samples:
@@ -180,17 +182,17 @@ def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sampl
 
 
 def _cost(row: Sequence[Sample]) -> float:
-    """Linear layers and attention, in tokens of a very short sequence."""
+    """Return the cost of linear layers and attention, in tokens of a very short sequence."""
     return sum(_size(one) * (1 + _size(one) / EVEN) for one in row)
 
 
 def _size(sample: Sample) -> int:
-    """Tokens that the policy or, with a hint, its teacher reads."""
+    """Return the tokens that the policy or, with a hint, its teacher reads."""
     return len(sample.token_ids) + len(sample.hint)
 
 
 def _hinted(sample: Sample) -> Sample:
-    """What a teacher reads; the first token of the sample stays untrained."""
+    """Return the sample as the teacher reads it; the sample's first token stays untrained."""
     hint = sample.hint
     blank, untrained = [0.0] * len(hint), [False] * (len(hint) + 1)
     return replace(
@@ -204,11 +206,11 @@ def _hinted(sample: Sample) -> Sample:
 
 
 def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
-    """One row; without samples it is padding alone, for a rank that has nothing to do in this turn."""
+    """Build one row; without samples it is padding alone, for a rank without work in this turn."""
     lengths = _lengths(samples, multiple)
     padding = sum(lengths[len(samples) :])
     starts = np.cumsum([0, *lengths[:-1]])
-    drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # places that predict
+    drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # positions that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
     led = [np.flatnonzero(one.mask[1:]) if one.routes else NOWHERE for one in samples]
     routes = [np.frombuffer(one.routes, np.uint8) for one in samples if one.routes]
@@ -241,7 +243,7 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
 
 
 def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:
-    """Of a row's sequences, the padding last if there is any."""
+    """Return the lengths of a row's sequences, the padding last if there is any."""
     lengths = [len(sample.token_ids) for sample in samples]
     used = sum(lengths)
     padding = max(used, 1) + -max(used, 1) % multiple - used
@@ -249,7 +251,7 @@ def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:
 
 
 def _targets(sample: Sample) -> list[bool]:
-    """Which tokens are trained, from the second on: the first is never predicted."""
+    """Return the mask of trained tokens from the second on: the first is never predicted."""
     if sample.echo is None:
         return sample.mask[1:]
     return [own or other for own, other in zip(sample.mask[1:], sample.echo[1:], strict=True)]

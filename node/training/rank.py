@@ -1,7 +1,7 @@
-"""One rank of a trainer: `python -m primerl.node.training.rank`, under torchrun with others. Imports torch.
+"""One rank of a trainer: `python -m primerl.node.training.rank`, under torchrun with others.
 
-All ranks do as rank 0 is asked, in the same order, and agree on how it ended before anything else is done. A
-rank that cannot go on ends with its whole process, and says why: torchrun ends the others.
+Imports torch. All ranks perform the calls of rank 0 in the same order, and agree on each result before the next
+call. A rank that cannot go on ends its whole process and reports the reason: torchrun ends the others.
 """
 
 import logging
@@ -62,13 +62,13 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 60.0
 IDLE_S = 5.0
-"""How often an idle rank hears from rank 0."""
+"""Interval of rank 0's heartbeats to idle ranks."""
 IDLE_TIMEOUT_S = 60.0
-"""A rank that has nothing to do answers much faster than this."""
+"""Deadline of idle ranks, which answer much faster than this."""
 AGREE_S = 30.0
-"""An error of all ranks reaches all of them within this time."""
+"""Time in which an error of all ranks reaches all of them."""
 GRACE_S = 3.0
-"""How long a rank that lost the others waits, for the one at fault to be seen first."""
+"""Delay before a rank that lost the others exits, so that the rank at fault is noticed first."""
 CONFIG_KEY = "primerl/config"
 CONFIG_TIMEOUT_S = 120.0
 
@@ -76,7 +76,7 @@ Build = Callable[[RankStart, TrainingConfig, World], "Learner"]
 
 
 class OutOfStep(Exception):
-    """The ranks disagree on how a call ended; `mine` is this rank's answer."""
+    """The ranks disagree on the result of a call; `mine` is this rank's answer."""
 
     def __init__(self, mine: RankAnswer) -> None:
         super().__init__(mine.detail if isinstance(mine, RankError) else "another rank failed")
@@ -104,7 +104,7 @@ class RankServer:
         self._writing: Future[None] | None = None
 
     def serve(self) -> None:
-        """Answer calls. Raises every error that this rank cannot go on after."""
+        """Answer calls. Raises every error after which this rank cannot go on."""
         while True:
             call = self._next()
             match call.body:
@@ -112,14 +112,17 @@ class RankServer:
                     self._close()
                     return
                 case RankIdle():
-                    pass  # to have heard it is enough
+                    pass  # a heartbeat needs no answer
                 case RankWriteStaged(directory):
                     self._begin_write(call.number, Path(directory))
                 case request:
                     self._reply(call.number, self._agree(request, self._perform(request)))
 
     def _next(self) -> RankCall:
-        """Receive the next call, the same on all ranks; rank 0 has it from the daemon. Raises RanksMissing."""
+        """Receive the next call, the same on all ranks; rank 0 has it from the daemon.
+
+        Raises RanksMissing.
+        """
         raw: bytes | None = None
         if self._parent is not None:
             idle_s = min(IDLE_S, self._channel.timeout_s / 4)
@@ -128,7 +131,7 @@ class RankServer:
         return CALLS.decode(self._channel.broadcast(raw, MAX_FRAME))
 
     def _perform(self, request: RankRequest) -> RankAnswer:
-        """Perform a call; returns this rank's answer."""
+        """Perform a call and return this rank's answer."""
         try:
             return RankDone(self._figures(request))
         except (ValueError, EngineError, StorageError) as error:
@@ -228,9 +231,9 @@ class RankServer:
 
 
 def main(build: Build | None = None) -> None:
-    """Be one rank until the daemon ends it."""
+    """Run one rank until the daemon ends it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size > 1:  # alone, it is the daemon's own child, and ParentSocket ends it
+    if size > 1:  # a single rank is the daemon's own child, and ParentSocket ends it
         die_with_parent()
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s: %(message)s")
     channel = parent = None
@@ -250,14 +253,17 @@ def main(build: Build | None = None) -> None:
             parent.reply(ProcessMessage(number, RanksJoined(pids)))
         RankServer(world, config, channel, parent, build or _build).serve()
         world.close()
-    except BaseException as error:  # whatever it is: this rank says why it ends, and ends
+    except BaseException as error:  # report any error before ending
         end(rank, channel, parent, error)
 
 
 def end(
     rank: int, channel: RankChannel | None, parent: ParentSocket | None, error: BaseException
 ) -> NoReturn:
-    """Say why, and end the process at once: a group that has lost a rank cannot be closed in order."""
+    """Report the reason and end the process at once.
+
+    A group that has lost a rank cannot be closed in order.
+    """
     if isinstance(error, ParentGone) and parent is not None:
         parent.abandon()
     others = isinstance(error, OutOfStep) and not isinstance(error.mine, RankError)
@@ -274,7 +280,7 @@ def end(
 
 
 def lost_the_others(error: BaseException) -> bool:
-    """Whether a rank failed because another one did not answer, as far as one can tell."""
+    """Return whether a rank failed because another one did not answer, as far as known."""
     known = (RanksMissing, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return isinstance(error, known) or "gloo/" in str(error)
 
@@ -287,7 +293,7 @@ def _say(text: str) -> None:
 
 
 def _missing(channel: RankChannel | None, error: BaseException) -> list[int]:
-    """Find the ranks that do not answer any more; only rank 0 can tell."""
+    """Return the ranks that stopped answering; only rank 0 can tell."""
     if isinstance(error, RanksMissing):
         return error.ranks
     try:
@@ -307,7 +313,7 @@ def _tell(parent: ParentSocket | None, answer: RanksBroken) -> None:
 
 
 def _first_call(parent: ParentSocket | None, size: int) -> tuple[int, TrainingConfig]:
-    """Receive the number of the first call, 0 on other ranks than the first, and its configuration."""
+    """Receive the first call's number, 0 except on rank 0, and its configuration."""
     if parent is None:
         return 0, TrainingConfig.model_validate_json(_share_config(None, size))
     raw = parent.next(CONNECT_S)
@@ -319,9 +325,9 @@ def _first_call(parent: ParentSocket | None, size: int) -> tuple[int, TrainingCo
 
 
 def _share_config(config: str | None, size: int) -> str:
-    """Give the configuration of rank 0 to every rank, before there is a process group; the others pass None.
+    """Share rank 0's configuration with every rank, before a process group exists.
 
-    It goes through the store that torchrun runs. Raises RuntimeError of torch.
+    The other ranks pass None. It goes through torchrun's store. Raises torch's RuntimeError.
     """
     if size == 1 and config is not None:
         return config

@@ -1,9 +1,8 @@
-"""The ranks of a trainer, as the daemon sees them: start them, ask rank 0, kill all, name the rank at fault.
+"""The daemon's control of a trainer's ranks: start, call, kill and failure attribution.
 
-Every wait has a deadline. Once anything is wrong with one rank all of them are ended, and every call raises
-RankFailed with the rank at fault. torchrun starts the ranks; a rank that is to be the only one is started
-directly. The daemon's machine is node 0, so that rank 0 is beside the daemon: with several machines that needs
-a static rendezvous.
+Every wait has a deadline. After any fault of one rank all of them are ended, and every call raises RankFailed
+with the rank at fault. torchrun starts the ranks; a single rank is started directly. The daemon's machine is
+node 0, so that rank 0 is beside the daemon: with several machines that needs a static rendezvous.
 """
 
 import asyncio
@@ -48,21 +47,21 @@ logger = logging.getLogger(__name__)
 PROGRAM = ("-m", f"{__package__}.rank")
 NOT_RUNNING = "the trainer backend is not running: call start() first"
 ATTRIBUTION_S = 5.0
-"""How long torchrun and the dying ranks may take to say which one was at fault."""
+"""Time for torchrun and the dying ranks to report the rank at fault."""
 SILENT_S = 1.5
-"""As ATTRIBUTION_S, where rank 0 has said already which ranks do not answer."""
+"""As ATTRIBUTION_S, if rank 0 has already reported the ranks that do not answer."""
 LAST_LINES_S = 1.0
 REAP_S = 1.0
-"""From the end of a process's log to its own end."""
+"""Time from the end of a process's log to its exit."""
 END_S = 20.0
-"""How long ranks may take to end in peace."""
+"""Time for ranks to shut down when asked."""
 KILL_S = 5.0
-"""How long torchrun may take to reap its killed ranks."""
+"""Time for torchrun to reap its killed ranks."""
 TORCHRUN = ("-m", "torch.distributed.run")
 SHUTDOWN_S = 2
-"""How long torchrun lets ranks end after SIGTERM."""
+"""Time that torchrun gives ranks to end after SIGTERM."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
-"""What torchrun would say to the only rank."""
+"""Environment that torchrun would give a single rank."""
 SOCKET = "rank0"
 TAIL_LINES = 5
 ADVICE = "look at the log above, free memory or lower training.seq_len, then `train --resume`"
@@ -71,9 +70,10 @@ _EXIT = re.compile(r"exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
 class FailureAttribution:
-    """Finds the rank at fault from what rank 0, the ranks' last lines and torchrun say. No I/O.
+    """Finds the rank at fault from rank 0's reports and the ranks' and torchrun's output.
 
-    A rank that ends because of another one is never at fault: the others always fail a moment after the first.
+    No I/O. A rank that ends because of another one is never at fault: the others always fail a moment after the
+    first.
     """
 
     def __init__(self) -> None:
@@ -84,15 +84,15 @@ class FailureAttribution:
         self._words: dict[int, str] = {}
         self._exits: dict[int, str] = {}
         self.silent: dict[int, str] = {}
-        """Why ranks do not answer, as far as rank 0 can tell."""
+        """Reasons why ranks do not answer, as far as rank 0 can tell."""
         self._aborts: dict[int, str] = {}
-        """NCCL aborts a rank that has waited too long, so these are rarely at fault."""
+        """Ranks ended by SIGABRT. NCCL aborts a rank that waited too long, so these are rarely at fault."""
         self._hushed = False
-        """Whether torchrun writes its own traceback and table by now, which say nothing new."""
+        """Whether torchrun writes its own traceback and table by now, which add nothing."""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
-        """Read and log a line that a rank or torchrun wrote."""
+        """Read and log a line written by a rank or torchrun."""
         if found := _ENDED.search(line):
             self._words.setdefault(int(found[1]), found[2])
             self.known.set()
@@ -105,16 +105,16 @@ class FailureAttribution:
             self._tail.append(line)
 
     def hush(self) -> None:
-        """Log what comes now for debugging only: torchrun complains of being ended."""
+        """Log further lines at debug level only: torchrun complains of being ended."""
         self._hushed = True
 
     def mute(self, ranks: Sequence[int], why: str) -> None:
-        """Note ranks that do not answer."""
+        """Record ranks that do not answer."""
         for rank in ranks:
             self.silent.setdefault(rank, why)
 
     def exited(self, rank: int, code: int) -> None:
-        """Note the exit code of a rank, negative for the signal that killed it."""
+        """Record the exit code of a rank, negative for the signal that killed it."""
         if code == EXIT_LOST:
             return
         said = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
@@ -125,7 +125,7 @@ class FailureAttribution:
         self.known.set()
 
     def text(self, what: str, size: int) -> str:
-        """Name the rank at fault, why, and what to do, in one line; else say `what` was noticed."""
+        """Return the rank at fault, the reason and advice in one line; `what` if no rank is known."""
         for said in (self._words, self._exits, self.silent, self._aborts):
             if said:
                 rank = min(said)
@@ -135,7 +135,7 @@ class FailureAttribution:
 
 
 class RankGroup(ChildProcess):
-    """One torchrun and its ranks, or one rank alone: start(), ask(), close(). Broken once, it stays so."""
+    """One torchrun and its ranks, or a single rank; unusable after a failure."""
 
     Error = EngineError
     Lost = RankFailed
@@ -144,7 +144,7 @@ class RankGroup(ChildProcess):
     def __init__(
         self, config: TrainingConfig, ranks: int, program: Sequence[str] = PROGRAM
     ) -> None:
-        """`ranks` on this machine; `program` is what torchrun is to run."""
+        """Configure `ranks` on this machine; `program` is the program that torchrun runs."""
         super().__init__("ranks", "the ranks", program, {})
         self._config = config
         self._ranks = ranks
@@ -153,30 +153,31 @@ class RankGroup(ChildProcess):
         self._attribution = FailureAttribution()
         self._numbers = itertools.count(1)
         self.pids: list[int] = []
-        """Of the ranks in order; 0 for one on another machine."""
+        """Process ids of the ranks in order; 0 for a rank on another machine."""
 
     @property
     def directory(self) -> Path:
-        """A folder that only we can read, while the group lives."""
+        """Folder that only this user can read, while the group lives."""
         assert self._directory is not None, "start() comes first"
         return self._directory
 
     async def start(self, parent: Path | None = None) -> None:
-        """Start the ranks and wait until they are one world; files are exchanged in a folder below `parent`.
+        """Start the ranks and wait until they are one world.
 
-        Raises EngineError, RankFailed; nothing is left running then.
+        Files are exchanged in a folder below `parent`. Raises EngineError, RankFailed; nothing is left running
+        then.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="primerl-ranks-", dir=parent))
         try:
             await self._start()
-        except BaseException:  # also when cancelled: half started, the ranks are of no use
+        except BaseException:  # also when cancelled: half-started ranks are useless
             await self.kill()
             raise
 
     async def ask(self, request: RankRequest, timeout_s: float) -> RankAnswer:
-        """Return the answer of all ranks.
+        """Send a request and return the answer of all ranks.
 
-        Raises RankFailed, also after `timeout_s`, and what a learner raised.
+        Raises RankFailed, also after `timeout_s`, and the learner's errors.
         """
         number = next(self._numbers)
         try:
@@ -190,7 +191,7 @@ class RankGroup(ChildProcess):
         return reply.body
 
     async def close(self) -> None:
-        """End the ranks, in peace if they are well; safe to call twice."""
+        """End the ranks, in order if they are healthy; safe to call twice."""
         await self.end(END_S)
 
     # -- starting ----------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class RankGroup(ChildProcess):
         self.pids = self._attribution.pids = joined.pids
 
     def _others(self) -> str:
-        """Say how to start the ranks of other machines, if there are any."""
+        """Return how to start the ranks of other machines; empty if there are none."""
         if self._config.fsdp.nodes == 1:
             return ""
         line = command(self._config, self._ranks, self._rank_program)
@@ -247,7 +248,7 @@ class RankGroup(ChildProcess):
         self._send(ProcessMessage(0, RankEnd()))
 
     async def _find_reason(self, fault: str) -> str:
-        """End everything, after the ranks and torchrun had time to say which rank was at fault."""
+        """End everything, after giving the ranks and torchrun time to report the rank at fault."""
         await self._hear_out()
         size = len(self.pids) or self._ranks * self._config.fsdp.nodes
         reason = self._attribution.text(fault or "the ranks ended", size)
@@ -264,7 +265,7 @@ class RankGroup(ChildProcess):
             known.cancel()
             silence.cancel()
         if self._process is not None and is_alone(self._config, self._ranks):
-            with suppress(TimeoutError):  # torchrun is not there to say how the only rank ended
+            with suppress(TimeoutError):  # there is no torchrun to report how a single rank ended
                 async with asyncio.timeout(REAP_S):
                     attribution.exited(0, await self._process.wait())
         attribution.hush()
@@ -275,7 +276,7 @@ class RankGroup(ChildProcess):
             await self._log.wait(LAST_LINES_S)
 
     async def _kill_now(self, process: asyncio.subprocess.Process) -> None:
-        """Kill ranks first, so that torchrun reaps them; then torchrun. The kernel kills what outlives it."""
+        """Kill ranks first, so that torchrun reaps them; then torchrun. The kernel kills the rest."""
         if process.returncode is None:
             for pid in filter(None, self.pids):
                 kill_group(pid)
@@ -288,18 +289,17 @@ class RankGroup(ChildProcess):
 
 
 def is_alone(config: TrainingConfig, ranks: int) -> bool:
-    """Whether `ranks` on this machine are one, and there are no other machines."""
+    """Return whether there is one rank on this machine and no other machine."""
     return ranks * config.fsdp.nodes == 1
 
 
 def command(
     config: TrainingConfig, ranks: int, program: Sequence[str], *, here: bool = False
 ) -> "Command":
-    """The call for this machine, or, not `here`, for another one: there NODE stands for its number, from 1.
+    """Return the command line for this machine, or without `here` for another one.
 
-    Of `program` itself for a rank alone.
-
-    Raises UsageError for several machines without an address to meet at.
+    There NODE stands for the machine's number, from 1. A single rank runs `program` itself. Raises UsageError
+    for several machines without a rendezvous address.
     """
     fsdp = config.fsdp
     if is_alone(config, ranks):
@@ -324,7 +324,7 @@ class Command(list[str]):
 
 
 def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int) -> dict[str, str]:
-    """The environment of torchrun and its ranks, or of a rank alone."""
+    """Return the environment of torchrun and its ranks, or of a single rank."""
     if is_alone(config, ranks):
         return {**inherited, **ALONE, "PYTHONSAFEPATH": "1"}
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
@@ -349,7 +349,7 @@ def _meeting(rendezvous: str) -> tuple[str, str]:
 
 
 def stopped(pids: Sequence[int]) -> list[int]:
-    """Find the places in `pids` of processes that a signal has stopped; none where there is no /proc."""
+    """Return the indices in `pids` of processes stopped by a signal; empty without /proc."""
     found: list[int] = []
     for place, pid in enumerate(pids):
         try:

@@ -1,4 +1,4 @@
-"""Restart a run after the death of its ranks, from the newest checkpoint, a bounded number of times."""
+"""Bounded restarts of a run from its newest checkpoint after the death of its ranks."""
 
 import asyncio
 import logging
@@ -12,21 +12,22 @@ LONGEST_WAIT_S = 60.0
 
 
 class Restarts:
-    """Counts restarts since the last new checkpoint, so that they end if none makes progress."""
+    """Counter of restarts since the last new checkpoint, so that they end without progress."""
 
     def __init__(
         self, most: int, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """At most `most` restarts from one checkpoint."""
+        """Allow at most `most` restarts from one checkpoint."""
         self._most = most
         self._sleep = sleep
         self._from: int | None = None
         self._count = 0
 
     async def after(self, error: BaseException, checkpoint: int | None) -> None:
-        """Wait before a restart from the newest `checkpoint`; raises `error` if a restart would not help.
+        """Wait before a restart from the newest `checkpoint`; raise `error` if it is futile.
 
-        The first restart from a checkpoint is immediate, each further one waits twice as long.
+        The first restart from a checkpoint is immediate; the waits of further ones about double, up to
+        LONGEST_WAIT_S.
         """
         failure = ranks_alone(error)
         if failure is None:
@@ -54,9 +55,10 @@ async def until_done(
     newest: Callable[[], int | None],
     replace: Callable[[], Awaitable[None]],
 ) -> None:
-    """Do `work(False)`; whenever ranks die, replace() them and do `work(True)`. Raises as Restarts.after().
+    """Run `work(False)`; whenever ranks die, replace() them and run `work(True)`.
 
-    newest() reads the step of the last complete checkpoint; it runs in a thread.
+    newest() reads the step of the last complete checkpoint; it runs in a thread. Raises the errors of
+    Restarts.after().
     """
     again = False
     while True:
@@ -70,7 +72,7 @@ async def until_done(
 
 
 def ranks_alone(error: BaseException) -> RankFailed | None:
-    """Return the failure of ranks that `error` is or consists of; None if it holds anything else."""
+    """Return the rank failure that `error` is or consists of; None if it holds anything else."""
     if isinstance(error, RankFailed):
         return error
     if not isinstance(error, BaseExceptionGroup):

@@ -1,7 +1,7 @@
 """Snapshots from one process to another, by a file in shared memory.
 
-A file counts as written once its last bytes are there, and no byte of it is believed: offsets and counts
-are checked before anything is allocated or written. No torch here: the daemon reads.
+A file is complete once its footer is written. Its content is not trusted: offsets and counts are checked before
+anything is allocated or written. No torch here: the daemon reads.
 """
 
 import contextlib
@@ -28,48 +28,48 @@ from .backend import Snapshot
 Positions = NDArray[np.int64]
 
 MAX_THREADS = 16
-"""More copy no faster."""
+"""More threads copy no faster."""
 AHEAD_THREADS = 2
 """Few: the delta is being encoded meanwhile, and the next export is a step away."""
 MAX_WAITING = 1 << 30
-"""Bytes in page-locked memory before the host writes them; what one tensor changes by more at most."""
+"""Bytes in page-locked memory before the host writes them; exceeded by one tensor's changes at most."""
 
 
 class DeviceEvent(Protocol):
-    """Something that comes to pass on a device, as torch.cuda.Event."""
+    """An event on a device, such as torch.cuda.Event."""
 
     def synchronize(self) -> object:
-        """Block until it has."""
+        """Block until the event has occurred."""
         ...
 
 
 class Piece(Protocol):
-    """Some elements of one tensor, new."""
+    """New values of some elements of one tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds until it is written."""
+        """Bytes of memory that the piece holds until it is written."""
         ...
 
     def write(self, data: NDArray[Any]) -> Positions | None:
-        """Write the elements into the whole tensor's bits; returns their positions, if few."""
+        """Write the elements into the whole tensor's bits; return their positions, if few."""
         ...
 
 
 @dataclass(frozen=True)
 class HostPiece:
-    """A piece in the host's memory, or on its way there."""
+    """A piece in host memory, or being copied there."""
 
     start: int
-    """Where the elements begin in the tensor; below 0 if the first of them are others'."""
+    """Tensor position that `index` counts from; below 0 if the first elements belong to another tensor."""
     index: NDArray[np.int32] | None
-    """Positions counted from `start`, increasing; None: `bits` are all from there on."""
+    """Positions counted from `start`, increasing; None: `bits` are contiguous from there."""
     bits: NDArray[Any]
     ready: DeviceEvent | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it holds until it is written."""
+        """Bytes of memory that the piece holds until it is written."""
         return self.bits.nbytes + (0 if self.index is None else self.index.nbytes)
 
     def wait(self) -> None:
@@ -78,7 +78,7 @@ class HostPiece:
             self.ready.synchronize()
 
     def write(self, data: NDArray[Any]) -> Positions | None:
-        """Write the elements into the whole tensor's bits; returns their positions, if few."""
+        """Write the elements into the whole tensor's bits; return their positions, if few."""
         self.wait()
         if self.index is None:
             np.copyto(data[self.start : self.start + self.bits.size], self.bits)
@@ -91,24 +91,24 @@ class HostPiece:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """What an export found about one tensor."""
+    """Changes of one tensor found by an export."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     whole: bool
-    """Nothing was known about it: the pieces are all of it. Else they are what differs."""
+    """Whether the pieces are the whole tensor; otherwise they are its changes."""
     pieces: Sequence[Piece] = ()
 
 
 class HostState:
-    """Holds the last state that it built."""
+    """Builder of states that holds the last one."""
 
     def __init__(self, *, threads: int = 0, ahead: bool = False) -> None:
-        """`threads` copy, 0 for one a core.
+        """`threads` is the number of copying threads, 0 for one per core, at most MAX_THREADS.
 
-        With `ahead` the last state is copied while the next one is learned: build() then only
-        writes what changed, and a second state's worth of memory is held.
+        With `ahead` the last state is copied while the next one is learned: build() then only writes changes,
+        at the cost of memory for a second state.
         """
         self._threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
         self._ahead = _Ahead() if ahead else None
@@ -116,14 +116,13 @@ class HostState:
 
     @property
     def state(self) -> State | None:
-        """What the next state may be told as a difference from; None: everything has to be told."""
+        """State that the next one may be given as changes of; None: the next one has to be whole."""
         return self._state
 
     def build(self, found: Iterable[TensorDiff]) -> Snapshot:
-        """The state that `found` tells of; a tensor may come in several parts.
+        """Build the state described by `found`; a tensor may come in several parts.
 
-        Nothing is held any more if this fails. Raises EngineError for a difference from a tensor
-        that is not held.
+        On failure no state is held any more. Raises EngineError for changes of a tensor that is not held.
         """
         base, self._state = self._state, None
         with ThreadPoolExecutor(self._threads) as pool:
@@ -137,17 +136,17 @@ class HostState:
         return snapshot
 
     def forget(self) -> None:
-        """Hold nothing: the next state comes whole."""
+        """Drop the held state: the next state comes whole."""
         self._state = None
 
     def close(self) -> None:
-        """End the threads that copy ahead; built states stay."""
+        """End the threads that copy ahead; built states stay valid."""
         if self._ahead is not None:
             self._ahead.close()
 
 
 class _Ahead:
-    """Copies of the tensors of a state, made in the background, to write the next one into."""
+    """Background copies of a state's tensors, to write the next state into."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="copy-ahead")
@@ -163,12 +162,12 @@ class _Ahead:
         }
 
     def take(self, name: str, tensor: Tensor) -> NDArray[Any] | None:
-        """A copy of the data of `tensor`, from now on the caller's; None if there is none."""
+        """Return a copy of the data of `tensor`, owned by the caller; None if there is none."""
         copied, future = self._copies.pop(name, (None, None))
         return future.result() if future is not None and copied is tensor else None
 
     def close(self) -> None:
-        """Forget the copies and end the threads."""
+        """Drop the copies and end the threads."""
         self._copies = {}
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -182,25 +181,25 @@ class _Growing:
         """The new bits; None while nothing has changed."""
         self.pieces: list[Piece] = []
         self.found: list[Positions | None] = []
-        """Where each piece changed the tensor; None: anywhere in it."""
+        """Positions changed by each piece; None: anywhere in the tensor."""
         self._layout = (found.dtype, found.shape)
 
     def tensor(self) -> Tensor:
-        """The tensor: the old one, if nothing has changed."""
+        """Return the tensor: the old one, if nothing has changed."""
         if self.data is None:
             assert self.old is not None
             return self.old
         return Tensor(*self._layout, self.data)
 
     def positions(self) -> Positions | None:
-        """Where the tensor differs from the old one; None: anywhere."""
+        """Return the positions that differ from the old tensor; None: anywhere."""
         known = [one for one in self.found if one is not None]
         if len(known) < len(self.found):
             return None
         return known[0] if len(known) == 1 else np.concatenate(sorted(known, key=_first))
 
     def write(self) -> None:
-        """Write the pieces that have come."""
+        """Write the received pieces."""
         if self.data is None:
             assert self.old is not None
             self.data = self.old.data.copy()
@@ -216,7 +215,7 @@ def _first(positions: Positions) -> int:
 class _Building:
     """One state being built: nothing is written while more is being found, then all at once.
 
-    Threads that copy meanwhile would hold up the one that asks the device at each of its many short calls.
+    Threads that copy meanwhile would slow down the thread that makes many short calls to the device.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, base: State | None, ahead: _Ahead | None) -> None:
@@ -228,7 +227,7 @@ class _Building:
         self._bytes = 0
 
     def add(self, found: TensorDiff) -> None:
-        """One more tensor, or more pieces of one."""
+        """Add one more tensor, or more pieces of one."""
         if found.name not in self._growing:
             self._growing[found.name] = _Growing(found, self._old(found))
         if not found.pieces:
@@ -241,7 +240,7 @@ class _Building:
             self._write()
 
     def finish(self) -> Snapshot:
-        """The state, and where it differs from its base if all of it was compared with that."""
+        """Return the state, with its changes from the base if all of it was compared with that."""
         self._write()
         state = {name: one.tensor() for name, one in self._growing.items()}
         compared = all(one.old is not None for one in self._growing.values())
@@ -251,7 +250,7 @@ class _Building:
         return Snapshot(state, self._base, changed)
 
     def _old(self, found: TensorDiff) -> Tensor | None:
-        """What the pieces of `found` differ from."""
+        """Return the tensor that the pieces of `found` are changes of; None for a whole one."""
         if found.whole:
             return None
         old = self._base.get(found.name) if self._base is not None else None
@@ -274,7 +273,7 @@ MEMORY = Path("/dev/shm")
 MAGIC = b"prl-snp1"
 ALIGN = 64
 MAX_HEADER = 1 << 28
-"""Bytes of the header: 100 for a tensor and 12 for a piece are ample, models have some 10,000 of both."""
+"""Largest header in bytes: 100 for a tensor and 12 for a piece are ample, models have some 10,000 of both."""
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -295,14 +294,14 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 class _Header(msgspec.Struct, frozen=True, array_like=True):
     writer: str
     number: int
-    """Snapshots of a writer count from 1; 0 is a state on its own."""
+    """Snapshots of a writer count from 1; 0 is a separate state."""
     tensors: tuple[_Entry, ...]
 
 
 def exchange_directory(size: int, fallback: Path | None = None) -> Path:
-    """Where to make a directory for the files of a state of `size` bytes: in memory if there is room.
+    """Return a parent for the exchange directory: in memory if twice `size` bytes are free.
 
-    Else `fallback`, or where temporary files are.
+    `size` is that of a state. Otherwise `fallback`, or the directory of temporary files.
     """
     # a container may have 64 MiB there; a file is deleted before the next one is written
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size:
@@ -314,24 +313,24 @@ def exchange_directory(size: int, fallback: Path | None = None) -> Path:
 
 
 class SnapshotFiles:
-    """Numbers the files of one writer, so that a reader sees whether it missed one."""
+    """Numbering of one writer's files, by which a reader notices a missed one."""
 
     def __init__(self) -> None:
         self._writer = secrets.token_hex(8)
         self._number = 0
 
     def following(self, path: Path) -> "StateFile":
-        """The next snapshot."""
+        """Return the file of the next snapshot."""
         self._number += 1
         return StateFile(path, self._writer, self._number)
 
     def apart(self, path: Path) -> "StateFile":
-        """A state that no snapshot follows."""
+        """Return the file of a state outside the sequence of snapshots."""
         return StateFile(path, self._writer, 0)
 
 
 class StateFile:
-    """One file while it is written; it has its name once all of it is there. Use it as a context."""
+    """One file being written; it gets its name once it is complete. A context manager."""
 
     def __init__(self, path: Path, writer: str, number: int) -> None:
         self._path = path
@@ -366,7 +365,7 @@ class StateFile:
                 self._partial.unlink()
 
     def add(self, found: TensorDiff) -> None:
-        """Write the findings about one tensor. Raises StorageError."""
+        """Write the changes of one tensor. Raises StorageError."""
         pieces: list[_Piece] = []
         for piece in found.pieces:
             if not isinstance(piece, HostPiece):
@@ -378,7 +377,7 @@ class StateFile:
         self._entries.append(entry)
 
     def _put(self, array: NDArray[Any]) -> int:
-        """Write one array; returns where."""
+        """Write one array; return its offset."""
         at = self._at
         self._write(array.data.cast("B"))
         self._at += -self._at % ALIGN
@@ -395,7 +394,7 @@ class StateFile:
             raise self._failed(error) from error
 
     def _finish(self) -> None:
-        """Header, where it begins, how long it is, and the magic."""
+        """Write the header, its offset, its length, and the magic."""
         start = self._at
         header = msgspec.msgpack.encode(_Header(self._writer, self._number, tuple(self._entries)))
         self._write(header + _footer(start, len(header)))
@@ -423,21 +422,21 @@ FOOTER = len(_footer(0, 0))
 class SnapshotReader:
     """Builds states from the files of a PolicyExporter; holds the last one, as base of the next.
 
-    One thread at a time. A file is deleted by being read, also in vain.
+    One thread at a time. Reading deletes a file, also if it fails.
     """
 
     def __init__(self, *, threads: int = 0, ahead: bool = False) -> None:
-        """`threads` copy, `ahead` of time if that is wanted: see HostState."""
+        """`threads` and `ahead` as in HostState."""
         self._threads = threads
         self._host = HostState(threads=threads, ahead=ahead)
         self._last = ("", 0)
-        """Writer and number of the snapshot that is held."""
+        """Writer and number of the held snapshot."""
 
     def snapshot(self, path: Path) -> Snapshot:
-        """The policy in `path`, compared with the one read before if the file is such a difference.
+        """Read the policy in `path`; if the file holds changes, apply them to the previous policy.
 
-        Raises EngineError if it is truncated, no such file, or does not follow the last one; nothing
-        is held then: have a whole one written.
+        Raises EngineError if the file is truncated, not a snapshot, or not the successor of the last one;
+        nothing is held then: have a whole one written.
         """
         last, self._last = self._last, ("", 0)
         try:
@@ -457,7 +456,7 @@ class SnapshotReader:
         return found
 
     def state(self, path: Path) -> State:
-        """The policy in `path`, which has to be whole; snapshots are not touched. Raises EngineError."""
+        """Read the whole policy in `path`, without affecting snapshots. Raises EngineError."""
         with _opened(path) as file:
             return HostState(threads=self._threads).build(file.found()).state
 
@@ -468,7 +467,7 @@ class SnapshotReader:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> "Generator[_Reading]":
-    """The file, deleted as soon as it is open. Raises EngineError."""
+    """Yield the file, deleted as soon as it is open. Raises EngineError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -487,7 +486,7 @@ def _opened(path: Path) -> "Generator[_Reading]":
 
 
 class _Reading:
-    """One file while it is read: its end goes as soon as it was read, so that no second copy stays."""
+    """One file being read; its end is truncated once read, to keep no second copy."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
@@ -496,11 +495,11 @@ class _Reading:
         self._check_all()
         self._lock = threading.Lock()
         self._left: list[int] = []
-        """Where the pieces that were not read begin, the last one last."""
+        """Offsets of unread pieces, ascending."""
         self._read: set[int] = set()
 
     def found(self) -> Iterator[TensorDiff]:
-        """All tensors in their order, then all pieces, the last ones first."""
+        """Yield all tensors in order, then all pieces, the last ones first."""
         pieces: list[tuple[int, _FilePiece, _Entry]] = []
         for entry in self.header.tensors:
             yield TensorDiff(entry.name, entry.dtype, entry.shape, entry.whole)
@@ -513,7 +512,7 @@ class _Reading:
             yield TensorDiff(entry.name, entry.dtype, entry.shape, entry.whole, [piece])
 
     def read_into(self, out: NDArray[Any], at: int) -> None:
-        """Fill `out` from `at` on. Raises EngineError."""
+        """Fill `out` from offset `at`. Raises EngineError."""
         left = out.data.cast("B")
         while left.nbytes:
             done = os.preadv(self._descriptor, [left], at)
@@ -523,7 +522,7 @@ class _Reading:
             at += done
 
     def done(self, at: int) -> None:
-        """The piece from `at` on is not needed any more."""
+        """Mark the piece at offset `at` as read, and truncate the file behind unread pieces."""
         with self._lock:
             self._read.add(at)
             end = None
@@ -533,14 +532,14 @@ class _Reading:
                 os.ftruncate(self._descriptor, end)
 
     def fault(self, name: str) -> EngineError:
-        """What to say of a piece that is not of its tensor."""
+        """Return the error for a piece that does not fit its tensor."""
         return self._fault(f"a piece of {name!r} does not fit")
 
     def _fault(self, what: str) -> EngineError:
         return EngineError(f"the policy in {self._path} is damaged ({what}): export it again")
 
     def _read_header(self) -> tuple[_Header, int]:
-        """The header and where it begins: pieces lie before it."""
+        """Read the header and its offset: pieces lie before it."""
         size = os.fstat(self._descriptor).st_size
         footer = os.pread(self._descriptor, FOOTER, max(0, size - FOOTER))
         if len(footer) != FOOTER or footer[16:] != MAGIC:
@@ -559,7 +558,7 @@ class _Reading:
         return header, start
 
     def _check_all(self) -> None:
-        """No tensor comes twice, and no byte of the file is for two pieces: so nothing grows by reading."""
+        """Check that no tensor comes twice and no byte belongs to two pieces, which bounds memory."""
         if len({entry.name for entry in self.header.tensors}) < len(self.header.tensors):
             raise self._fault("a tensor comes twice")
         spans = sorted(
@@ -579,7 +578,7 @@ class _Reading:
             self._check(entry)
 
     def _check(self, entry: _Entry) -> None:
-        """Pieces lie in their tensor, and those of a whole one are all of it."""
+        """Check that pieces lie in their tensor, and that those of a whole tensor cover it."""
         count = numel(entry.shape)
         dense = [(one.start, one.start + one.count) for one in entry.pieces if one.index_at is None]
         if any(start < 0 or end > count for start, end in dense):
@@ -592,7 +591,7 @@ class _Reading:
 
 
 def _spans(entry: _Entry, piece: _Piece) -> list[tuple[int, int]]:
-    """Where the bytes of a piece lie in the file."""
+    """Return the byte ranges of a piece in the file."""
     found = [(piece.bits_at, piece.bits_at + piece.count * BITS[entry.dtype].itemsize)]
     if piece.index_at is not None:
         found.append((piece.index_at, piece.index_at + piece.count * 4))
@@ -601,7 +600,7 @@ def _spans(entry: _Entry, piece: _Piece) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _FilePiece:
-    """A piece that is read when it is written: straight into the tensor, if it is dense."""
+    """A piece that is read when written: straight into the tensor, if it is dense."""
 
     file: _Reading
     at: int
@@ -610,7 +609,7 @@ class _FilePiece:
     """It holds no memory."""
 
     def write(self, data: NDArray[Any]) -> Positions | None:
-        """Read the elements into the whole tensor's bits; returns their positions, if few."""
+        """Read the elements into the whole tensor's bits; return their positions, if few."""
         told = self.told
         if told.index_at is None:
             self.file.read_into(data[told.start : told.start + told.count], told.bits_at)

@@ -1,6 +1,6 @@
-"""Supervised warm-up: teach the form of an answer until reinforcement learning has something to reward.
+"""Supervised warm-up: teach the answers' form until reinforcement learning finds rewards.
 
-It stops at the target, not at convergence: the rest is learned by the run itself.
+It stops at the target accuracy, not at convergence: the run itself learns the rest.
 """
 
 import logging
@@ -20,10 +20,10 @@ LR_WARMUP_STEPS = 20
 
 @runtime_checkable
 class SupervisedBackend(Protocol):
-    """What a warm-up needs of a trainer backend; LocalBackend has it."""
+    """The part of a trainer backend that a warm-up needs; LocalBackend has it."""
 
     async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """One cross-entropy step; returns the loss per token."""
+        """Make one cross-entropy step; return the loss per token."""
         ...
 
     async def end_supervised(self) -> None:
@@ -31,13 +31,13 @@ class SupervisedBackend(Protocol):
         ...
 
     async def state(self) -> State:
-        """The bf16 policy as it would be published now."""
+        """Return the bf16 policy as it would be published now."""
         ...
 
 
 @dataclass(frozen=True)
 class WarmupProgress:
-    """One evaluation on the way."""
+    """Result of one evaluation during the warm-up."""
 
     step: int
     loss: float
@@ -47,7 +47,10 @@ class WarmupProgress:
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Where the warm-up ended; `accuracy` below the target means that `max_steps` or the examples ran out."""
+    """Result of a warm-up.
+
+    `accuracy` below the target means that `max_steps` or the examples ran out.
+    """
 
     steps: int
     accuracy: float
@@ -63,10 +66,10 @@ async def warm_up(
     progress: Callable[[WarmupProgress], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupResult:
-    """Cross entropy on (prompt, completion) pairs until `evaluate` reaches `config.target`.
+    """Train on (prompt, completion) pairs until `evaluate` reaches `config.target`.
 
-    `evaluate` gives the share of sampled completions that are right, on as many prompts as
-    `config.eval_prompts` says: with 256 its standard error at 0.28 is 0.028. It is asked every
+    The loss is cross entropy. `evaluate` returns the share of correct sampled completions, on
+    `config.eval_prompts` prompts: with 256 its standard error at 0.28 is 0.028. It is called every
     `eval_interval` steps and at the end. The optimizer is reset afterwards, also after an error.
     """
     started = clock()
@@ -92,7 +95,7 @@ async def warm_up(
 
 
 async def _next_batch(examples: AsyncIterator[Example], size: int) -> list[Example]:
-    """The next `size` examples; fewer, or none, where they end."""
+    """Return the next `size` examples; fewer, or none, at the end."""
     batch: list[Example] = []
     while len(batch) < size:
         try:

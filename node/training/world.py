@@ -1,7 +1,7 @@
-"""The ranks that train one model together, and how they talk to each other. Imports torch: import lazily.
+"""The ranks that train one model together, and their collectives.
 
-Every method is collective: all ranks call it, in the same order. Every collective has a deadline; a rank that
-misses it ends, and with it all of them (rank_group.py sees to that).
+Imports torch: import lazily. Every method is collective: all ranks call it, in the same order. Every collective
+has a deadline; a rank that misses it ends, and with it all ranks (rank_group.py).
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MESSAGE = 1000
-"""Bytes of an error that is told to other ranks."""
+"""Bytes of an error message sent to other ranks."""
 FAILURES = (OSError, SafetensorError, ValueError, KeyError, RuntimeError)
 """Errors of reading, writing and planning a checkpoint; each becomes a StorageError of all ranks."""
 _MISSING = re.compile(r"Ranks? ([\d, ]+) failed to pass")
@@ -33,26 +33,26 @@ _MISSING = re.compile(r"Ranks? ([\d, ]+) failed to pass")
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view: who it is, and with whom it shares what."""
+    """One rank's view: its number, its device and the groups that it shares tensors with."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    """What parameters are sharded over: one dimension, or replicas x shards. None: nothing is sharded."""
+    """Mesh over which parameters are sharded: one dimension, or replicas x shards. None: nothing is sharded."""
     context: DeviceMesh | None = None
-    """The ranks that share each sequence with this one, itself included; None: it has them for itself."""
+    """The ranks that share each sequence with this one, itself included; None: sequences are not shared."""
 
     @classmethod
     def alone(cls, device: torch.device) -> "World":
-        """A rank without others: nothing is sharded or exchanged."""
+        """Return a single rank: nothing is sharded or exchanged."""
         return cls(0, 1, device)
 
     @classmethod
     def join(cls, config: TrainingConfig) -> "World":
-        """The rank that the environment names, once all are there; as alone(), where it is the only one.
+        """Return the rank named by the environment, once all ranks are there.
 
-        Raises EngineError.
+        A single rank is as in alone(). Raises EngineError.
         """
         size = int(os.environ["WORLD_SIZE"])
         copies, sharers = config.fsdp.replicas, config.context_parallel
@@ -81,35 +81,35 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this rank acts for all."""
         return self.rank == 0
 
     @property
     def context_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.context.size() if self.context is not None else 1
 
     @property
     def context_rank(self) -> int:
-        """Which part of a sequence is this rank's."""
+        """Index of this rank's part of a sequence."""
         return self.context.get_local_rank() if self.context is not None else 0
 
     @property
     def data_size(self) -> int:
-        """Shares that a batch is cut into."""
+        """Number of shares that a batch is split into."""
         return self.size // self.context_size
 
     @property
     def data_rank(self) -> int:
-        """Which share is this rank's."""
+        """Index of this rank's share."""
         return self.rank // self.context_size
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, float64."""
+        """Return the sums over all ranks, float64."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Maxima over all ranks."""
+        """Return the maxima over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def close(self) -> None:
@@ -120,14 +120,14 @@ class World:
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
-        # on the CPU: gloo sums in the same order on all ranks, and no device is waited for
+        # on the CPU: gloo sums in the same order on all ranks, without waiting for a device
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, operation)
         return numbers.tolist()
 
 
 class RanksMissing(Exception):
-    """Some ranks did not come; rank 0 knows which."""
+    """Some ranks did not arrive; only rank 0 knows which."""
 
     def __init__(self, ranks: list[int], detail: str) -> None:
         super().__init__(detail)
@@ -136,10 +136,10 @@ class RanksMissing(Exception):
 
 @dataclass(frozen=True)
 class RankChannel:
-    """A gloo group of all ranks for one purpose beside training: calls, or checkpoints. Collective.
+    """A gloo group of all ranks for one purpose beside training: calls, or checkpoints.
 
-    Bytes are sent as they are: nothing is unpickled. Each purpose has its own channel, so that messages of one
-    are never taken for those of the other. By default: one rank without others.
+    Collective. Bytes are sent as they are: nothing is unpickled. Each purpose has its own channel, so that
+    messages of different purposes are never confused. The default is a single rank.
     """
 
     rank: int = 0
@@ -149,9 +149,9 @@ class RankChannel:
 
     @classmethod
     def open(cls, timeout_s: float) -> "RankChannel":
-        """Open a new group beside the default one; without that one, a channel of one rank.
+        """Open a new group beside the default one; without a default group, a channel of one rank.
 
-        A rank that is not heard of for `timeout_s` seconds is an error (RuntimeError of torch).
+        Silence of a rank for `timeout_s` seconds is an error (torch's RuntimeError).
         """
         if not dist.is_initialized():
             return cls(timeout_s=timeout_s)
@@ -162,7 +162,7 @@ class RankChannel:
     def broadcast(self, data: bytes | None, limit: int) -> bytes:
         """Send the bytes of rank 0, `limit` at most, to every rank; the others pass None."""
         if self.group is None:
-            assert data is not None  # there are no others
+            assert data is not None  # there are no other ranks
             return data
         length = torch.tensor([len(data or b"")])
         dist.broadcast(length, 0, group=self.group)
@@ -176,7 +176,7 @@ class RankChannel:
         return body.numpy().tobytes()
 
     def gather(self, number: int) -> list[int]:
-        """Collect one number of every rank, in order."""
+        """Gather one number from every rank, in order."""
         return [int(row) for row in self._gather(torch.tensor([number]))]
 
     def meet(self, timeout_s: float | None = None) -> None:
@@ -192,13 +192,19 @@ class RankChannel:
             raise RanksMissing(ranks, one_line(error)) from error
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; returns this rank's result. Raises StorageError on all ranks or none."""
+        """Run `work` on every rank and return this rank's result.
+
+        Raises StorageError on all ranks or none.
+        """
         result, problem = _attempt(work)
         self._agree(problem)
         return cast(T, result)
 
     def first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 alone while the others wait. Raises StorageError on all ranks or none."""
+        """Run `work` on rank 0 alone while the others wait.
+
+        Raises StorageError on all ranks or none.
+        """
         self._agree(None if self.rank else _attempt(work)[1])
 
     def _agree(self, problem: str | None) -> None:
@@ -220,7 +226,7 @@ class RankChannel:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result, or the problem in words."""
+    """Return the result, or the error as text."""
     try:
         return work(), None
     except StorageError as error:
@@ -231,7 +237,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
+    """Return the device type: `auto` is cuda if available, else cpu."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,8 +251,8 @@ def _own_device(config: TrainingConfig) -> torch.device:
     if config.gpu_memory_utilization < 1:
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # packs of many lengths would leave gaps: 3 of 43 GiB at 0.6B, and the auditor had no room. Not as a
-        # variable: vLLM's processes, which inherit those, cannot sleep with it
+        # packs of many lengths fragment memory: 3 of 43 GiB at 0.6B, which the auditor lacked. Not as an
+        # environment variable: vLLM's processes, which inherit those, cannot sleep with it
         core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
         if hasattr(core, "_accelerator_setAllocatorSettings"):  # torch 2.10
             core._accelerator_setAllocatorSettings("expandable_segments:True")

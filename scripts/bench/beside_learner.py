@@ -1,12 +1,12 @@
-"""What a trainer's network gives while its learner computes: in the daemon, or in a process of its own.
+"""Measure a trainer's network while its learner computes in the daemon or in a process.
 
     python scripts/bench/beside_learner.py [--shape tiny|50m|0.6b] [--tokens N] [--seconds N] [--compile]
         [--ways idle local process] [--quick] [--json FILE]
 
-A node serves pieces of 1 MiB over iroh, as a trainer does, to a process that computes nothing: four streams,
-each asks for the next piece when it has one, and every two seconds a new connection is made. The learner is
-loaded and takes one step after the other from the first second on; it compiles its layers with --compile, or on
-a GPU. Each way is measured in processes of its own; figures are those of whole seconds.
+A node serves pieces of 1 MiB over iroh, as a trainer does, to a process that computes nothing: each of four
+streams requests the next piece as soon as it has one, and every two seconds a new connection is made. The
+learner is loaded and takes one step after the other from the first second on; it compiles its layers with
+--compile, or on a GPU. Each way is measured in separate processes; figures are those of whole seconds.
 """
 
 import argparse
@@ -37,11 +37,11 @@ PIECE = bytes(1 << 20)
 STREAMS = 4
 CONNECT_EVERY_S = 2.0
 DEADLINE_S = 10.0
-"""After which a node takes another for unreachable."""
+"""Time after which a node considers another one unreachable."""
 
 
 async def serve(transport: IrohTransport) -> None:
-    """A piece for every byte, on every stream of every connection."""
+    """Send a piece for every received byte, on every stream of every connection."""
     async with asyncio.TaskGroup() as tasks:
 
         async def give(stream: Stream) -> None:
@@ -59,7 +59,7 @@ async def serve(transport: IrohTransport) -> None:
 
 
 async def learn(options: argparse.Namespace, model: Path, way: str) -> int:
-    """Steps until cancelled."""
+    """Make steps until cancelled; return their number."""
     training: dict[str, Any] = {"seq_len": options.tokens, "backend": "local"}
     if way == "process":
         training |= {"backend": "fsdp", "fsdp": {"ranks": 1}}
@@ -81,7 +81,7 @@ async def learn(options: argparse.Namespace, model: Path, way: str) -> int:
 
 
 async def node(options: argparse.Namespace, model: Path, way: str) -> dict[str, Any]:
-    """One way: what the other process received, second by second, and how the learner fared."""
+    """Measure one way: the other process's received data per second, and the learner's steps."""
     share_python()
     transport = IrohTransport(SecretKey.generate(), host="127.0.0.1", port=0, alpns=(ALPN,))
     await transport.start()
@@ -104,7 +104,7 @@ async def node(options: argparse.Namespace, model: Path, way: str) -> dict[str, 
 
 
 async def fetch(peer: bytes, address: str, seconds: float) -> dict[str, Any]:
-    """The process at the other end."""
+    """Receive pieces in the process at the other end."""
     transport = IrohTransport(SecretKey.generate(), host="127.0.0.1", port=0, alpns=(ALPN,))
     await transport.start()
     began = time.monotonic()
@@ -140,7 +140,7 @@ async def fetch(peer: bytes, address: str, seconds: float) -> dict[str, Any]:
 
 
 def line(found: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     mib, waits = found["mib"], found["connect_s"]
     silent = sum(not one for one in mib)
     return (
@@ -150,7 +150,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The table, or one of its processes."""
+    """Print the table, or run one of its processes."""
     parser = make_parser(__doc__, "a tiny model, a few seconds")
     parser.add_argument("--shape", default="50m", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, default=512)
@@ -173,7 +173,7 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every way in a process of its own, which has compiled nothing yet."""
+    """Measure every way in a separate process, which has compiled nothing yet."""
     rows: list[dict[str, Any]] = []
     print("| learner | MiB/s | median s | worst s | silent s | slowest connection, s | steps |")
     print("|---|---|---|---|---|---|---|")

@@ -1,16 +1,16 @@
-"""How far honest stages of a pipeline are from a prefill at their boundaries, and to which one a cheat is laid.
+"""Measure honest distances at pipeline boundaries, and the attribution of cheats to stages.
 
     python scripts/bench/boundaries.py [--model tiny] [--layers 8] [--stages 4] [--dtype bfloat16]
         [--rollouts 192] [--batch 32] [--device cpu] [--massive 0] [--vllm [--bits 4]] [--quick] [--json FILE]
 
-A model is trained a little (trained_model.py) and decoded token by token by what the stages of a pipeline
-compute, one of which may hold other weights than it should; then each rollout is measured by a prefill and laid
-to stages by the rules of a run. `built in` are the bounds of verification/bounds.py; `calibrated` are 1.2
-times the largest distance of half of the honest rollouts to reject, and their 99 % quantile to suspect.
---massive makes one channel of the residual stream so many times larger than the others, as trained models do.
+A model is trained a little (trained_model.py) and decoded token by token as the stages of a pipeline compute
+it; one stage may hold wrong weights. Then each rollout is measured by a prefill and attributed to stages by the
+rules of a run. `built in` are the bounds of verification/bounds.py; `calibrated` are 1.2 times the largest
+distance of half of the honest rollouts to reject, and their 99 % quantile to suspect. --massive makes one
+channel of the residual stream larger than the others by that factor, as in trained models.
 
---vllm does the same with three stages of vLLM in processes of their own, of 2, 3 and 3 layers: first all are
-honest, then one after the other holds its matrices in so many bits. Bounds are the largest honest distance to
+--vllm does the same with three stages of vLLM in separate processes, of 2, 3 and 3 layers: first all are
+honest, then one after the other holds its matrices in --bits bits. Bounds are the largest honest distance to
 suspect, and 1.2 times that to reject.
 """
 
@@ -63,12 +63,12 @@ PROMPT, REPLY = 24, 64
 TEMPERATURE = 1.0
 OWN = 1
 ENDS = [2, 5, 8]
-"""Of the stages of vLLM."""
+"""End layers of the stages of vLLM."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured."""
+    """Model and settings of a measurement."""
 
     model_dir: Path
     state: State
@@ -81,7 +81,7 @@ class Setting:
 
 
 class Watch:
-    """Keeps what is projected, pass by pass."""
+    """Records the projected states of each forward pass."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = frozenset(layers)
@@ -95,7 +95,7 @@ class Watch:
 
 
 class Watched(LanguageModel):
-    """What the stages of a pipeline compute together, looked at where they meet."""
+    """The whole model of a pipeline's stages, observed at the boundaries."""
 
     watch: Watch
 
@@ -110,7 +110,7 @@ class Watched(LanguageModel):
 
 
 def coarse(state: State, layers: range, bits: int) -> State:
-    """`state` with the matrices of these layers in so many bits, scaled row by row."""
+    """Return `state` with the matrices of these layers quantised to `bits` bits, row by row."""
     most = 2 ** (bits - 1) - 1
     names = tuple(f"model.layers.{layer}." for layer in layers)
     found = dict(state)
@@ -123,7 +123,10 @@ def coarse(state: State, layers: range, bits: int) -> State:
 
 
 def shifted(state: State, layers: range, size: float) -> State:
-    """`state` with the matrices of these layers moved at random by `size` of their spread: another version."""
+    """Return `state` with random noise in the matrices of these layers: another version.
+
+    The noise has `size` times their standard deviation.
+    """
     generator = torch.Generator().manual_seed(1)
     names = tuple(f"model.layers.{layer}." for layer in layers)
     found = dict(state)
@@ -136,7 +139,7 @@ def shifted(state: State, layers: range, size: float) -> State:
 
 
 def requests(corpus: Corpus, count: int) -> list[GenerateRequest]:
-    """What is asked of the pipeline."""
+    """Make the requests to the pipeline."""
     return [
         GenerateRequest(
             prompt=tuple(corpus.text([3, number], PROMPT)),
@@ -150,7 +153,7 @@ def requests(corpus: Corpus, count: int) -> list[GenerateRequest]:
 
 
 def play(setting: Setting, state: State) -> list[AuditItem]:
-    """Rollouts drawn by stages that hold `state` together."""
+    """Draw rollouts by stages that together hold `state`."""
     device = pick_device(setting.device)
     model = huggingface.model_from_state(
         setting.model_dir, state, dtype=setting.dtype, device=device
@@ -200,21 +203,21 @@ def _play(network: Watched, asked: Sequence[GenerateRequest], setting: Setting) 
 
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
-    """As the trainer measures them."""
+    """Measure rollouts as the trainer does."""
     replay = Replay(AuditTerms(str(setting.model_dir), setting.dtype, setting.device))
     found = replay.measure(items, {OWN: setting.state}, {})
     return [one for one in found if isinstance(one, Measured)]
 
 
 def outputs(found: Sequence[Measured]) -> Any:
-    """[rollouts, stages]: how far each stage's output is."""
+    """Return [rollouts, stages]: the distance of each stage's output."""
     return np.array([[*one.boundaries, one.fingerprint] for one in found])
 
 
 def contract(
     dtype: str, reject: float | None = None, suspect: float | None = None
 ) -> ProofContract:
-    """The built-in one, or with other bounds on distances."""
+    """Return the built-in contract, or one with other bounds on distances."""
     bounds = list(BUILT_IN[dtype])
     if reject is not None and suspect is not None:
         bounds[0] = msgspec.structs.replace(bounds[0], fingerprint=reject)
@@ -234,7 +237,7 @@ def contract(
 
 
 def laid(found: Sequence[Measured], bounds: ProofContract) -> list[StageAttribution]:
-    """What each rollout is laid to; distances only, as drawing and logprobs have bounds of their own."""
+    """Attribute each rollout by distances alone; drawing and logprobs have other bounds."""
     blames: list[StageAttribution] = []
     for number, one in enumerate(found):
         evidence = Evidence(0, number, one.tokens, one.fingerprint, 0.0, 0.0, 0.0, 0.0, -1.0)
@@ -243,7 +246,10 @@ def laid(found: Sequence[Measured], bounds: ProofContract) -> list[StageAttribut
 
 
 def shares(blames: Sequence[StageAttribution], liar: int) -> dict[str, float]:
-    """How often the liar is named alone, among others, or somebody else is; by outcome."""
+    """Return shares of rollouts by outcome and by attribution.
+
+    The liar may be named alone, be among several stages, or be missed in favour of others.
+    """
     count = len(blames)
     loud = [one for one in blames if one.outcome != "clean"]
     return {
@@ -256,7 +262,7 @@ def shares(blames: Sequence[StageAttribution], liar: int) -> dict[str, float]:
 
 
 def cheats(setting: Setting, quick: bool) -> dict[str, Callable[[range], State]]:
-    """Name -> the weights of all where the stage of these layers cheats."""
+    """Return, by name, functions from the cheating stage's layers to the whole state."""
     state = setting.state
     found: dict[str, Callable[[range], State]] = {
         "int4 weights": lambda layers: coarse(state, layers, 4),
@@ -268,7 +274,7 @@ def cheats(setting: Setting, quick: bool) -> dict[str, Callable[[range], State]]
 
 
 def report(setting: Setting, quick: bool) -> dict[str, Any]:
-    """Everything, printed on the way."""
+    """Measure and print everything."""
     honest = measure(setting, play(setting, setting.state))
     table = outputs(honest)
     half = table[: len(table) // 2]
@@ -309,7 +315,7 @@ def report(setting: Setting, quick: bool) -> dict[str, Any]:
 
 
 def item(request: GenerateRequest, said: Completion) -> AuditItem:
-    """What is audited of a completion; all claim version 0."""
+    """Make the audit item of a completion; all claim version 0."""
     start, count = len(request.prompt), len(said.token_ids)
     return AuditItem(
         token_ids=[*request.prompt, *said.token_ids],
@@ -326,7 +332,7 @@ def item(request: GenerateRequest, said: Completion) -> AuditItem:
 
 
 async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Everything, printed on the way."""
+    """Measure and print everything, with stages of vLLM."""
     from support.vllm_pipeline_cases import pipeline, plan_of, shape_of
 
     made = trained(asked, ENDS[-1])
@@ -362,18 +368,18 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# -- the whole ------------------------------------------------------------------------------------
+# -- models and reports ---------------------------------------------------------------------------
 
 
 def trained(asked: argparse.Namespace, layers: int) -> Trained:
-    """The model; hardly trained with --quick."""
+    """Return the model; with --quick trained for only a few steps."""
     steps = 10 if asked.quick else None
     model = recipe(asked.model, steps=steps, num_hidden_layers=layers)
     return trained_model(model, device=asked.device)
 
 
 def report_all(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Everything, printed on the way."""
+    """Measure and print everything, with stages in this process."""
     made = trained(asked, asked.layers)
     cuts = tuple(asked.layers * rank // asked.stages for rank in range(1, asked.stages))
     state = with_massive_channel(made.state, asked.massive)

@@ -1,11 +1,11 @@
-"""How often the checks catch each cheat of the cheat book, and how often they punish the honest.
+"""Measure how often the checks catch each cheat, and how often they punish the honest.
 
     python scripts/bench/cheats.py [--quick] [--models tiny,50m] [--json FILE] [--save FILE | --load FILE...]
 
-Production parts end to end (Verifier, auditor, reputation), judged by the bounds that are built in and by
-bounds that are calibrated with the same honest rollouts; tests/attacks/cheat_book.py says what each cheat
-does. Models are trained a little (trained_model.py). Honest workers generate alone, a few at a time and in
-large batches; with --engine vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_cheats.
+Production parts end to end (Verifier, auditor, reputation), judged by the built-in bounds and by bounds
+calibrated with the same honest rollouts; tests/attacks/cheat_book.py describes the cheats. Models are trained a
+little (trained_model.py). Honest workers generate alone, a few at a time and in large batches; with --engine
+vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_cheats.
 """
 
 import argparse
@@ -54,12 +54,12 @@ from primerl.tests.attacks.cheat_world import (
 )
 
 COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
-"""Rollouts at once, and the share of the honest blocks."""
+"""Numbers of concurrent rollouts, and their shares of the honest blocks."""
 MOST = 128
-"""Rollouts of a cheat at once."""
+"""Maximum number of concurrent rollouts of a cheat."""
 UPDATES = 4
 EXPECTED_AUDITS = 200_000
-"""Of the run that the bars are made for: 800 steps of 16 x 8 rollouts, twice."""
+"""Audits of the run that the thresholds are made for: 800 steps of 16 x 8 rollouts, twice."""
 SUBMISSION = 8
 """Rollouts that arrive together."""
 PATIENCE = 8192
@@ -73,7 +73,7 @@ SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
 FALSE_POSITIVES = 1e-4
 PROOF_BYTES = 8.1
 HARMLESS = "failures told as errors"
-"""Costs the rollouts and nothing else; what it leaves open stands in docs/proofs.md."""
+"""A cheat that costs the rollouts and nothing else; docs/proofs.md describes the remaining gap."""
 
 COLUMNS = (
     "rollouts",
@@ -93,7 +93,7 @@ COLUMNS = (
 
 
 async def start_main(world: World, config: EngineConfig) -> Engine | None:
-    """vLLM, if that is what generates."""
+    """Start vLLM, if it generates."""
     if config.type != "vllm":
         return None
     engine = build_engine(config)
@@ -104,7 +104,7 @@ async def start_main(world: World, config: EngineConfig) -> Engine | None:
 async def measure_honest(
     world: World, name: str, config: EngineConfig, options: argparse.Namespace, blocks: int
 ) -> list[list[Sample]]:
-    """For each auditor, samples of honest workers in every company."""
+    """Return, for each auditor, samples of honest workers at every concurrency of COMPANY."""
     auditors = await start_auditors(world, options.audit.split(","))
     main = await start_main(world, config)
     found: list[list[Sample]] = [[] for _ in auditors]
@@ -133,7 +133,7 @@ async def measure_cheats(
     dtypes: Sequence[str],
     rollouts: int,
 ) -> AsyncIterator[Cheat]:
-    """Adds samples of each cheat to the settings, one for each auditor."""
+    """Add samples of each cheat to the settings, one for each auditor; yield each cheat."""
     auditors = await start_auditors(world, dtypes)
     at_once = min(rollouts, MOST)
     try:
@@ -148,7 +148,7 @@ async def measure_cheats(
 
 
 async def measure(options: argparse.Namespace) -> list[Setting]:
-    """Every setting, its tables printed when it is done."""
+    """Measure every setting and print its tables."""
     settings: list[Setting] = []
     for model in options.models.split(","):
         name, _, dtype = model.partition(":")
@@ -183,28 +183,28 @@ async def measure(options: argparse.Namespace) -> list[Setting]:
 
 
 def keep(options: argparse.Namespace, settings: list[Setting]) -> None:
-    """Write what there is, if that is wanted."""
+    """Write the settings so far, with --save."""
     if options.save:
         save(options.save, settings)
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print progress."""
     print(line, flush=True)
 
 
-# -- the trust of a run, fed with outcomes that are drawn from those measured ----------------------
+# -- simulated reputation, from resampled outcomes -------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """Rollouts that were sent until the ban, over many simulated workers."""
+    """Rollouts sent until the ban, over many simulated workers."""
 
     banned: float
     """Share of the workers that were banned at all."""
     median: float
     slowest: float
-    """95 % of all workers were banned within so many; infinite if fewer ever were."""
+    """Rollouts within which 95 % of all workers were banned; infinite if fewer ever were."""
     quarantined: float
     """Median until nothing was leased any more, by ban or quarantine."""
 
@@ -212,7 +212,7 @@ class Stopped:
 def caught_within(
     outcomes: Sequence[Outcome], audited: int, contract: ProofContract, chance: random.Random
 ) -> float:
-    """P(some rollout rejected, or the worker banned) among `audited` audited rollouts."""
+    """Estimate P(some rollout rejected, or the worker banned) among `audited` audited rollouts."""
     test = ban_test(contract, EXPECTED_AUDITS)
     caught = 0
     for _ in range(DRAWS):
@@ -228,9 +228,9 @@ def _banned(drawn: Sequence[Outcome], test: BanTest) -> bool:
 
 
 def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: random.Random) -> int:
-    """Bans of honest workers among AUDITS audited rollouts; a banned worker starts anew.
+    """Count bans of honest workers in AUDITS audited rollouts; a banned worker starts anew.
 
-    The contract promises false_bans of them in EXPECTED_AUDITS.
+    The contract promises at most false_bans of them in EXPECTED_AUDITS.
     """
     test = ban_test(contract, EXPECTED_AUDITS)
     reputation, bans = Reputation(), 0
@@ -249,7 +249,7 @@ def until_ban(
     *,
     proven: bool,
 ) -> Stopped:
-    """A newcomer, all of whose rollouts are audited, or a proven worker that begins to cheat."""
+    """Simulate bans of a fully audited newcomer, or of a proven worker that begins to cheat."""
     lives = [_live(outcomes, contract, chance, proven=proven) for _ in range(LIVES)]
     bans = sorted(ban for ban, _ in lives)
     return Stopped(
@@ -263,7 +263,7 @@ def until_ban(
 def _live(
     outcomes: Sequence[Outcome], contract: ProofContract, chance: random.Random, *, proven: bool
 ) -> tuple[float, float]:
-    """Rollouts sent until the ban, and until quarantine or ban."""
+    """Return the rollouts sent until the ban, and until quarantine or ban."""
     test = ban_test(contract, EXPECTED_AUDITS)
     reputation = Reputation(good=RECORD if proven else 0.0, clean_streak=10**6 if proven else 0)
     quarantined = float("inf")
@@ -285,14 +285,14 @@ def _live(
 
 
 def _audited(batch: Sequence[Outcome], rate: float, chance: random.Random) -> list[Outcome]:
-    """A share `rate` of what the cheap checks let pass; all of it once one is guilty."""
+    """Return a random share `rate` of the rollouts that pass cheap checks; all if one is guilty."""
     passed = [one for one in batch if one.evidence is not None]
     drawn = [one for one in passed if chance.random() < rate]
     return passed if any(one.caught for one in drawn) else drawn
 
 
 def observed(outcomes: Sequence[Outcome]) -> list[Audited]:
-    """What the sequential tests are told."""
+    """Return the input of the sequential tests."""
     found: list[Audited] = []
     for one in outcomes:
         kind = outcome_of(one.reason, one.suspect)
@@ -317,13 +317,13 @@ class HonestRow:
     """95 % upper bound of the share, Clopper-Pearson."""
     suspected_at_most: float
     calibrated: FalsePositives
-    """By bounds made of the other half."""
+    """False positives by bounds made of the other half."""
     bans: tuple[int, int]
-    """In 100,000 audits drawn from these, by built-in and by calibrated bounds."""
+    """Bans in 100,000 audits drawn from these, by built-in and by calibrated bounds."""
     quantiles: dict[str, list[float]]
-    """Per measure, at SHARES."""
+    """Quantiles at SHARES, per measure."""
     generated_per_s: float
-    """Tokens."""
+    """Tokens per second."""
     verified_per_s: float
 
 
@@ -335,24 +335,24 @@ class CheatRow:
     name: str
     rollouts: int
     rejected: float
-    """Share, by calibrated bounds like what follows."""
+    """Share, by calibrated bounds like the following figures."""
     suspected: float
     """Share, the rejected audits included."""
     reasons: dict[str, int]
     within: int
     caught: float
-    """Within so many audited rollouts, by calibrated bounds."""
+    """Probability of being caught within `within` audited rollouts, by calibrated bounds."""
     caught_built_in: float
-    """By the bounds that are built in for the dtype."""
+    """Same probability by the built-in bounds of the dtype."""
     wanted: float
     newcomer: Stopped
     proven: Stopped
     medians: dict[str, float]
-    """Of every measure."""
+    """Median of every measure."""
 
 
 def honest_row(setting: Setting) -> HonestRow:
-    """The honest of one setting."""
+    """Make the row of a setting's honest rollouts."""
     samples = setting.honest
     played = [one for sample in samples for one in sample.outcomes]
     outcomes = rejudged(played, setting.contract)
@@ -389,13 +389,13 @@ def _bans(setting: Setting, outcomes: Sequence[Outcome]) -> tuple[int, int]:
 
 
 def calibrate(setting: Setting) -> ProofContract:
-    """The setting's contract with the bounds that its honest rollouts give."""
+    """Return the setting's contract with bounds calibrated on its honest rollouts."""
     evidence = [one for sample in setting.honest for one in evidence_of(sample.outcomes)]
     return bands(evidence).contract(setting.contract)
 
 
 def cheat_rows(settings: Sequence[Setting]) -> list[CheatRow]:
-    """All cheats of all settings."""
+    """Make the rows of all cheats of all settings."""
     rows: list[CheatRow] = []
     for setting in settings:
         calibrated = calibrate(setting)
@@ -404,7 +404,7 @@ def cheat_rows(settings: Sequence[Setting]) -> list[CheatRow]:
 
 
 def _cheat_row(setting: Setting, sample: Sample, calibrated: ProofContract) -> CheatRow:
-    """What was measured, and what trust makes of it."""
+    """Make the row of one cheat, with its simulated effect on reputation."""
     cheat = BOOK[sample.name.partition(" @ ")[0]]
     chance = random.Random(sample.name)
     outcomes = rejudged(sample.outcomes, calibrated)
@@ -427,13 +427,13 @@ def _cheat_row(setting: Setting, sample: Sample, calibrated: ProofContract) -> C
 
 
 def reasons(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Why rollouts were rejected, the commonest first."""
+    """Count rejected rollouts by reason, the commonest first."""
     found = Counter(one.reason.value for one in outcomes if one.reason is not None)
     return dict(found.most_common())
 
 
 def medians(sample: Sample) -> dict[str, float]:
-    """The median of every measure over the audited rollouts."""
+    """Return the median of every measure over the audited rollouts."""
     evidence = evidence_of(sample.outcomes)
     if not evidence:
         return {}
@@ -446,7 +446,7 @@ def medians(sample: Sample) -> dict[str, float]:
 
 
 def show(settings: Sequence[Setting]) -> None:
-    """All tables."""
+    """Print all tables."""
     show_honest([honest_row(one) for one in settings])
     print()
     for one in settings:
@@ -456,7 +456,7 @@ def show(settings: Sequence[Setting]) -> None:
 
 
 def show_honest(rows: Sequence[HonestRow]) -> None:
-    """Error rates, then quantiles."""
+    """Print error rates, then quantiles."""
     print(
         "\n| honest | rollouts | blocks | built in: rejected (at most) | suspected (at most) "
         "| calibrated: rejected (at most) | suspected (at most) "
@@ -481,14 +481,14 @@ def show_honest(rows: Sequence[HonestRow]) -> None:
 
 
 def show_bounds(name: str, contract: ProofContract) -> None:
-    """The bounds that were judged by."""
+    """Print the bounds of a contract."""
     for kind, bounds in (("reject", contract.reject), ("suspect", contract.suspect)):
         values = ", ".join(f"{field} {getattr(bounds, field):g}" for field in MEASURES)
         print(f"{name}, {kind}: {values}")
 
 
 def show_cheats(rows: Sequence[CheatRow]) -> None:
-    """One table a setting."""
+    """Print one table per setting."""
     for setting in dict.fromkeys(row.setting for row in rows):
         print(f"\n| {setting} | " + " | ".join(COLUMNS) + " |")
         print("|---" * (len(COLUMNS) + 1) + "|")
@@ -523,7 +523,7 @@ def _number(value: float) -> str:
 def judge(
     honest: Sequence[HonestRow], cheats: Sequence[CheatRow], proof_bytes: dict[str, float]
 ) -> list[Goal]:
-    """Every goal with what was reached."""
+    """Return every goal with the value reached."""
     goals = [
         at_least(f"{row.setting}: {row.name}, caught within {row.within}", row.caught, row.wanted)
         for row in cheats
@@ -547,7 +547,7 @@ def judge(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = make_parser(__doc__, "tiny model: about a minute")
     parser.add_argument("--models", default="tiny,tiny:bfloat16,50m", help="NAME[:DTYPE],...")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of honest workers")
@@ -565,7 +565,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, write the report, and say by the exit code whether every goal was met."""
+    """Measure, print, write the report, and return exit code 0 if every goal was met."""
     import torch
 
     options = arguments()

@@ -1,6 +1,6 @@
-"""Honest workers and cheats play for leases and every rollout is judged: the samples behind the tables.
+"""Samples of judged rollouts of honest workers and cheats, for the tables.
 
-What was measured in a setting can be written to disk: tables are made of it anywhere, with any bounds.
+The measurements of a setting can be written to disk: tables can be made of them anywhere, with any bounds.
 """
 
 import json
@@ -34,13 +34,13 @@ BLOCK = 32
 EVERY_S = 10.0
 KEEP_BYTES = 2**34
 PORTION = 512
-"""Branches that are audited in one go."""
+"""Maximum number of branches per audit call."""
 NODE = bytes(31) + b"w"
 
 
 @dataclass
 class Sample:
-    """Judged rollouts of one kind, and what they cost."""
+    """Judged rollouts of one kind, and their cost."""
 
     name: str
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
@@ -72,12 +72,12 @@ class Setting:
 
 
 def save(path: Path, settings: list[Setting]) -> None:
-    """Write everything that was measured."""
+    """Write all measurements."""
     path.write_text(json.dumps([_plain(one) for one in settings]))
 
 
 def load(path: Path) -> list[Setting]:
-    """What save() wrote, with the bounds that are built in today."""
+    """Read the settings that save() wrote, with today's built-in bounds."""
     return [
         Setting(
             plain["label"],
@@ -92,7 +92,7 @@ def load(path: Path) -> list[Setting]:
 def _today(contract: dict[str, Any]) -> ProofContract:
     dtype = contract["dtype"]
     reject, suspect = BUILT_IN[dtype]
-    scale = {"other_scale": BUILT_IN_SCALE[dtype]}  # files of before have none
+    scale = {"other_scale": BUILT_IN_SCALE[dtype]}  # older files have none
     read = msgspec.convert(contract | scale, ProofContract)
     return msgspec.structs.replace(read, reject=reject, suspect=suspect)
 
@@ -131,7 +131,7 @@ def _sample(plain: dict[str, Any]) -> Sample:
 
 
 def rejudged(outcomes: Sequence[Outcome], contract: ProofContract) -> list[Outcome]:
-    """The same rollouts by other bounds; what was not audited stays as it is."""
+    """Judge the same rollouts by other bounds; outcomes without an audit stay unchanged."""
     found: list[Outcome] = []
     for one in outcomes:
         if one.evidence is not None:
@@ -142,12 +142,12 @@ def rejudged(outcomes: Sequence[Outcome], contract: ProofContract) -> list[Outco
 
 
 def evidence_of(outcomes: Sequence[Outcome]) -> list[Evidence]:
-    """What audits measured."""
+    """Return the evidence of the audited outcomes."""
     return [one.evidence for one in outcomes if one.evidence is not None]
 
 
 def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, Trained]:
-    """A trained model and a smaller one; the same again without `small`."""
+    """Return a trained model and a smaller one; without `small` the same one twice."""
     right = recipe(name)
     if not small:
         found = trained_model(right, device=device)
@@ -160,17 +160,17 @@ def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, T
 
 
 class BenchAuditor:
-    """An auditor in a thread that computes in a dtype of choice and keeps the networks of all versions."""
+    """An auditor in a thread, in a dtype of choice, that keeps the models of all versions."""
 
     def __init__(self, world: World, dtype: str) -> None:
-        """`dtype`: "" is that of the run."""
+        """`dtype` "" is that of the run."""
         common = audit_terms(world.model_dir, world.run, world.engine.device)
         self._terms = replace(common, dtype=dtype) if dtype else common
         self._thread = ComputeThread("bench auditor")
         self._replay: Replay | None = None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        """See Auditor."""
+        """See Auditor.start()."""
         self._replay = Replay(self._terms, keep_bytes=KEEP_BYTES)
 
     async def audit(
@@ -179,7 +179,7 @@ class BenchAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """See Auditor."""
+        """See Auditor.audit()."""
         assert self._replay is not None  # start() makes it
         found: list[Measured | Unreadable] = []
         for start in range(0, len(items), PORTION):
@@ -188,13 +188,13 @@ class BenchAuditor:
         return found
 
     async def close(self) -> None:
-        """See Auditor."""
+        """See Auditor.close()."""
         self._replay = None
         await self._thread.close()
 
 
 async def start_auditors(world: World, dtypes: Sequence[str]) -> list[Auditor]:
-    """One auditor for each dtype."""
+    """Start one auditor for each dtype."""
     found: list[Auditor] = [BenchAuditor(world, dtype) for dtype in dtypes]
     for one in found:
         await one.start(world.model_dir, world.run)
@@ -211,9 +211,9 @@ async def play_honestly(
     main: Engine | None = None,
     say: Say = print,
 ) -> list[Sample]:
-    """At least `blocks` honest audited blocks of 32 tokens, generated `at_once` rollouts at a time.
+    """Play at least `blocks` honest audited blocks of 32 tokens, `at_once` rollouts at a time.
 
-    One sample for each auditor, of the same rollouts.
+    Returns one sample for each auditor, of the same rollouts.
     """
     shop = Workshop(world, NODE, main)
     samples = [Sample(name) for _ in auditors]
@@ -239,7 +239,7 @@ async def play_cheats(
     main: Engine | None = None,
     say: Say = print,
 ) -> AsyncIterator[list[Sample]]:
-    """At least `rollouts` of each cheat, one cheat after the other: one sample for each auditor."""
+    """Play at least `rollouts` of each cheat in turn; yield one sample for each auditor."""
     shop = Workshop(world, NODE, main)
     try:
         for cheat in cheats:
@@ -260,7 +260,7 @@ async def _play(
     samples: Sequence[Sample],
     at_once: int,
 ) -> None:
-    """One lease; its tasks are new ones."""
+    """Play and judge one lease of new tasks."""
     world = shop.world
     groups = max(1, at_once // GROUP_SIZE)
     size = min(GROUP_SIZE, at_once)
@@ -280,7 +280,7 @@ async def judge_all(
     played: Groups,
     samples: Sequence[Sample],
 ) -> None:
-    """Add what each auditor finds to its sample."""
+    """Add each auditor's outcomes to its sample."""
     for auditor, sample in zip(auditors, samples, strict=True):
         started = time.perf_counter()
         sample.outcomes += await Court(shop.world, auditor).judge(shop, lease, played)

@@ -1,10 +1,10 @@
-"""What a checkpoint costs the training that goes on: staging, writing, reading, and steps meanwhile.
+"""Measure the cost of checkpoints: staging, writing, reading, and concurrent steps.
 
     python scripts/bench/checkpoints.py [--shape tiny|50m|0.6b|4b] [--tokens N] [--directory DIR] [--quick]
         [--json FILE]
 
-A learner as a run has it, with random weights, is saved at once (`save`), and by `stage` and a
-write in a thread while steps are timed beside it. GB are those of the files: 12 bytes a parameter.
+A learner as in a run, with random weights, is saved synchronously (`save`), and by `stage` and a write in a
+thread while steps are timed beside it. GB are those of the files: 12 bytes a parameter.
 """
 
 import shutil
@@ -28,11 +28,11 @@ from primerl.scripts.bench.report import conclude, make_parser
 ON_CUDA = torch.cuda.is_available()
 WARM_STEPS, STEPS = 3, 5
 CHECKED = 8
-"""Tensors that are compared with what was saved."""
+"""Tensors compared with their saved values."""
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds, until the device is done as well."""
+    """Return the seconds of `work`, until the device is done as well."""
     began = time.perf_counter()
     work()
     if ON_CUDA:
@@ -41,7 +41,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def measure(learner: Learner, tokens: int, directory: Path) -> dict[str, float]:
-    """Seconds by what was done."""
+    """Return seconds by operation."""
     number = iter(range(1, 1 << 20))
 
     def step() -> None:
@@ -71,7 +71,7 @@ def measure(learner: Learner, tokens: int, directory: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print a table."""
+    """Measure and print a table."""
     parser = make_parser(__doc__, "a tiny model")
     parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, default=16384 if ON_CUDA else 256)

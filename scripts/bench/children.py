@@ -1,7 +1,7 @@
-"""Processes of a benchmark: each takes commands as JSON lines on its stdin and tells events on its stdout.
+"""Child processes of benchmarks: commands as JSON lines on stdin, events on stdout.
 
-A child ends when its stdin does: a killed benchmark leaves no process behind. Whatever else a child or its
-libraries print goes to its log, for stdout is the wire.
+A child ends when its stdin does: a killed benchmark leaves no process behind. Other output of a child or its
+libraries goes to its log, since stdout carries the events.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ Handler = Callable[[Event], Awaitable[Event]]
 
 
 def cpu_by_process(root: int) -> dict[str, float]:
-    """CPU seconds of a process and of each that descends from it and lives, vLLM's too, by name and number."""
+    """Return CPU seconds of a process and its living descendants, by name and process id.
+
+    Descendants include vLLM's processes.
+    """
     found: dict[str, float] = {}
     process = psutil.Process(root)
     for one in (process, *process.children(recursive=True)):
@@ -36,25 +39,25 @@ def cpu_by_process(root: int) -> dict[str, float]:
 
 
 def cpu_seconds(root: int) -> float:
-    """The same, of all together."""
+    """Return the CPU seconds of a process and its living descendants together."""
     return sum(cpu_by_process(root).values())
 
 
 def tail(directory: Path, length: int = 2500) -> str:
-    """The ends of the logs of a `primerl-node rl` that writes its output to `rl.log` there."""
+    """Return the ends of the logs of a `primerl-node rl` with its output in `rl.log`."""
     logs = [directory / "rl.log", *directory.glob("run/logs/*.log")]
     return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 class Wire:
-    """A child's end. Take it before anything prints."""
+    """A child's end of the connection. Create it before anything prints."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what libraries print, vLLM's own children too, is for the log
+        os.dup2(2, 1)  # output of libraries and of vLLM's child processes goes to the log
 
     def tell(self, event: str, **more: Any) -> None:
-        """Say that something happened, and when (seconds of the wall clock)."""
+        """Report an event with its time (seconds of the wall clock)."""
         print(json.dumps({"event": event, "at": time.time(), **more}), file=self._out)
 
     async def serve(self, handlers: Mapping[str, Handler]) -> None:
@@ -67,7 +70,7 @@ class Wire:
             coming = asyncio.create_task(reader.readline())
             answering = asyncio.ensure_future(handlers[command["do"]](command))
             await asyncio.wait((answering, coming), return_when=asyncio.FIRST_COMPLETED)
-            if coming.done() and not coming.result():  # the parent is gone, whatever takes so long
+            if coming.done() and not coming.result():  # the parent is gone: cancel the command
                 answering.cancel()
                 await asyncio.wait((answering,))
                 return
@@ -92,7 +95,7 @@ class Child:
     async def start(
         self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        """Start it in a process group of its own."""
+        """Start the process in a new process group."""
         self.begun = time.time()
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -108,21 +111,24 @@ class Child:
         self._reading = asyncio.create_task(self._read(), name=self.name)
 
     async def event(self, name: str, timeout_s: float) -> Event:
-        """The first event of that name. Raises ChildFailed when the process ends or time is up."""
+        """Return the first event of that name.
+
+        Raises ChildFailed when the process ends or time is up.
+        """
         return await self._wait(lambda: self._found(name, 0), name, timeout_s)
 
     async def ask(self, do: str, timeout_s: float = 60.0, **more: Any) -> Event:
-        """Send a command and wait for its answer, which is the next one."""
+        """Send a command and return its answer, which is the next one."""
         assert self._process is not None, "start() comes first"
         assert self._process.stdin is not None
         before = len(self.events)
         self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        with suppress(BrokenPipeError, ConnectionResetError):  # then it has ended: see below
+        with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended: see below
             await self._process.stdin.drain()
         return await self._wait(lambda: self._found("answer", before), do, timeout_s)
 
     async def end(self, patience_s: float = END_S) -> None:
-        """Have it stop, by force after `patience_s`, and whatever it started."""
+        """Stop the process, by force after `patience_s`, and all processes it started."""
         process = self._process
         if process is None:
             return
@@ -174,5 +180,5 @@ class Child:
             self._news.notify_all()
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""

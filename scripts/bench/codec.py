@@ -1,14 +1,14 @@
-"""How small and how fast the delta codec is, beside what others move weights in, on the same tensors.
+"""Measure size and speed of the delta codec and of other formats on the same tensors.
 
     python scripts/bench/codec.py [--quick] [--threads N] [--synthetic] [--json FILE]
 
 Deltas are synthetic, of several densities, and those of real optimizer steps: bf16 bits before and after one
-step. All formats are given the same tensors and threads, make blocks of the same size, and end with the BLAKE3
-digest of every tensor that they wrote and of the state; what they decode is compared bit by bit. GB/s count the
-bf16 bytes of the whole model in wall time, and, as other work on the machine shows less in it, per second of
-CPU of all threads and processes. Speeds are judged as ratios to copying the same bytes with as many threads
-(memcpy into memory that was written before), before and after the calls that are measured. The bound is the
-order-0 entropy of the gaps between changed weights plus that of how far each moved.
+step. All formats get the same tensors and threads, make blocks of the same size, and end with the BLAKE3 digest
+of every tensor that they wrote and of the state; decoded tensors are compared bit by bit. GB/s count the bf16
+bytes of the whole model in wall time and, as that is less sensitive to other load on the machine, per CPU
+second of all threads and processes. Speeds are judged as ratios to copying the same bytes with as many threads
+(memcpy into previously written memory), before and after the measured calls. The bound is the order-0 entropy
+of the gaps between changed weights plus that of the sizes of their changes.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from primerl.scripts.bench.models import SHAPES
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
 DEVIATION = 0.02
-"""Of synthetic weights, as of a model that was just made."""
+"""Standard deviation of synthetic weights, as in a newly initialised model."""
 TENSOR = 4 << 20
 """Elements of a synthetic tensor."""
 SHARES = (0.001, 0.01, 0.015, 0.05, 0.30, 1.0)
@@ -66,11 +66,11 @@ COLUMNS = (
     ("dec MiB", "decode_peak_mib", "{:.0f}"),
 )
 MIB = 256
-"""What encoding and decoding may take beyond twice the largest tensor."""
+"""MiB that encoding and decoding may take beyond twice the largest tensor."""
 
 Bits = NDArray[np.uint16]
 LEVEL = 1
-"""Of zstd."""
+"""Compression level of zstd."""
 T = TypeVar("T")
 
 
@@ -85,25 +85,25 @@ class Pair:
     base: State
     new: State
     share: float | None = None
-    """The share of elements that a synthetic step was made to change."""
+    """Share of elements that a synthetic step was made to change."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained: fp32 masters, cross-entropy."""
+    """Training settings of a model: fp32 masters, cross-entropy."""
 
     shape: ModelCreateConfig
     length: int
     batch: int
     warm_steps: int
-    """At `warm_rate`, so that the weights are no longer as they were drawn."""
+    """Steps at `warm_rate`, so that the weights differ from their initial distribution."""
     warm_rate: float
     steps: int
-    """At each of the rates, with a fresh optimizer; the last one is the delta."""
+    """Steps at each of the rates, with a fresh optimizer; the last one is the delta."""
 
 
 def synthetic(elements: int) -> Iterator[Pair]:
-    """Normal weights, each moved by a normal step of the size that changes the wanted share."""
+    """Yield normal weights before and after a normal step that changes a given share."""
     rng = np.random.default_rng(0)
     weights = rng.normal(0, DEVIATION, elements).astype(np.float32)
     base = _as_state(to_bf16(weights))
@@ -112,8 +112,10 @@ def synthetic(elements: int) -> Iterator[Pair]:
 
 
 def optimizer_steps(quick: bool) -> Iterator[Pair]:
-    """The demo's model at the demo's rate, and one of 54.5M parameters at rates of real runs, at the first
-    by Muon too."""
+    """Yield steps of the demo's model, and of one of 54.5M parameters at rates of real runs.
+
+    At the first of these rates also by Muon.
+    """
     demo = Training(DEMO, 24, 64, 20 if quick else 60, 3e-3, 5 if quick else 10)
     middle = Training(MIDDLE, 64, 6, 1 if quick else 12, 5e-4, 2 if quick else 8)
     yield from _trained("demo", demo, [DEMO_LR])
@@ -130,7 +132,7 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 def moved(
     weights: NDArray[np.float32], share: float, rng: np.random.Generator
 ) -> NDArray[np.uint16]:
-    """The bf16 bits of `weights` after a step that changes `share` of them."""
+    """Return the bf16 bits of `weights` after a step that changes `share` of them."""
     before = to_bf16(weights)
     direction = rng.standard_normal(weights.size, dtype=np.float32)
     sample = slice(0, 1 << 20)
@@ -139,7 +141,7 @@ def moved(
         return to_bf16((weights[part] + size * direction[part]).astype(np.float32))
 
     if share == 1:
-        # No step changes every bit pattern: take a large one and nudge the rest.
+        # No step changes every bit pattern: take a large one and flip a bit of the rest.
         after = step(slice(None), 1e-3)
         after[after == before] ^= 1
         return after
@@ -152,7 +154,7 @@ def moved(
 
 
 def _as_state(bits: NDArray[np.uint16]) -> State:
-    """`bits` as a model of a few matrices."""
+    """Return `bits` as a model of a few matrices."""
     parts = [bits[at : at + TENSOR] for at in range(0, bits.size, TENSOR)]
     return {
         f"layers.{at:02}.weight": Tensor("BF16", (part.size,), part)
@@ -187,7 +189,7 @@ def _trained(
         optimizer = _steps(model, training, rate, training.steps - 1, rng, kind)
         base = policy_state(model)
         _step(model, optimizer, training, rate, rng)
-        del optimizer  # the peak of memory that is measured next is the codec's own
+        del optimizer  # the peak memory measured next must be the codec's own
         gc.collect()
         yield Pair(f"{name} lr {rate:g}", base, policy_state(model))
 
@@ -195,7 +197,7 @@ def _trained(
 def _steps(
     model: Any, training: Training, rate: float, count: int, rng: np.random.Generator, kind: str
 ) -> Any:
-    """Train so many steps with a fresh optimizer, which is returned."""
+    """Make `count` steps with a fresh optimizer, and return it."""
     from primerl.node.training.optimizer import Optimizer
 
     config = TrainingConfig.model_validate({"optimizer": kind, "betas": (0.9, 0.95)})
@@ -208,7 +210,7 @@ def _steps(
 def _step(
     model: Any, optimizer: Any, training: Training, rate: float, rng: np.random.Generator
 ) -> None:
-    """One step on sequences whose second half is the first one backwards."""
+    """Make one step on sequences whose second half reverses the first one."""
     import torch
 
     half = rng.integers(0, training.shape.vocab_size, (training.batch, training.length // 2))
@@ -225,13 +227,13 @@ def _step(
 
 @dataclass(frozen=True)
 class Format:
-    """A way to move a new state to somebody who holds a base."""
+    """A way to send a new state to a node that holds a base."""
 
     name: str
     encode: Callable[[Policy, Policy, int], Iterable[bytes]]
-    """Base, new, threads."""
+    """Arguments: base, new, threads."""
     decode: Callable[[Policy, Policy, list[bytes], int], State]
-    """Base, what is due (its layout and digests), payload, threads; decoded, applied and hashed."""
+    """Arguments: base, target (layout and digests), payload, threads. Decodes, applies and hashes."""
 
 
 # -- our format ------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def _manifest(
 
 
 def ours(encoders: Encoders) -> Format:
-    """The codec as a trainer and a worker use it; threads decode and hash."""
+    """Return the codec as trainers and workers use it; threads decode and hash."""
 
     def encode(base: Policy, new: Policy, _threads: int) -> Iterator[bytes]:
         return encoders.encode_delta(base.state, new.state)
@@ -272,7 +274,7 @@ def _decode_anchor(base: Policy, new: Policy, payload: list[bytes], threads: int
     return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
-# -- other formats: a coder of blocks, run over all of them -----------------------------------------------
+# -- other formats: a coder of blocks, applied to each ----------------------------------------------------
 
 
 def _squeeze(data: Any) -> bytes:
@@ -369,23 +371,23 @@ class Row:
     pair: str
     format: str
     share: float | None
-    """Of a synthetic pair: the share of elements that was to change."""
+    """Share of elements that was to change in a synthetic pair."""
     changed: float
     bytes: int
     bits_per_changed: float
     bound_bits: float
     ratio: float
-    """Full bf16 bytes by payload bytes."""
+    """Full bf16 bytes over payload bytes."""
     encode_gbps: float
     decode_gbps: float
     copy_gbps: float
-    """Copying the new state, beside these calls."""
+    """Speed of copying the new state, measured around these calls."""
     encode_cpu_gbps: float
     decode_cpu_gbps: float
     encode_peak_mib: float
-    """Beyond the two states."""
+    """Peak memory beyond the two states."""
     decode_peak_mib: float
-    """Beyond base, payload and result."""
+    """Peak memory beyond base, payload and result."""
     largest_mib: float
 
 
@@ -398,7 +400,7 @@ class Spent:
 
 
 def entropy_bits(counts: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> float:
-    """Bits of all symbols, coded by their own frequencies; `counts` per part of the state."""
+    """Return the bits of all symbols coded by their frequencies; `counts` per part of a state."""
     width = max((count.size for count in counts), default=0)
     total = np.zeros(width)
     for count in counts:
@@ -408,7 +410,10 @@ def entropy_bits(counts: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> float
 
 
 def measure_bound(pair: Pair) -> tuple[int, float]:
-    """Changed elements, and the order-0 entropy of gaps and moves over the whole state, in bits."""
+    """Return the number of changed elements, and the bound in bits.
+
+    The bound is the order-0 entropy of gaps and moves over the whole state.
+    """
     gaps: list[Any] = []
     moves: list[Any] = []
     changed = 0
@@ -422,12 +427,12 @@ def measure_bound(pair: Pair) -> tuple[int, float]:
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """CPU time of this process and of others, by id: their clocks are numbered as Linux does it."""
+    """Return CPU time of this process and of others, by id, from Linux's per-process clocks."""
     return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in processes)
 
 
 def best(function: Callable[[], T], repeats: int, processes: Sequence[int] = ()) -> tuple[T, Spent]:
-    """The result, and the least seconds of `repeats` calls, with what `processes` did for them."""
+    """Return the result and the least seconds of `repeats` calls, including CPU of `processes`."""
     wall = cpu = float("inf")
     while True:
         started, used = time.perf_counter(), cpu_seconds(processes)
@@ -441,7 +446,7 @@ def best(function: Callable[[], T], repeats: int, processes: Sequence[int] = ())
 
 
 def copying(state: State, threads: int) -> Callable[[], None]:
-    """A call that copies `state` with so many threads into memory that was written before."""
+    """Return a call that copies `state` with `threads` threads into previously written memory."""
     parts = [
         (out[at : at + BLOCK], tensor.data[at : at + BLOCK])
         for tensor in state.values()
@@ -457,7 +462,7 @@ def copying(state: State, threads: int) -> Callable[[], None]:
 
 
 def peak_mib(function: Callable[[], object], keeps: int) -> float:
-    """Most memory that `function` held at once beyond `keeps` bytes, numpy's included, in MiB."""
+    """Return the peak memory of `function` beyond `keeps` bytes, numpy's included, in MiB."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -470,20 +475,20 @@ def peak_mib(function: Callable[[], object], keeps: int) -> float:
 
 
 def drain(pieces: Iterator[bytes]) -> None:
-    """Make a payload and forget it."""
+    """Make a payload and discard it."""
     for _ in pieces:
         pass
 
 
 def written(base: State, state: State) -> int:
-    """Bytes of the tensors of `state` that are not the very ones of `base`."""
+    """Return the bytes of the tensors of `state` that are not the same objects as in `base`."""
     return state_bytes({name: one for name, one in state.items() if one is not base.get(name)})
 
 
 def run(
     pair: Pair, base: Policy, new: Policy, form: Format, bound: tuple[int, float], options: Any
 ) -> Row:
-    """One row, after checking that the format is lossless."""
+    """Measure one row, after checking that the format is lossless."""
     threads, repeats = options.threads, options.repeats
     copy = copying(new.state, threads)
     _, before = best(copy, repeats)
@@ -520,7 +525,7 @@ def run(
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The formats on one pair, for people."""
+    """Print the formats' rows of one pair."""
     first = rows[0]
     print(
         f"\n{first.pair}: {first.changed:.2%} changed, bound {first.bound_bits:.2f} bits per changed"
@@ -533,7 +538,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
-    """Every goal with what was reached. Rows come in fives: ours is the first."""
+    """Return every goal with the value reached. Rows come in fives: ours is the first."""
     groups = [rows[at : at + 5] for at in range(0, len(rows), 5)]
     goals: list[Goal] = []
     for ours, anchor, full, xor, sparse in groups:
@@ -560,14 +565,14 @@ def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
 
 
 def pairs(options: argparse.Namespace) -> Iterator[Pair]:
-    """All that is measured."""
+    """Yield all pairs to measure."""
     yield from synthetic((8 if options.quick else 64) << 20)
     if not options.synthetic:
         yield from optimizer_steps(options.quick)
 
 
 def main() -> int:
-    """Measure, print, write the report, and say by the exit code whether every goal was met."""
+    """Measure, print, write the report, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "small models, once: about a minute")
     parser.add_argument(
         "--synthetic", action="store_true", help="no training: synthetic deltas only"

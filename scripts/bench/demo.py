@@ -1,9 +1,9 @@
-"""The demo as a benchmark: phases, steps and rollouts per second, who idles, delta ratio, bytes by peer.
+"""Benchmark the demo: phases, steps and rollouts per second, idle time, bytes by peer.
 
     .venv/bin/python scripts/bench/demo.py [--quick] [--seed N] [--engine hf] [--json FILE]
 
 Runs `primerl-node rl @ configs/demo.toml` in a temporary directory and reads its summary. --quick trains 40
-steps without judging what was learned.
+steps without judging the learning.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from primerl.scripts.bench.report import (
 
 
 def main() -> int:
-    """Run, print, and say by the exit code whether every goal was met."""
+    """Run, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "40 steps; what was learned is not judged")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="hf")
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def run(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """The demo's summary, and the seconds from process start to process end."""
+    """Return the demo's summary, and the seconds from process start to process end."""
     steps = ["--max-steps", "40"] if options.quick else []
     command = [
         *(sys.executable, "-m", "primerl.cli.main", "rl", "@", "configs/demo.toml"),
@@ -54,7 +54,7 @@ def run(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], f
 
 
 def table(summary: dict[str, Any], wall: float) -> dict[str, float]:
-    """All figures of one run."""
+    """Return all figures of one run."""
     seconds = summary["seconds"]
     training = seconds["training"]
     rows = {
@@ -79,7 +79,7 @@ def table(summary: dict[str, Any], wall: float) -> dict[str, float]:
 
 
 def judge(summary: dict[str, Any], wall: float, *, learned: bool) -> list[Goal]:
-    """The goals of the first end-to-end system."""
+    """Return the goals of the first end-to-end system."""
     peers = [peer_share(sources) for sources in summary["chunk_bytes_by_source"].values()]
     goals = [
         at_most("stale rollouts, share", summary["stale_fraction"], 0.05),
@@ -92,7 +92,7 @@ def judge(summary: dict[str, Any], wall: float, *, learned: bool) -> list[Goal]:
 
 
 def peer_share(sources: dict[str, int]) -> float:
-    """Share of a worker's chunk bytes that did not come from the trainer."""
+    """Return the share of a worker's chunk bytes that did not come from the trainer."""
     total = sum(sources.values())
     return 1 - sources.get("trainer", 0) / total if total else 0.0
 

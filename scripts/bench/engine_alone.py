@@ -2,9 +2,9 @@
 
     python engine_alone.py vllm|hf MODEL_DIR ENGINE_CONFIG_JSON      (commands: children.py)
 
-vLLM: AsyncLLM.generate with nothing of ours beside it. Its engine arguments are the worker's own, but real
-weights are read from the model directory and no worker extension is there: no sampler of ours, no proofs, no
-logprobs but vLLM's.
+vLLM: AsyncLLM.generate with none of this project's code beside it. Its engine arguments are the worker's own,
+but real weights are read from the model directory and there is no worker extension: no seeded sampler, no
+proofs, and only vLLM's logprobs.
 """
 
 import asyncio
@@ -28,14 +28,17 @@ from primerl.scripts.bench.children import Event, Wire, cpu_seconds
 WARM_LIMIT_S = 60.0
 
 Draw = Callable[[Event, int], Coroutine[Any, Any, int]]
-"""One completion for a command, of this number: its tokens."""
+"""Draws the completion of a command and a number; returns its token count."""
 
 
 class Alone:
     """An engine that is kept full for a while."""
 
     def __init__(self, draw: Draw, tokens: Callable[[], int] | None = None) -> None:
-        """`tokens`: drawn so far, also for completions that have not ended; without it those do not count."""
+        """`tokens` returns the tokens drawn so far, including those of unfinished completions.
+
+        Without it only finished completions count.
+        """
         self._draw = draw
         self._serial = itertools.count()
         self._completions = self._ended_tokens = self._wanted = 0
@@ -43,10 +46,10 @@ class Alone:
         self._tokens = tokens or (lambda: self._ended_tokens)
 
     async def measure(self, command: Event) -> Event:
-        """Tokens in a window, after a warm-up, with `sequences` under way.
+        """Count tokens in a window, after a warm-up, with `sequences` in flight.
 
-        The warm-up lasts `warm_s` and until `warm_completions` have ended: kernels are compiled, and sequences
-        of different lengths no longer begin together.
+        The warm-up lasts `warm_s` and until `warm_completions` have ended, but at most WARM_LIMIT_S longer:
+        kernels are compiled, and sequences of different lengths no longer begin together.
         """
         lanes = [asyncio.create_task(self._lane(command)) for _ in range(command["sequences"])]
         try:
@@ -84,7 +87,7 @@ class Alone:
 
 
 def prompt_of(command: Event, number: int) -> list[int]:
-    """A prompt comes `group` times, as a worker's do."""
+    """Return a prompt; each comes `group` times, as in a worker."""
     prompts = command["prompts"]
     return prompts[number // command["group"] % len(prompts)]
 
@@ -105,7 +108,7 @@ class BareVllm:
         llm.engine_core.get_output_async = counted
 
     async def draw(self, command: Event, number: int) -> int:
-        """See Draw."""
+        """Draw one completion; see Draw."""
         final: Any = None
         prompt = {"prompt_token_ids": prompt_of(command, number)}
         async for output in self._llm.generate(prompt, self._sampling(command), f"bare-{number}"):
@@ -117,7 +120,7 @@ class BareVllm:
 
         more: dict[str, Any] = {}
         if "logprobs" in command["mode"]:
-            more["logprobs"] = 0  # of the sampled token alone
+            more["logprobs"] = 0  # only the sampled token's
         return SamplingParams(
             max_tokens=command["max_tokens"],
             temperature=command["temperature"],
@@ -130,7 +133,7 @@ class BareVllm:
 
 
 def build_vllm(model_dir: Path, config: EngineConfig) -> Any:
-    """A started AsyncLLM."""
+    """Return a started AsyncLLM."""
     import torch
 
     cpu = torch.version.cuda is None and torch.version.hip is None
@@ -145,7 +148,7 @@ def build_vllm(model_dir: Path, config: EngineConfig) -> Any:
 
 
 async def serve_vllm(wire: Wire, model_dir: Path, config: EngineConfig) -> None:
-    """Start bare vLLM, say so, and measure what is asked."""
+    """Start bare vLLM, report it, and serve measurements."""
     llm = await asyncio.to_thread(build_vllm, model_dir, config)
     try:
         bare = BareVllm(llm)
@@ -156,7 +159,7 @@ async def serve_vllm(wire: Wire, model_dir: Path, config: EngineConfig) -> None:
 
 
 async def serve_hf(wire: Wire, model_dir: Path, config: EngineConfig) -> None:
-    """The same with the hf engine."""
+    """Start the hf engine, report it, and serve measurements."""
     engine = build_engine(config)
 
     async def draw(command: Event, number: int) -> int:
@@ -179,7 +182,7 @@ async def serve_hf(wire: Wire, model_dir: Path, config: EngineConfig) -> None:
 
 
 async def main() -> None:
-    """Serve the engine that is asked for."""
+    """Serve the engine named by the first argument."""
     serve = {"vllm": serve_vllm, "hf": serve_hf}[sys.argv[1]]
     await serve(Wire(), Path(sys.argv[2]), EngineConfig.model_validate_json(sys.argv[3]))
 

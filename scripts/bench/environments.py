@@ -1,9 +1,10 @@
-"""What it costs that environments run in a process of their own: time of tasks, rollouts and scores.
+"""Measure the cost of environments in a separate process: tasks, rollouts and scores.
 
     .venv/bin/python scripts/bench/environments.py [--rollouts 2000] [--at-once 64] [--tokens 8 128] [--quick]
         [--json FILE]
 
-reverse-text with a policy that answers at once: nothing but the environment and the way to it is measured.
+Runs reverse-text with a policy that answers at once, so that only the environment and its transport are
+measured.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each environment, number of tokens, and thing that it does."""
+    """Return a row for each environment, number of tokens, and operation."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         huggingface.create(Path(directory), ModelCreateConfig(), 0)
@@ -69,7 +70,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 async def compare(
     environments: dict[str, Environment], rollouts: int, at_once: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Rounds of both, one after the other."""
+    """Measure ROUNDS rounds of both environments, in turns."""
     found: dict[tuple[str, str], list[float]] = {}
     for number in range(ROUNDS):
         for name, environment in environments.items():
@@ -88,7 +89,10 @@ async def compare(
 async def measure(
     environment: Environment, rollouts: int, at_once: int, tokens: int, number: int
 ) -> dict[str, float]:
-    """Seconds for so many tasks, rollouts, and scores; and of this process' own time for the rollouts."""
+    """Return seconds of `rollouts` tasks, rollouts and scores.
+
+    Also returns this process's own CPU seconds of the rollouts.
+    """
     reply = [65 + place % 20 for place in range(tokens)]
 
     async def policy(prompt: Sequence[int], turn: int) -> Completion:
@@ -121,7 +125,7 @@ async def measure(
 
 
 async def timed(work: Callable[[int], Awaitable[None]], count: int, at_once: int) -> float:
-    """Seconds for `count` of them."""
+    """Return the seconds of `count` calls of `work`, `at_once` at a time."""
     numbers = iter(range(count))
 
     async def go() -> None:

@@ -1,16 +1,16 @@
-"""Floods: the throughput of honest workers alone, and beside a thousand free keys that answer nothing.
+"""Measure the throughput of honest workers alone, and during floods by a thousand keys.
 
     python scripts/bench/floods.py [--keys 1000] [--seconds 20] [--quick] [--json FILE]
 
-A real trainer and two honest workers in one process, over iroh on the loopback; their engines take their time
-for each token and compute nothing. Each attack comes from another process, with all its keys at once, each of
-which has a QUIC endpoint of its own:
+A real trainer and two honest workers in one process, over iroh on loopback; their engines wait for a fixed time
+per token and compute nothing. Each attack comes from another process, with all its keys at once, each with a
+separate QUIC endpoint:
 
     sybils  one ticket; each key says hello, takes a lease, never answers, and goes on asking
     idle    no ticket; each key opens a connection, says nothing, and opens the next one when it is closed
 
-On the loopback nothing is limited by address, and attackers compute on the same machine (at low priority):
-both count against us.
+On loopback nothing is limited by address, and attackers compute on the same machine (at low priority): both
+make the test harder.
 """
 
 import argparse
@@ -45,20 +45,20 @@ from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WI
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 
 GOAL = 0.9
-"""Of the throughput alone."""
+"""Share of the throughput without attack."""
 TOKEN_S = 0.25
 """An engine's time for a token; a rollout has four at most, so it takes a second: engines bound the run."""
 PAUSE_S = 1.0
-"""About, between two requests of an attacker, and before it comes again when it was thrown out."""
+"""Mean pause between two requests of an attacker, and before it reconnects after being disconnected."""
 ROLLOUTS = {"groups_per_batch": 8, "groups_per_lease": 2, "lease_timeout_s": 60.0}
 DEADLINE_S = 20.0
 
 
-# -- those that attack, in a process of their own ------------------------------------------------------
+# -- attackers, in a separate process ------------------------------------------------------------------
 
 
 class Attacker:
-    """One key."""
+    """An attacker with one key."""
 
     def __init__(self, text: str) -> None:
         self.ticket: Ticket = tickets.read(text, now=int(time.time()))
@@ -68,7 +68,7 @@ class Attacker:
         self.leases = 0
 
     async def run(self, act: Callable[["Attacker", Connection], Awaitable[None]]) -> None:
-        """Do it again and again."""
+        """Repeat the attack until cancelled."""
         await self._transport.start()
         while True:
             with suppress(TransportError, Refused, TimeoutError):
@@ -103,12 +103,12 @@ ATTACKS = {"sybils": Attacker.sybil, "idle": Attacker.idle}
 
 
 async def pause() -> None:
-    """A herd that comes at the same moment would measure itself."""
+    """Sleep for PAUSE_S +- 50 %, so that attackers do not act in lockstep."""
     await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
 
 
 async def attack(name: str, keys: int, ticket: str) -> None:
-    """Attack until the standard input ends; print how many leases were taken."""
+    """Attack until standard input ends; print the number of leases taken."""
     os.nice(19)
     attackers = [Attacker(ticket) for _ in range(keys)]
     tasks = [asyncio.create_task(one.run(ATTACKS[name])) for one in attackers]
@@ -116,7 +116,7 @@ async def attack(name: str, keys: int, ticket: str) -> None:
     print(sum(one.leases for one in attackers), flush=True)
     for task in tasks:
         task.cancel()
-    os._exit(0)  # a thousand endpoints need not say goodbye
+    os._exit(0)  # skips an orderly shutdown of a thousand endpoints
 
 
 # -- the run -------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class Row:
     keys: int
     steps_per_s: float
     accepted_per_s: float
-    """Rollouts."""
+    """Accepted rollouts per second."""
     connected: int
     """Peers of the trainer at the end."""
     cpu: float
-    """Share of one core that trainer and honest workers took."""
+    """Cores used by trainer and honest workers."""
     leases: int = 0
-    """That the keys took."""
+    """Leases taken by the attackers."""
 
 
 class IrohSwarm(Swarm):
@@ -149,13 +149,13 @@ class IrohSwarm(Swarm):
 
 
 def transport_of(key: SecretKey) -> IrohTransport:
-    """An endpoint on the loopback."""
+    """Make an endpoint on loopback."""
     alpns = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
     return IrohTransport(key, host="127.0.0.1", port=0, alpns=alpns)
 
 
 async def measure(swarm: Swarm, name: str, seconds: float, keys: int = 0) -> Row:
-    """Count what the run does in `seconds`."""
+    """Measure the run's progress over `seconds`."""
     before, began, used = await swarm.trainer.status(), time.monotonic(), cpu_s()
     await asyncio.sleep(seconds)
     after, took = await swarm.trainer.status(), time.monotonic() - began
@@ -170,13 +170,13 @@ async def measure(swarm: Swarm, name: str, seconds: float, keys: int = 0) -> Row
 
 
 async def under(swarm: Swarm, name: str, options: argparse.Namespace) -> Row:
-    """As measure(), beside an attack."""
+    """Measure as measure(), during an attack."""
     command = (__file__, "--attack", name, "--keys", str(options.keys), "--ticket", swarm.ticket)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdin=pipe, stdout=pipe
     )
-    await asyncio.sleep(5.0 + options.keys / 25)  # until all have come
+    await asyncio.sleep(5.0 + options.keys / 25)  # until all have connected
     row = await measure(swarm, name, options.seconds, options.keys)
     said, _ = await process.communicate(b"")
     row.leases = int(said)
@@ -184,13 +184,13 @@ async def under(swarm: Swarm, name: str, options: argparse.Namespace) -> Row:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process so far."""
+    """Return the CPU seconds of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
-    """All rows; the honest are measured alone before and after each attack."""
+    """Return all rows; honest workers are measured alone before and after each attack."""
 
     async def token() -> None:
         await asyncio.sleep(TOKEN_S)
@@ -212,7 +212,7 @@ async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
 
 
 def judge(rows: list[Row]) -> list[Goal]:
-    """Each attack against what the honest did alone just before and after."""
+    """Compare each attack with the honest throughput just before and after."""
     goals: list[Goal] = []
     for before, row, after in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
         for field in ("steps_per_s", "accepted_per_s"):
@@ -224,7 +224,7 @@ def judge(rows: list[Row]) -> list[Goal]:
 
 
 def show(rows: list[Row]) -> None:
-    """The table."""
+    """Print the table."""
     head = ("what", "keys", "steps/s", "rollouts/s", "leases", "peers", "cores")
     print("".join(f"{one:>12}" for one in head))
     for row in rows:
@@ -235,7 +235,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "100 keys, 8 seconds")
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
@@ -248,7 +248,7 @@ def main() -> int:
     if options.quick:
         options.keys, options.seconds = 100, 8.0
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory  # not among the user's own nodes
+        os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
         rows = asyncio.run(run(Path(directory), options))
     show(rows)
     return conclude([asdict(row) for row in rows], judge(rows), options.json)

@@ -13,11 +13,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
 mkdir -p build && ln -sfn .. build/primerl
 export PYTHONPATH="$root/build:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
-# not on a disk, whose pauses would be measured
+# in memory: stalls of a disk would be measured
 if [[ -z ${TMPDIR:-} && -w /dev/shm ]]; then export TMPDIR=/dev/shm; fi
 export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
-unset PYTHONDONTWRITEBYTECODE # every process of vLLM would compile all that it imports
+unset PYTHONDONTWRITEBYTECODE # else every process of vLLM would compile all its imports
 
 program=$1
 shift

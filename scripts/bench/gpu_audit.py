@@ -1,22 +1,22 @@
-"""vLLM as the auditor: honest noise, cheats, and cost, with calibrated numerics and with exact ones.
+"""Measure vLLM as the auditor: honest noise, cheats, cost; calibrated and exact numerics.
 
     bash scripts/bench/gpu.sh gpu_audit [--shape 0.6b|4b|8b|moe] [--hidden N --layers N] [--rollouts 256]
         [--reply 64] [--numerics exact calibrated] [--eager] [--minutes 4.7] [--quick]
         [--trained [--train-seconds 60]] [--honest N [--cheats]]
 
 One engine generates and one audits, on one GPU; random weights, sharp enough that distributions are not flat.
-Groups of eight rollouts share a prompt. A table is printed: honest noise (mean, largest of a rollout, and how
-many have equal bits); how many rollouts of each cheat are rejected by the bounds of a run with these numerics,
-and how far they are above the largest honest one; tokens/s of audits beside the roofline (2 x parameters x
-tokens / peak) and of generation; and the seconds of a swap between two versions. Compare both numerics: the
-difference in generation is what exact mode costs. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner.
+Groups of eight rollouts share a prompt. A table is printed: honest noise (mean, largest of a rollout, and the
+share with equal bits); the rollouts of each cheat rejected by the bounds of a run with these numerics, and
+their measures over the largest honest one; tokens/s of audits beside the roofline (2 x parameters x tokens /
+peak) and of generation; and the seconds of a swap between two versions. Compare both numerics: the difference
+in generation is the cost of exact mode. VLLM_USE_V2_MODEL_RUNNER=0 measures vLLM's older runner.
 
---honest judges so many honest rollouts by bounds that --rollouts of them have made, as a run does; they are
-drawn later, in portions that differ in prompts and seeds. What each portion has shown is printed when it is
-judged, so that nothing is lost of a bench that is stopped. Speeds and cheats follow with --cheats only.
---trained trains the model first, on text of a small language, so that distributions are as peaked as a real
-model's. --quick is for a machine without a GPU, to see that this runs; a mixture of experts is then computed by
-the embedded engine. What the time does not allow is left out.
+--honest judges N honest rollouts by bounds calibrated on --rollouts of them, as a run does; they are drawn
+later, in portions that differ in prompts and seeds. Results are printed after each portion, so that nothing is
+lost when the bench is stopped. Speeds and cheats follow with --cheats only. --trained trains the model first,
+on text of a small language, so that distributions are as peaked as a real model's. --quick is for a machine
+without a GPU, to check that this runs; a mixture of experts is then computed by the embedded engine. Parts for
+which the time does not suffice are left out.
 """
 
 import argparse
@@ -76,14 +76,14 @@ SEQUENCES = 256
 HONEST = "honest rollouts that are rejected"
 GAIN = 2.0
 WORDS = 160
-"""Of the language that models are trained on."""
+"""Words of the language that models are trained on."""
 TRAINED_BYTES, TRAINED_SHARE = 18, 0.75
-"""What a parameter takes while it is trained, and how much of a GPU's memory all of them may."""
+"""Bytes per parameter during training, and the share of a GPU's memory for all of them."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 BEGAN = time.monotonic()
 SPEEDS_S = 60.0
-"""Speeds take about so long."""
+"""Approximate time of the speed measurements."""
 CHEATED = 64
 """Rollouts of each cheat."""
 SEEN = {
@@ -92,18 +92,18 @@ SEEN = {
     ),
     "top-p 0.98": CHEATED // 2,
 }
-"""Rollouts of each cheat that have to be suspect at least: all, but a reply with no token that top-p would cut
-is honest. What is smaller is measured, not promised."""
+"""Minimum number of suspect rollouts of each cheat: all, except that a reply with no token that top-p would cut
+is honest. Smaller cheats are measured, but have no goal."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""bf16, dense."""
+"""Dense bf16 FLOP/s."""
 SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 JUDGED = "honest rollouts judged"
 SUSPECTED = "honest rollouts that are suspect"
 PORTION = 512
 SLACK = 2.0
-"""Times SUSPECT: bounds of few rollouts are extrapolated."""
+"""Factor over SUSPECT: bounds of few rollouts are extrapolated."""
 CLOSING_S = 10.0
-"""To end both engines."""
+"""Time to end both engines."""
 
 
 def say(line: str) -> None:
@@ -135,16 +135,16 @@ class Bench:
 
     @property
     def states(self) -> dict[int, State]:
-        """The policies, by version."""
+        """Policies by version."""
         return self.model.states
 
     @property
     def left_s(self) -> float:
-        """Of the time that was given."""
+        """Seconds left of --minutes."""
         return 60 * self.options.minutes - (time.monotonic() - BEGAN)
 
     def requests(self, count: int, portion: int = 0) -> list[GenerateRequest]:
-        """Requests that share prompts in groups: random tokens, or text of the language of a trained model."""
+        """Return requests that share prompts in groups: random tokens, or text of the language."""
         vocabulary = self.states[OWN]["model.embed_tokens.weight"].shape[0]
         text = None if self.model.corpus is None else self.model.corpus.text
         return requests(count, PROMPT, self.options.reply, vocabulary, portion=portion, text=text)
@@ -156,12 +156,15 @@ class Bench:
 
 
 def is_embedded(shape: str) -> bool:
-    """Whether the embedded engine has to do: vLLM without a GPU cannot be given the weights of experts."""
+    """Return whether the embedded engine is needed.
+
+    vLLM without a GPU cannot be given the weights of experts.
+    """
     return not CUDA and bool(SHAPES[shape].get("num_experts"))
 
 
 def make_bench(model: Model, numerics: str, options: argparse.Namespace) -> Bench:
-    """Engines that are not started."""
+    """Make engines that are not started."""
     embedded, length = is_embedded(options.shape), PROMPT + options.reply + 64
     vllm: dict[str, Any] = {"enforce_eager": True} if options.eager and not embedded else {}
     if CUDA:
@@ -186,10 +189,10 @@ def make_bench(model: Model, numerics: str, options: argparse.Namespace) -> Benc
 
 
 def cache_of(options: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Memory of the engine that generates, on a GPU.
+    """Return the memory settings of the generating engine, on a GPU.
 
-    With --honest the bytes of keys and values are said. Else vLLM takes what is left of a share, and what the
-    other engine takes meanwhile would be missing: too much where both have a large model.
+    With --honest the bytes of keys and values are set explicitly. Otherwise vLLM takes the rest of a share and
+    misses the memory that the other engine takes meanwhile, which is too much for two large models.
     """
     if not options.honest:
         return {"gpu_memory_utilization": 0.45}
@@ -203,7 +206,7 @@ def cache_of(options: argparse.Namespace, length: int) -> dict[str, Any]:
 
 
 def make_policies(directory: Path, options: argparse.Namespace) -> Model:
-    """The policy, and that before it where something needs it."""
+    """Return the policy, and the previous one if needed."""
     corpus, rope = None, {"rope_type": "default", "rope_theta": 10000.0}
     made = random_policy(
         directory, options.shape, **({"rope_parameters": rope} if options.trained else {})
@@ -212,7 +215,7 @@ def make_policies(directory: Path, options: argparse.Namespace) -> Model:
     if options.trained:
         corpus = Corpus(WORDS, stop_token(directory))
         own = trained(directory, made, corpus, options)
-    else:  # in place: there is not room for two large models everywhere
+    else:  # in place, as two large models may not fit
         for name, one in made.items():
             if len(one.shape) == 2:
                 made[name] = from_torch((to_torch(one).to(DEVICE) * GAIN).cpu())
@@ -225,7 +228,7 @@ def make_policies(directory: Path, options: argparse.Namespace) -> Model:
 
 
 def check_trainable(options: argparse.Namespace, parameters: int) -> None:
-    """Raise UsageError for a model that one GPU cannot train whole, with AdamW."""
+    """Raise UsageError for a model too large to be trained whole on one GPU with AdamW."""
     if not CUDA:
         return
     wanted = TRAINED_BYTES * parameters
@@ -240,7 +243,7 @@ def check_trainable(options: argparse.Namespace, parameters: int) -> None:
 def trained(
     directory: Path, made: dict[str, Tensor], corpus: Corpus, options: argparse.Namespace
 ) -> State:
-    """The policy after --train-seconds."""
+    """Return the policy after --train-seconds of training."""
     check_trainable(options, sum(tensor.data.size for tensor in made.values()))
     wide = SHAPES[options.shape]["hidden_size"] >= 512
     rows, length = (64, 256) if CUDA else (16, 96)
@@ -257,7 +260,7 @@ def trained(
 
 
 def honest_row(found: Sequence[Measured]) -> str:
-    """Mean and largest of each measure; rollouts whose states are equal to the last bit."""
+    """Return mean and largest of each measure, and the share of rollouts with bit-equal states."""
     equal = sum(one.fingerprint == 0 for one in found) / len(found)
     parts = [
         f"{name} {sum(getattr(one, name) for one in found) / len(found):.2e}"
@@ -268,12 +271,12 @@ def honest_row(found: Sequence[Measured]) -> str:
 
 
 def evidences(found: Sequence[Measured]) -> list[Evidence]:
-    """One of each rollout."""
+    """Return one evidence per rollout."""
     return [evidence(CheckedRollout(0, 0, [], 0.0), [one]) for one in found]
 
 
 def calibrate(bench: Bench, honest: Sequence[Measured]) -> None:
-    """Judge by bounds that are measured on these rollouts, as a run does."""
+    """Set bounds calibrated on these rollouts, as a run does."""
     numerics = numerics_of(bench.config)
     seen = [Reference(b"", OWN, one) for one in evidences(honest)]
     bounds = make_bounds(numerics, seen, bench.run.proofs, number=1, term=0)
@@ -282,7 +285,7 @@ def calibrate(bench: Bench, honest: Sequence[Measured]) -> None:
 
 
 def rejections(bench: Bench, found: Sequence[Measured]) -> tuple[int, int]:
-    """How many are rejected, and how many are suspect."""
+    """Count rejected and suspect rollouts."""
     judged = [judge(seen, bench.contract) for seen in evidences(found)]
     return sum(one.reason is not None for one in judged), sum(one.suspect for one in judged)
 
@@ -291,16 +294,16 @@ def rejections(bench: Bench, found: Sequence[Measured]) -> tuple[int, int]:
 
 
 class Tally:
-    """What was seen of the rollouts that were judged."""
+    """Counts over the judged rollouts."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self.judged = self.rejected = self.suspect = 0
         self.nearest = dict.fromkeys(MEASURES, 0.0)
-        """Of each measure, the largest over its bound to reject."""
+        """Largest value of each measure over its bound to reject."""
 
     def add(self, found: Sequence[Measured]) -> None:
-        """Judge these."""
+        """Judge and count rollouts."""
         contract = self._bench.contract
         for one in evidences(found):
             verdict = judge(one, contract)
@@ -314,7 +317,7 @@ class Tally:
                 self.nearest[name] = max(self.nearest[name], ratio)
 
     def row(self) -> str:
-        """The counts so far, and the measure that came nearest to its bound."""
+        """Return the counts so far, and the measure nearest to its bound."""
         name = max(self.nearest, key=self.nearest.__getitem__)
         return (
             f"{self.judged} honest rollouts judged: {self.rejected} rejected, {self.suspect} suspect; "
@@ -325,7 +328,10 @@ class Tally:
 async def judge_honest(
     bench: Bench, items: Sequence[AuditItem], numerics: str
 ) -> tuple[dict[str, float], list[Measured]]:
-    """Rows, and what was measured of `items`, of which the bounds are made."""
+    """Judge honest rollouts by bounds made of `items`.
+
+    Returns the rows, and the measurements of `items`.
+    """
     references = await bench.audit(items)
     if numerics != "exact":
         calibrate(bench, references)
@@ -358,7 +364,7 @@ async def judge_honest(
 
 
 def nats(items: Sequence[AuditItem]) -> float:
-    """Mean of a drawn token's -logprob: small where distributions are peaked."""
+    """Return the mean -logprob of a drawn token: small for peaked distributions."""
     drawn = [value for one in items for value in one.logprobs]
     return -sum(drawn) / len(drawn)
 
@@ -367,7 +373,7 @@ def nats(items: Sequence[AuditItem]) -> float:
 
 
 async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
-    """The quickest of some rounds."""
+    """Return the shortest time of some rounds."""
     took: list[float] = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -377,12 +383,12 @@ async def seconds(work: Callable[[], Awaitable[Any]], rounds: int = 2) -> float:
 
 
 async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, float]:
-    """Tokens/s of generation and of audits, with and without shared prompts, and a swap."""
+    """Measure tokens/s of generation and of audits, with and without shared prompts, and a swap."""
     wanted = bench.requests(len(items))
     tokens = sum(len(one.logprobs) for one in items)
     read = sum(len(one.token_ids) for one in items)
     drawn = await seconds(lambda: play(bench.engine, wanted))
-    # each round under the other version first, which empties the cache of prefixes
+    # an audit of the other version before each round empties the cache of prefixes
     alone: list[float] = []
     swaps: list[float] = []
     [one, *_] = items
@@ -400,7 +406,7 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
     apart = [replace(one, token_ids=list(one.token_ids)) for one in items]
     for number, other in enumerate(
         apart
-    ):  # prompts that nobody shares; what they measure is of no interest
+    ):  # unshared prompts; the measures themselves do not matter
         other.token_ids[0] = number % vocabulary  # type: ignore[index]
         other.token_ids[1] = number // vocabulary  # type: ignore[index]
     await bench.auditor.audit(claiming([one], BEFORE), bench.states, {})
@@ -427,7 +433,7 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
 
 
 async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measured]]:
-    """The measures of some rollouts of each cheat."""
+    """Return the measures of some rollouts of each cheat."""
     own, few = bench.states[OWN], items[:CHEATED]
     wanted = bench.requests(CHEATED)
     found: dict[str, list[Measured]] = {}
@@ -445,7 +451,7 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
             continue
         first = name.startswith("a step")
         other = bench.states[BEFORE] if first else altered(own, change, DEVICE)
-        apart = changes(own, other)  # the same positions there and back
+        apart = changes(own, other)  # the same positions in both directions
         await bench.engine.update(OTHER, other, apart)
         bad = claiming(await play(bench.engine, wanted), OWN)
         await bench.engine.update(OWN, own, apart)
@@ -461,7 +467,10 @@ async def cheats(bench: Bench, items: list[AuditItem]) -> dict[str, list[Measure
 async def show_noise(
     bench: Bench, items: list[AuditItem], numerics: str
 ) -> tuple[dict[str, float], list[Measured]]:
-    """Rows of honest rollouts, of which half make the bounds if they are calibrated, and their measures."""
+    """Return rows of honest rollouts, and their measures.
+
+    With calibrated numerics half of the rollouts make the bounds.
+    """
     honest = await bench.audit(items, beside=True)
     if numerics != "exact":
         half = len(honest) // 2
@@ -476,7 +485,7 @@ async def show_noise(
 
 
 async def measure(bench: Bench, numerics: str) -> dict[str, float]:
-    """Everything of one kind of numerics."""
+    """Measure everything of one kind of numerics."""
     options = bench.options
     began = time.perf_counter()
     await asyncio.gather(
@@ -528,7 +537,7 @@ def _middle(found: Sequence[Measured], name: str) -> float:
 
 
 async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """All numerics that were asked for, each with engines of its own."""
+    """Measure all requested numerics, each with separate engines."""
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -600,16 +609,16 @@ def main() -> int:
 
 
 def small(shape: str) -> dict[str, int]:
-    """A small model with experts, or with a head of its own, where that shape has them."""
+    """Return a small shape with experts, or with an untied head, if that shape has them."""
     wanted = SHAPES[shape]
     head = {"tie_word_embeddings": wanted.get("tie_word_embeddings", True)}
     return SHAPES["small"] | head | (SMALL_EXPERTS if wanted.get("num_experts") else {})
 
 
 def goals_of(options: argparse.Namespace, rows: dict[str, float]) -> list[Goal]:
-    """No honest rollout rejected, every cheat seen, and what it costs: of what was measured.
+    """Return the goals for measured rows: no honest rejections, all cheats suspect, and costs.
 
-    Of many honest rollouts few are suspect: a sequential test expects some.
+    A few of many honest rollouts may be suspect: the sequential test expects some.
     """
     least = {
         JUDGED: float(options.honest),

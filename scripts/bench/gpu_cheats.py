@@ -1,9 +1,10 @@
-"""The cheat book on a GPU: vLLM generates, honest and not, and a prefill by transformers' weights judges.
+"""Run the cheat book on a GPU: vLLM generates, and a prefill by transformers judges.
 
     bash scripts/bench/gpu.sh gpu_cheats [--minutes 8] [--blocks 100000] [--quick] [--json FILE]
 
-A model of 0.6B parameters, trained for a minute, in bf16. Written to $OUT are all measured rollouts; tables
-are made of them anywhere: python scripts/bench/cheats.py --load $OUT/h200.json
+vLLM generates honestly and with cheats, with a model of 0.6B parameters, trained for a minute, in bf16. All
+measured rollouts are written to $OUT; tables can be made of them anywhere: python scripts/bench/cheats.py
+--load $OUT/h200.json
 """
 
 import argparse
@@ -73,7 +74,7 @@ def say(line: str) -> None:
 
 @dataclass
 class Bench:
-    """What stays the same over all settings."""
+    """The engine, world and options of all settings."""
 
     engine: HostedEngine
     world: World
@@ -81,12 +82,12 @@ class Bench:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left of --minutes."""
         return 60 * self.options.minutes - (time.monotonic() - BEGAN)
 
 
 def make_worlds(options: argparse.Namespace) -> list[World]:
-    """The run after some steps at each learning rate."""
+    """Make the run after some steps at each learning rate."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     right, small = models_of(options.model, device, small=not options.few)
     say(f"trained: loss {right.loss:.3f}, the smaller one {small.loss:.3f}")
@@ -105,14 +106,14 @@ def make_worlds(options: argparse.Namespace) -> list[World]:
 
 
 def changed(world: World) -> float:
-    """Share of bf16 weights that differ between the last two versions."""
+    """Return the share of bf16 weights that differ between the last two versions."""
     new, old = world.states[world.version], world.states[world.version - 1]
     moved = sum(int((new[name].data != old[name].data).sum()) for name in new)
     return moved / sum(one.data.size for one in new.values())
 
 
 async def speeds(bench: Bench, auditors: Sequence[Auditor]) -> dict[str, float]:
-    """Tokens per second of generation and of verification, each with the GPU to itself."""
+    """Return tokens per second of generation and of verification, each with the GPU to itself."""
     world = bench.world
     shop = Workshop(world, bytes(31) + b"s", bench.engine)
     sampler = await shop.honest()
@@ -133,7 +134,7 @@ async def speeds(bench: Bench, auditors: Sequence[Auditor]) -> dict[str, float]:
 async def honest(
     bench: Bench, auditor: Auditor, sample: Sample, blocks: int, reserve: float
 ) -> None:
-    """Honest rollouts: the next ones are generated while the last ones are audited."""
+    """Measure honest rollouts: the next ones are generated while the last ones are audited."""
     world = bench.world
     shop = Workshop(world, bytes(31) + b"h", bench.engine)
     sampler = await shop.honest()
@@ -158,7 +159,7 @@ async def some_honest(
     blocks: int,
     at_once: int,
 ) -> None:
-    """Honest rollouts for every setting."""
+    """Measure honest rollouts for every setting."""
     name = f"vLLM, {at_once} at once"
     samples = await play_honestly(
         world, auditors, name, blocks=blocks, at_once=at_once, main=bench.engine, say=say
@@ -174,7 +175,7 @@ async def some_cheats(
     settings: Sequence[Setting],
     names: Sequence[str],
 ) -> None:
-    """Cheats for every setting."""
+    """Measure cheats for every setting."""
     options = bench.options
     played = play_cheats(
         world,
@@ -193,7 +194,7 @@ async def some_cheats(
 async def measure(
     worlds: Sequence[World], out: Path, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Everything, in the order in which it is missed most; returns the speeds."""
+    """Measure everything, the most important parts first; return the speeds."""
     world = worlds[0]
     config = world.engine.model_copy(
         update={"type": "vllm", "vllm": VLLM if torch.cuda.is_available() else {}}
@@ -224,7 +225,7 @@ async def measure(
 async def measure_rate(
     bench: Bench, world: World, auditors: Sequence[Auditor], lr: float, names: Sequence[str]
 ) -> list[Setting]:
-    """Settings, one an auditor, of one learning rate."""
+    """Return the settings of one learning rate, one per auditor."""
     options = bench.options
     label = f"{options.model}, bfloat16, lr {lr:g}, audited in"
     found = [Setting(f"{label} {dtype}", world.run.proofs, [], []) for dtype in options.audit]

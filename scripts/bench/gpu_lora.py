@@ -1,9 +1,9 @@
-"""Adapters beside all weights, on a GPU: speed, memory, and what a version weighs. Prints a short table.
+"""Compare training of adapters and of all weights on a GPU: speed, memory, version size.
 
     bash scripts/bench/gpu.sh gpu_lora [--lr F] [--quick] [--json FILE]
 
 A model of Qwen3-0.6B's shape with random weights; needs torch with CUDA and transformers, no vLLM. --quick
-takes a tiny one, which a CPU can train.
+takes a tiny model that a CPU can train.
 """
 
 import sys
@@ -34,7 +34,7 @@ CUDA = torch.cuda.is_available()
 def measure(
     directory: Path, config: TrainingConfig, tokens: int, length: int
 ) -> tuple[dict[str, Any], list[State]]:
-    """Train and print a row; returns it and the last two policies."""
+    """Train and print a row; return it and the last two policies."""
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     learner = Learner.build(directory, config, max_steps=STEPS, seed=0, temperature=1.0)
@@ -68,7 +68,7 @@ def measure(
 
 
 def show_merging(directory: Path, lora: LoraConfig, before: State, after: State) -> dict[str, Any]:
-    """What a worker does with two versions."""
+    """Time a worker's merging of two versions, and return the figures."""
     stored = model_files.read_state(directory)
     base = bf16_state((name, to_torch(tensor)) for name, tensor in stored.items())
     started = time.perf_counter()
@@ -88,7 +88,7 @@ def show_merging(directory: Path, lora: LoraConfig, before: State, after: State)
 
 
 def main() -> int:
-    """Print the table."""
+    """Measure and print the table."""
     parser = make_parser(__doc__, "a tiny model, to see that this runs")
     parser.add_argument("--lr", type=float, default=1e-5)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A draw on this GPU beside torch's own ways.
+"""Compare a draw on this GPU with torch's own functions.
 
 bash scripts/bench/gpu.sh gpu_noise [--quick] [--json FILE]
 """
@@ -18,7 +18,7 @@ VOCABULARY = 151_936
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Of the device and of the host, for each call."""
+    """Return the milliseconds of device and host for each call."""
     for _ in range(5):
         run()
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -34,13 +34,13 @@ def milliseconds(run: Callable[[], object], repeats: int) -> tuple[float, float]
 
 
 def by_multinomial(logits: torch.Tensor) -> torch.Tensor:
-    """One token a row and its logprob, as torch draws it."""
+    """Draw one token per row with torch; return its logprob."""
     logprobs = torch.log_softmax(logits.float(), -1)
     return logprobs.gather(1, torch.multinomial(logprobs.exp(), 1))
 
 
 def main() -> int:
-    """Print a table."""
+    """Measure and print a table."""
     options = make_parser(__doc__, "few calls").parse_args()
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""What `engine.vllm` and engine.tp, pp, dp do on GPUs: each in an engine of its own. Prints a table.
+"""Test `engine.vllm` and engine.tp, pp, dp options on GPUs, each in a separate engine.
 
     bash scripts/bench/gpu.sh gpu_options [ROW]... [--quick] [--json FILE]
 
-All rows that the visible GPUs allow, or those that are named; several of these programs may share a GPU. Each
-row has to draw what a forward pass of transformers explains, before and after an update in place: 0 is left if
-all do. Needs vLLM. --quick is for a machine without GPUs, to see that this runs.
+Runs all rows that the visible GPUs allow, or the named ones; several of these programs may share a GPU. The
+tokens of each row must agree with a forward pass of transformers, before and after an in-place update: the exit
+code is 0 if all do. Needs vLLM. --quick is for a machine without GPUs, to check that this runs.
 """
 
 import argparse
@@ -48,13 +48,14 @@ EXPERTS = DENSE.model_copy(
 TINY = ModelCreateConfig(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=320)
 LENGTH, TOKENS, ROW_S = 1024, 64, 240.0
 FAR, OFF = 0.05, 0.08
-"""Most that the mean distance of proofs, and the mean difference of logprobs, may be from fp32."""
+"""Maximum mean distance of proofs, and maximum mean difference of logprobs, from fp32."""
 AS_FAR = 1.25
-"""Or this many times what transformers is in the engine's dtype: routers of experts turn in bfloat16."""
+"""Alternative bound: this many times the error of transformers in the engine's dtype, since routers of experts
+flip in bfloat16."""
 CACHE = 4 << 30
-"""Bytes of keys and values: said, for vLLM can't find out beside another that gives memory back."""
+"""Bytes of keys and values, set because vLLM cannot determine them beside another process that frees memory."""
 BLOCKS = 8 * LENGTH // 16
-"""Of a cache that is too small for all prompts, so that keys and values have to be brought back."""
+"""Blocks of a cache that is too small for all prompts, so that keys and values have to be brought back."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Case:
 
     @classmethod
     def make(cls, directory: Path, shape: ModelCreateConfig) -> "Case":
-        """Random weights, as sharp as a trained model's; a fifth of the second policy is new."""
+        """Make random weights, as sharp as a trained model's; a fifth of the second policy is new."""
         states: list[State] = []
         for seed in (1, 0):  # the directory keeps the last
             huggingface.create(directory, shape, seed)
@@ -115,7 +116,7 @@ class Case:
 
 
 def requests(count: int, group: int = 4) -> list[GenerateRequest]:
-    """Prompts of 20 to 600 tokens, each for several samples."""
+    """Make prompts of 20 to 600 tokens, each for several samples."""
     prompts = [[(7 * index + 3 * at) % 250 for at in range(20 + 580 * index // count)]
                for index in range(0, count, group)]  # fmt: skip
     return [
@@ -126,12 +127,12 @@ def requests(count: int, group: int = 4) -> list[GenerateRequest]:
 
 
 async def drawn(engine: Engine, wanted: list[GenerateRequest]) -> list[Completion]:
-    """All at once."""
+    """Generate all at once."""
     return await asyncio.gather(*map(engine.generate, wanted))
 
 
 class Judge:
-    """A policy in fp32, how far completions are from it, and how far transformers is in `dtype`."""
+    """Distances of completions to a policy in fp32, and of transformers in `dtype`."""
 
     def __init__(self, case: Case, state: State, device: str, dtype: str) -> None:
         exact, rounded = (
@@ -145,7 +146,10 @@ class Judge:
     def distances(
         self, wanted: list[GenerateRequest], found: list[Completion]
     ) -> tuple[float, float]:
-        """Means over completions: of proofs (0 without), and of |logprob - logprob of transformers|."""
+        """Return mean proof distance, and mean |logprob - transformers' logprob|.
+
+        The proof distance is 0 without proofs.
+        """
         far, off = 0.0, 0.0
         for one, completion in zip(wanted, found, strict=True):
             hidden, chosen = self._read(self._exact, one, completion)
@@ -157,7 +161,7 @@ class Judge:
     def expected(
         self, wanted: list[GenerateRequest], found: list[Completion]
     ) -> tuple[float, float]:
-        """Most that the two may be of an engine that computes what it should."""
+        """Return the bounds of both means for an engine that computes correctly."""
         far, off = 0.0, 0.0
         for one, completion in zip(wanted, found, strict=True):
             hidden, chosen = self._read(self._exact, one, completion)
@@ -167,7 +171,7 @@ class Judge:
         return max(FAR, AS_FAR * far / len(found)), max(OFF, AS_FAR * off / len(found))
 
     def _read(self, model: Any, one: GenerateRequest, completion: Completion) -> tuple[Any, Tensor]:
-        """Hidden states [n, hidden] that led to the tokens drawn, and their logprobs [n]."""
+        """Return hidden states [n, hidden] that led to the drawn tokens, and their logprobs [n]."""
         tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device=self._device)
         first = len(one.prompt) - 1
         with torch.inference_mode():
@@ -178,7 +182,7 @@ class Judge:
 
 
 async def measure(row: Row, case: Case, wanted: list[GenerateRequest], device: str) -> list[str]:
-    """The figures of a row; the last is "ok", or what is wrong."""
+    """Return the figures of a row; the last is "ok", or the faults."""
     cpu = device == "cpu"
     config = EngineConfig(
         type="vllm",
@@ -194,7 +198,7 @@ async def measure(row: Row, case: Case, wanted: list[GenerateRequest], device: s
         await engine.start(case.directory, fingerprint="projection" if row.proven else "")
         starting = time.perf_counter() - started
         await engine.load(0, case.old)
-        await drawn(engine, wanted)  # warm, and now the cache holds what has to go
+        await drawn(engine, wanted)  # warms up, and fills the cache with entries to evict
         began = time.perf_counter()
         before = await drawn(engine, wanted)
         speed = sum(len(one.token_ids) for one in before) / (time.perf_counter() - began)
@@ -222,7 +226,7 @@ async def measure(row: Row, case: Case, wanted: list[GenerateRequest], device: s
 
 
 class Heard(logging.Handler):
-    """Whether something was logged."""
+    """A log handler that notes whether a message was logged."""
 
     def __init__(self, words: str) -> None:
         super().__init__()
@@ -261,7 +265,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every row draws what it should."""
+    """Measure, print, and return exit code 0 if every row draws correctly."""
     parser = make_parser(__doc__, "a tiny model on the CPU, to see that this runs")
     parser.add_argument("rows", nargs="*", choices=[[], *(row.name for row in ROWS)])
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""What `primerl-node doctor` plans beside what a GPU really gives: run by hand, on a machine with one.
+"""Compare the memory plans of `primerl-node doctor` with measurements on a GPU. Run by hand.
 
     bash scripts/bench/gpu.sh gpu_plan [--shapes 0.6b 4b] [--skip-trainer] [--skip-engines] [--quick]
         [--json FILE]
 
-Engines: vLLM is started with a share of the GPU, and its cache in tokens is compared with the plan's; what
-nvidia-smi says is taken is compared with the whole plan. Learners: each row of scripts/bench/trainer.py in a
-process of its own (what an earlier row left behind would count), its peak beside the plan's. Nothing is
-judged by a plan that is a little careful: the goal is that it never promises more than there is, and wastes
-at most a tenth.
+Engines: vLLM is started with a share of the GPU; its cache in tokens is compared with the planned cache, and
+the memory reported by nvidia-smi with the whole plan. Learners: each row of scripts/bench/trainer.py runs in a
+separate process (leftovers of an earlier row would count), and its peak is compared with the plan's. A slightly
+careful plan passes: the goal is that a plan never promises more memory than there is, and wastes at most a
+tenth.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ TOKENS = 16384
 
 
 class Row(NamedTuple):
-    """One comparison; a plan is good if it is not below what was found, and not far above."""
+    """One comparison; a plan is good if it is not below the measurement, and not far above."""
 
     what: str
     planned: float
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 def engines(
     shape_name: str, directory: Path, shape: ModelShape, device: Device, *, quick: bool
 ) -> list[Row]:
-    """vLLM's cache, by CUDA graphs and proof."""
+    """Compare vLLM's cache and memory with the plan, with and without CUDA graphs."""
     rows: list[Row] = []
     for eager in (True,) if quick else (True, False):
         fingerprint = "projection"
@@ -71,7 +71,7 @@ def engines(
         name = f"{shape_name} vLLM, {'eager' if eager else 'graphs'}, {fingerprint}"
         close = plan.cache / GIB <= cache * 1.001 and plan.cache / GIB >= cache * (1 - WASTE)
         rows.append(Row(f"{name}: cache", plan.cache / GIB, cache, "<= found, 10 %", close))
-        # an update is not on its way
+        # no update is in progress
         beside = [one.nbytes for one in plan.beside if "update" not in one.name]
         most = (plan.budget + sum(beside)) / GIB
         rows.append(Row(f"{name}: of the GPU", most, taken / GIB, ">= found", most >= taken / GIB))
@@ -79,7 +79,7 @@ def engines(
 
 
 async def started(config: EngineConfig, directory: Path, fingerprint: str) -> tuple[int, int]:
-    """Tokens of the cache, and bytes of the GPU that it takes after a first load."""
+    """Return the tokens of the cache, and the GPU bytes taken after a first load."""
     before = gpus.visible_memory()[0].free
     engine = build_engine(config)
     try:
@@ -91,7 +91,7 @@ async def started(config: EngineConfig, directory: Path, fingerprint: str) -> tu
 
 
 def learners(shape_name: str, shape: ModelShape, *, quick: bool) -> list[Row]:
-    """The peak of each row, in a process of its own."""
+    """Compare the peak of each row, in a separate process, with the plan."""
     rows: list[Row] = []
     for name, options in list(ROWS.items())[: 1 if quick else None]:
         found = peak(shape_name, name)
@@ -104,7 +104,7 @@ def learners(shape_name: str, shape: ModelShape, *, quick: bool) -> list[Row]:
             exports=False,
         )
         lines = {item.name: item.nbytes for item in plan.peak}
-        # torch's allocator does not see the context
+        # torch's allocator does not count the context
         planned = (plan.total - lines.get("CUDA context, libraries", 0)) / GIB
         good = found <= planned <= found * (1 + WASTE)
         rows.append(Row(f"{shape_name} learner, {name}", planned, found, ">= found, 10 %", good))
@@ -112,7 +112,7 @@ def learners(shape_name: str, shape: ModelShape, *, quick: bool) -> list[Row]:
 
 
 def peak(shape_name: str, row: str) -> float | None:
-    """GiB, by scripts/bench/trainer.py; None where it says nothing."""
+    """Return the peak in GiB from scripts/bench/trainer.py; None if it gives no figures."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name, "row.json")
         command = [
@@ -128,7 +128,7 @@ def peak(shape_name: str, row: str) -> float | None:
 
 
 def show(rows: list[Row]) -> None:
-    """The table."""
+    """Print the table."""
     print("| | planned, GiB | found, GiB | goal | |\n|---|---|---|---|---|")
     for row in rows:
         verdict = "ok" if row.good else "MISSED"
@@ -136,7 +136,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Exit code 1 if some plan was wrong."""
+    """Measure, print, and return exit code 1 if some plan was wrong."""
     parser = make_parser(__doc__, "one engine, one row of the learner")
     parser.add_argument("--shapes", nargs="+", default=["0.6b"], choices=sorted(SHAPES))
     parser.add_argument("--skip-trainer", action="store_true")

@@ -1,13 +1,13 @@
-"""What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
+"""Measure the cost of seeded sampling and proofs in vLLM on a GPU, and check the proofs.
 
     bash scripts/bench/gpu.sh gpu_proofs [--sequences 256,512] [--repeats 3] [--quick] [--json FILE]
 
-Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
-bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
-with proofs. "burst": all sequences at once, of one length; "steady": as many at any
-time, of lengths that differ, so that requests come and go in most steps. The host is the bottleneck
-of vLLM at this size and its speed wanders by some per cent, so ratios are taken within a round.
-With VLLM_USE_V2_MODEL_RUNNER=0 it is vLLM's older runner that is measured.
+Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run: bare vLLM (plain
+sampling, with logprobs, with its own seeds and logprobs), and this package's engine without a proof and with
+proofs. "burst": all sequences at once, of one length; "steady": as many at any time, of different lengths, so
+that requests come and go in most steps. The host is the bottleneck of vLLM at this size and its speed
+fluctuates by some per cent, so ratios are taken within a round. With VLLM_USE_V2_MODEL_RUNNER=0 it measures
+vLLM's older runner.
 """
 
 import argparse
@@ -45,12 +45,12 @@ VLLM: dict[str, Any] = {
     },
     "max_num_batched_tokens": 16384,
     "enable_prefix_caching": False,
-    # of each engine; and that much must be free when it starts, whatever else starts beside it
+    # per engine; as much must be free when an engine starts, even while others start
     "kv_cache_memory_bytes": 16 << 30,
     "gpu_memory_utilization": 0.1,
 }
 Generate = Callable[[int, int], Awaitable[int]]
-"""(seed, tokens) -> tokens that came."""
+"""(seed, tokens) -> number of tokens generated."""
 
 
 def prompt(seed: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def config(most: int) -> EngineConfig:
 
 
 def start_bare(directory: Path, most: int) -> Any:
-    """vLLM as it comes, with our arguments but for the extension; random weights."""
+    """Start stock vLLM with our arguments except the worker extension; random weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
 
@@ -84,7 +84,7 @@ def start_bare(directory: Path, most: int) -> Any:
 
 
 def bare(llm: Any, **options: Any) -> Generate:
-    """Sampling by vLLM itself; `seeded` with a seed for each request."""
+    """Sample by vLLM itself; with `seeded`, with a seed for each request."""
     from vllm import SamplingParams  # pyright: ignore
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore
 
@@ -131,14 +131,14 @@ def request(seed: int, tokens: int = TOKENS) -> GenerateRequest:
 
 
 async def burst(generate: Generate, sequences: int) -> float:
-    """Tokens per second of `sequences` requests of TOKENS tokens that come at once."""
+    """Return tokens per second of `sequences` simultaneous requests of TOKENS tokens."""
     began = time.perf_counter()
     tokens = await asyncio.gather(*(generate(seed, TOKENS) for seed in range(sequences)))
     return sum(tokens) / (time.perf_counter() - began)
 
 
 async def steady(generate: Generate, sequences: int) -> float:
-    """Tokens per second with `sequences` requests at any time, each of 64 to 256 tokens."""
+    """Return tokens per second with `sequences` requests at any time, each of 64 to 256 tokens."""
     lengths = np.random.default_rng(0).integers(64, 257, 2 * sequences).tolist()
     pending = iter(enumerate(lengths))
 
@@ -151,7 +151,7 @@ async def steady(generate: Generate, sequences: int) -> float:
 
 
 async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every way in every round, in an order that turns; for each load and number of sequences."""
+    """Measure every way in every round, in rotating order, for each load and size."""
     found: list[dict[str, Any]] = []
     for generate in ways.values():  # warms up
         await asyncio.gather(*(generate(seed, 40) for seed in range(max(options.sequences))))
@@ -170,7 +170,7 @@ async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list
 
 
 def print_speeds(row: dict[str, Any], names: list[str]) -> None:
-    """Best tokens per second; medians, over the rounds, of the ratios within a round."""
+    """Print best tokens per second, and medians over the rounds of the ratios within a round."""
     print(
         f"\n{row['sequences']} sequences, {row['load']}, {len(row['rounds'])} rounds: tokens/s (best),"
     )
@@ -187,11 +187,11 @@ def print_speeds(row: dict[str, Any], names: list[str]) -> None:
         print(line, flush=True)
 
 
-# -- what the recorder alone costs -----------------------------------------------------------------
+# -- cost of the recorder alone --------------------------------------------------------------------
 
 
 def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[dict[str, Any]]:
-    """Microseconds a step of decoding: of the host, and of the device behind it."""
+    """Return the microseconds of a decoding step in the recorder, for the host and in total."""
     device, steps = torch.device("cuda"), 200
     found: list[dict[str, Any]] = []
     for count in sequences:
@@ -234,11 +234,11 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
     return found
 
 
-# -- whether it is right ---------------------------------------------------------------------------
+# -- correctness -----------------------------------------------------------------------------------
 
 
 def other_policy(state: State) -> tuple[State, Changed]:
-    """`state` with three elements in a thousand negated: far away, as policies go."""
+    """Return `state` with three elements in a thousand negated: a distant policy."""
     new, changed = moved(state, 0.003)
     for name, positions in changed.items():
         new[name].data[positions] ^= 0x8000
@@ -246,7 +246,7 @@ def other_policy(state: State) -> tuple[State, Changed]:
 
 
 def hidden_states(model: Any, found: list[tuple[GenerateRequest, Completion]]) -> list[Any]:
-    """That led to the tokens, by one prefill of transformers for each 32 completions."""
+    """Return the hidden states that led to the tokens, by prefills of 32 completions each."""
     states: list[Any] = []
     for start in range(0, len(found), 32):
         part = found[start : start + 32]
@@ -260,7 +260,7 @@ def hidden_states(model: Any, found: list[tuple[GenerateRequest, Completion]]) -
 async def correctness(
     engine: HostedEngine, name: str, directory: Path, policies: list[Any]
 ) -> dict[str, Any]:
-    """Distances of proofs to a prefill under the right policy and the other; seeds; an update."""
+    """Check proof distances under both policies, repeatability by seed, and an update."""
     state, new, changed = policies
     fingerprint = Projection()
     requests = [request(seed) for seed in range(128)]
@@ -299,7 +299,7 @@ async def correctness(
 
 
 def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) -> list[float]:
-    """Mean distance of each span's proof to its own policy's hidden states, and to the other's."""
+    """Return spans' mean proof distance to their own policy's states and to the other's."""
     own, other = [], []
     for row, one in enumerate(across):
         spans = one.spans or ((0, one.policy_first),)
@@ -312,11 +312,11 @@ def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) ->
     return [float(np.mean(own)), float(np.mean(other))] if own else []
 
 
-# -- the whole -------------------------------------------------------------------------------------
+# -- all measurements ------------------------------------------------------------------------------
 
 
 async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Start every engine, then take turns."""
+    """Start every engine, then measure in turns."""
     state = random_policy(directory, options.shape)
     new, changed = other_policy(state)
     shape = SHAPES[options.shape]

@@ -1,9 +1,10 @@
-"""The fsdp backend on real GPUs: what each call costs, and that a killed rank is an error and a new start.
+"""Measure the fsdp backend's calls on real GPUs, and recovery from a killed rank.
 
     bash scripts/bench/gpu.sh gpu_ranks [--ranks 2] [--shape 0.6b|tiny] [--tokens 16384] [--device cuda|cpu]
         [--quick] [--json FILE]
 
-Needs torch with CUDA and transformers. Random weights; every figure is seconds.
+A killed rank must raise an error; then training starts again from the checkpoint. Needs torch with CUDA and
+transformers. Random weights; every figure is in seconds.
 """
 
 import argparse
@@ -34,7 +35,7 @@ FIGURES = ("perf/throughput", "perf/mfu", "perf/peak_memory", "optim/grad_norm")
 
 
 async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[Row], list[Goal]]:
-    """Steps, copies, checkpoints; a killed rank; and again from the checkpoint."""
+    """Measure steps, copies and checkpoints, kill a rank, and resume from the checkpoint."""
     rows: list[Row] = []
 
     async def timed(name: str, work: Awaitable[T]) -> T:
@@ -105,7 +106,7 @@ async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[Ro
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "a tiny model on the CPU")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")

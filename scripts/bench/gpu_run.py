@@ -1,13 +1,13 @@
-"""A run of the whole stack by `primerl-node rl`: what was learned, how engine and trainer differ, who idles.
+"""Run the whole stack by `primerl-node rl`: learning, engine mismatch, and idle time.
 
     bash scripts/bench/gpu.sh gpu_run [--gpus 1|2] [--turns] [--out DIR] [--quick] [--json FILE]
         [FLAGS OF rl]...
 
 Model and settings: gpu_run.toml. It learns to reverse text or, with --turns, a task of several turns and one
-with a tool (gpu_run_turns.toml). With one GPU trainer and worker share it; with two each has its own.
---quick is a small model on the CPU, to see that this script works. Writes DIR/run_N.json (figures, reward and
-mismatch curves; or FILE), DIR/run_N.png and DIR/run_N.log; of a run that comes to a stop DIR/hang_N.txt: what
-it waits for.
+with a tool (gpu_run_turns.toml). With one GPU trainer and worker share it; with two each has its own. --quick
+uses a small model on the CPU, to check that this script works. Writes DIR/run_N.json (figures, reward and
+mismatch curves; or FILE), DIR/run_N.png and DIR/run_N.log; for a run that stalls also DIR/hang_N.txt with the
+state of its processes.
 """
 
 import argparse
@@ -36,12 +36,13 @@ ENDS = 10
 """Steps at either end whose rewards are compared."""
 PUBLISHED = "policy 0 published"
 STALL_S = 90.0
-"""Once the policy is out a step comes within this time, a cold start of vLLM included, or something hangs."""
+"""Maximum seconds between steps once the policy is published, a cold start of vLLM included; longer means a
+hang."""
 PROC = Path("/proc")
 MACHINE = ("loadavg", "pressure/cpu", "pressure/io", "pressure/memory")
 MEMORY = ("MemTotal", "MemAvailable", "Dirty", "Writeback")
 STACK = 6
-"""Innermost functions of the kernel that are shown of a thread that sleeps in it."""
+"""Innermost kernel functions shown for a thread that sleeps in the kernel."""
 TOY = {
     "model.create.hidden-size": 96,
     "model.create.num-hidden-layers": 2,
@@ -63,11 +64,11 @@ TOY = {
 }
 
 
-# -- why nothing goes on: Linux alone, and kernel stacks only as root ----------------------------
+# -- causes of a hang: Linux only, and kernel stacks only as root --------------------------------
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Process -> its command line, of all that descend from `root`."""
+    """Return the command line of each process that descends from `root`."""
     found: dict[int, str] = {}
     for one in psutil.Process(root).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -76,7 +77,7 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def what_hangs(root: int) -> str:
-    """The machine, its UDP counters, and the threads of every process below `root`."""
+    """Return the machine's state, its UDP counters, and all threads of `root`'s descendants."""
     lines = ["-- machine"]
     lines += [f"{name}: {' '.join(_read(PROC / name).split())}" for name in MACHINE]
     memory = _read(PROC / "meminfo").splitlines()
@@ -89,14 +90,14 @@ def what_hangs(root: int) -> str:
 
 
 def abort(root: int, name: str) -> None:
-    """End those below `root` whose command line has `name` in it, each with the stacks of all its threads."""
+    """Abort processes below `root` with `name` in their command line; each prints its stacks."""
     for pid, command in descendants(root).items():
         if name in command:
             os.kill(pid, signal.SIGABRT)
 
 
 def _threads(tasks: Path) -> list[str]:
-    """Threads that are in the same state and wait for the same, counted; kernel stacks of stuck ones."""
+    """Count threads by state and wait channel; include the kernel stacks of stuck ones."""
     found: Counter[str] = Counter()
     for task in tasks.glob("[0-9]*"):
         state = _read(task / "stat").rpartition(")")[2].split()[:1]
@@ -107,7 +108,7 @@ def _threads(tasks: Path) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """A file of /proc; empty if it is gone or not for us."""
+    """Return a file of /proc; empty if it is gone or not readable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -118,7 +119,7 @@ def _read(path: Path) -> str:
 
 
 class Watch:
-    """How busy each GPU is, asked of nvidia-smi once a second."""
+    """Utilisation of each GPU, from nvidia-smi once a second."""
 
     COMMAND = (
         *("nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used"),
@@ -150,7 +151,7 @@ class Watch:
                     self.samples.append((time.time(), int(index), float(busy), float(used)))
 
     def between(self, begin: float, end: float) -> dict[int, tuple[float, float]]:
-        """GPU -> (mean percent busy, most MiB used)."""
+        """Return GPU -> (mean percent busy, most MiB used)."""
         inside = [one for one in self.samples if begin <= one[0] <= end]
         return {
             gpu: (
@@ -162,7 +163,7 @@ class Watch:
 
 
 def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
-    """`primerl-node rl` to its end; the seconds that it took, start and warm-up included."""
+    """Run `primerl-node rl` to its end; return its seconds, start and warm-up included."""
     command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(HERE / "gpu_run.toml")]
     if options.turns:
         command += ["@", str(HERE / "gpu_run_turns.toml")]
@@ -204,7 +205,7 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
 
 
 def wait(rl: "subprocess.Popen[bytes]", directory: Path, deadline: float) -> str:
-    """Until the run ends: empty, or why it was not waited for any longer."""
+    """Wait until the run ends; return why waiting was given up, or empty."""
     trainer, metrics = directory / "run/logs/trainer.log", directory / "run/metrics.jsonl"
     seen, since = 0, float("inf")
     while rl.poll() is None:
@@ -222,7 +223,7 @@ def wait(rl: "subprocess.Popen[bytes]", directory: Path, deadline: float) -> str
 
 
 def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
-    """What is told of the run."""
+    """Return the figures of the run."""
     summary = json.loads((directory / "run" / "summary.json").read_text())
     lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").open()]
     rewards = [line["reward/mean"] for line in lines]
@@ -259,7 +260,7 @@ def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
-    """The goals of a run on GPUs; of a quick one only what every run has to keep."""
+    """Return the goals of a run on GPUs; for a quick one only those of every run."""
     goals = [
         at_most("mismatch KL, mean over the run", found["mismatch_kl_mean"], 0.01, "nats"),
         at_most("staleness, most", found["staleness_max"], found["staleness_bound"]),
@@ -278,7 +279,7 @@ def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """A short table."""
+    """Print a short table."""
     idle = ", ".join(f"{one:.1%}" for one in found["worker_idle"])
     rows = [
         ("wall time, all", f"{found['wall_s']:.0f} s"),
@@ -320,12 +321,12 @@ def show(found: dict[str, Any]) -> None:
 
 
 def stop(number: int, frame: object) -> None:
-    """End as by an error, so that no process stays."""
+    """Exit as by an error, so that no process stays."""
     sys.exit(128 + number)
 
 
 def main() -> int:
-    """Run, print, and say by the exit code whether every goal was met."""
+    """Run, print, and return exit code 0 if every goal was met."""
     signal.signal(signal.SIGTERM, stop)
     parser = make_parser(__doc__, "a small model on the CPU")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""How long `primerl-node --help` takes: a command line is judged by its first second.
+"""Measure the time of `primerl-node --help`.
 
 python scripts/bench/help.py [--quick] [--json FILE]
 """
@@ -15,7 +15,7 @@ RUNS = 10
 
 
 def seconds_of_help() -> float:
-    """Wall seconds of one `--help`, interpreter start included."""
+    """Return the wall seconds of one `--help`, interpreter start included."""
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "primerl.cli.main", "--help"],
@@ -26,9 +26,9 @@ def seconds_of_help() -> float:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the goal was met."""
+    """Measure, print, and return exit code 0 if the goal was met."""
     options = make_parser(__doc__, "three runs").parse_args()
-    seconds_of_help()  # byte code and file cache
+    seconds_of_help()  # warms up byte code and file cache
     taken = sorted(seconds_of_help() for _ in range(3 if options.quick else RUNS))
     found = {"median, s": statistics.median(taken), "best, s": taken[0], "worst, s": taken[-1]}
     show_figures(found)

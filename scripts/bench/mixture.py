@@ -1,13 +1,13 @@
-"""Train configs/mixture.toml with two workers, one of which lacks the environment with a tool.
+"""Train configs/mixture.toml with two workers, one without the environment with a tool.
 
     python scripts/bench/mixture.py [--seeds 0 1 2] [--steps 160] [--out DIR] [--warm RUN] [--quick]
         [--json FILE] [FLAGS OF train]...
 
-Trainer and workers are real processes over loopback. The calculator is played from a package of its own, as
-any environment of somebody else is: the second worker does not have it. Seed after seed it prints the mean
-reward of each environment in the first and the last tenth of the steps, and on held-out tasks before and after.
-With --warm RUN every seed begins where that run was after its warm-up (kept by --checkpoint.keep-first true).
-Last come the goals, each for the worst seed. --quick only sees whether it all runs: it has too few steps to
+Trainer and workers are real processes over loopback. The calculator environment comes from a separate package,
+like any third-party environment: the second worker does not have it. For each seed it prints the mean reward of
+each environment in the first and the last tenth of the steps, and on held-out tasks before and after. With
+--warm RUN every seed begins at the end of that run's warm-up (kept by --checkpoint.keep-first true). Finally
+the goals are judged, each for the worst seed. --quick only checks that everything runs: it has too few steps to
 learn from.
 """
 
@@ -39,13 +39,13 @@ GAINS = {"reverse-text": 1.1, "word-game": 1.5, "calculator": 1.1}
 QUICK = (
     *("--warmup.max-steps", "20", "--warmup.eval-prompts", "4", "--evaluation.prompts", "8"),
     *("--rollouts.groups-per-batch", "6", "--rollouts.groups-per-lease", "1"),
-    *("--training.filter-zero-advantages", "false"),  # hardly warmed up, groups have no signal
+    *("--training.filter-zero-advantages", "false"),  # hardly warmed up: groups have no signal
 )
 STEPS, QUICK_STEPS = 160, 4
 
 
 def package(directory: Path) -> Path:
-    """Write the calculator as a package of another name; returns where it lies."""
+    """Write the calculator as a package of another name; return its parent folder."""
     own = directory / "packages" / PACKAGE
     own.mkdir(parents=True, exist_ok=True)
     shutil.copy(TASKSETS / "calculator.py", own / "__init__.py")
@@ -62,7 +62,7 @@ def config(directory: Path) -> Path:
 
 
 def start(log: Path, packages: Path | None, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start `primerl-node`, which finds the packages there."""
+    """Start `primerl-node` with `packages` in its PYTHONPATH."""
     found = [os.environ.get("PYTHONPATH", ""), str(packages or "")]
     environment = {
         **os.environ,
@@ -76,7 +76,7 @@ def start(log: Path, packages: Path | None, *arguments: str) -> subprocess.Popen
 
 
 def run(directory: Path, seed: int, more: list[str]) -> dict[str, Any]:
-    """One run from its beginning to its summary."""
+    """Run from the beginning to the summary."""
     directory.mkdir(parents=True)
     packages = package(directory)
     train = ["train", "@", str(config(directory)), "--seed", str(seed), *more]
@@ -101,7 +101,7 @@ def run(directory: Path, seed: int, more: list[str]) -> dict[str, Any]:
 
 
 def show(directory: Path, summary: dict[str, Any]) -> None:
-    """Print the rewards of a run, and what was accepted and rejected."""
+    """Print the rewards of a run, and counts of accepted and rejected rollouts."""
     rows = [json.loads(line) for line in (directory / "mixture" / "metrics.jsonl").open()]
     for name, figures in summary["environments"].items():
         curve = [row[f"reward/{name}"] for row in rows if row.get(f"reward/{name}") is not None]
@@ -116,7 +116,7 @@ def show(directory: Path, summary: dict[str, Any]) -> None:
 
 
 def compare(runs: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, float]:
-    """What the goals are about, of (seconds, summary) of each seed: the worst."""
+    """Return the goals' figures for the worst seed; `runs` are (seconds, summary)."""
     found = {
         GAIN.format(name): min(
             one["environments"][name]["reward_after"]
@@ -131,7 +131,7 @@ def compare(runs: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, float]:
 
 
 def judge(found: dict[str, float]) -> list[Goal]:
-    """The goals with what was reached."""
+    """Return the goals with the values reached."""
     gains = {GAIN.format(name): least for name, least in GAINS.items()}
     return [
         *(at_least(name, found[name], gain, "x") for name, gain in gains.items() if name in found),
@@ -141,7 +141,7 @@ def judge(found: dict[str, float]) -> list[Goal]:
 
 
 def main() -> int:
-    """Run seed after seed; the exit code says whether the goals were met, or with --quick whether it ran."""
+    """Run all seeds; return 0 if the goals were met, or with --quick if everything ran."""
     parser = make_parser(__doc__, "few steps, to see that it all runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)

@@ -1,4 +1,4 @@
-"""Models that benchmarks make: shapes by name, random weights, an update of them, and batches to train on."""
+"""Models for benchmarks: named shapes, random weights, updates, and training batches."""
 
 import json
 import math
@@ -75,18 +75,18 @@ SHAPES: dict[str, dict[str, int]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Fields of ModelCreateConfig. `moe` has 2.9 G parameters, of which a token is computed with 1.1 G. On two CPU
+"""Fields of ModelCreateConfig. `moe` has 2.9 G parameters, of which 1.1 G are active per token. On two CPU
 cores `small` takes some ten milliseconds for a token of 64 sequences."""
 
 
 def make_model(directory: Path, shape: str) -> None:
-    """A model directory of a shape with random weights, for rows of up to 131,072 tokens."""
+    """Make a model directory of a shape with random weights, for rows of up to 131,072 tokens."""
     sizes = {"max_position_embeddings": 131072, "rope_theta": 1e6, **SHAPES[shape]}
     huggingface.create(directory, ModelCreateConfig.model_validate(sizes), seed=0)
 
 
 def fake_batch(lengths: list[int], vocabulary: int, *, seed: int) -> list[Sample]:
-    """Samples of random tokens, all but the first of each trained, as prime-rl's fake loader has it."""
+    """Make random samples, all tokens but the first trained, like prime-rl's fake loader."""
     rng = random.Random(seed)
     found: list[Sample] = []
     for length in lengths:
@@ -97,9 +97,9 @@ def fake_batch(lengths: list[int], vocabulary: int, *, seed: int) -> list[Sample
 
 
 def random_policy(directory: Path, shape: str, **changes: Any) -> dict[str, Tensor]:
-    """Config, with `changes`, and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it.
+    """Write config and tokenizer of a Qwen3 into `directory`; return a random bf16 state for it.
 
-    A shape with `num_experts` makes a Qwen3-MoE.
+    `changes` are applied to the config. A shape with `num_experts` makes a Qwen3-MoE.
     """
     experts = {name: value for name, value in SHAPES[shape].items() if name in EXPERT_FIELDS}
     huggingface.create(directory, ModelCreateConfig.model_validate(experts), 0)
@@ -114,7 +114,7 @@ def random_policy(directory: Path, shape: str, **changes: Any) -> dict[str, Tens
     wanted = huggingface.policy_tensors(huggingface.empty_model(directory))
     for number, (name, empty) in enumerate(wanted.items()):
         size = tuple(empty.shape)
-        # experts that are equal would make it meaningless which of them a router chooses
+        # with equal experts the router's choice would have no effect
         first = 10007 * number % len(bits) if ".experts." in name else 0
         drawn = twice[first : first + min(len(bits), math.prod(size))]
         data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(drawn, size)
@@ -123,7 +123,7 @@ def random_policy(directory: Path, shape: str, **changes: Any) -> dict[str, Tens
 
 
 def moved(state: State, share: float) -> tuple[State, Changed]:
-    """`state` with the last bit of `share` of its elements flipped, and their positions."""
+    """Return `state` with the last bit of `share` of its elements flipped, and their positions."""
     rng = np.random.default_rng(1)
     new: dict[str, Tensor] = {}
     changed: dict[str, Any] = {}

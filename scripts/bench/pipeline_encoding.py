@@ -1,12 +1,12 @@
-"""What the encodings of hidden states between the stages of a pipeline do to the policy that is sampled.
+"""Measure how encodings of hidden states between pipeline stages change the sampled policy.
 
     python scripts/bench/pipeline_encoding.py [--model tiny] [--layers 8] [--stages 2,4] [--dtype float32]
         [--device cpu] [--texts 64] [--massive 0,20] [--quick] [--json FILE]
 
-A model is trained a little (trained_model.py) and reads texts of its language twice: whole, and with what
-crosses from stage to stage rounded as it travels. For every token: the mismatch KL(sampled || whole) over the
-whole vocabulary, and how far the log-probability of the text's own token moves. --massive makes one channel of
-the residual stream so many times larger than the others, as large trained models have it.
+A model is trained a little (trained_model.py) and reads texts of its language twice: as a whole, and with the
+states between stages rounded as on the wire. For every token: the mismatch KL(sampled || whole) over the whole
+vocabulary, and the change of the log-probability of the text's own token. --massive makes one channel of the
+residual stream larger than the others by that factor, as in large trained models.
 """
 
 import sys
@@ -27,7 +27,7 @@ ENCODINGS: tuple[Encoding, ...] = ("raw", "fp8", "int8")
 
 
 class Rounding:
-    """Passes on what the next stage would see."""
+    """Rounds states as the next stage would receive them."""
 
     def __init__(self, layers: tuple[int, ...], encoding: Encoding) -> None:
         self.layers = frozenset(layers)
@@ -43,7 +43,7 @@ class Rounding:
 
 
 def logprobs(network: LanguageModel, tokens: Tensor, taps: Rounding | None) -> Tensor:
-    """[T, V] of texts [N, LENGTH], one after the other."""
+    """Return logprobs [T, V] of texts [N, LENGTH], concatenated."""
     rows, columns = tokens.shape
     hidden = network.packed(tokens.flatten(), [columns] * rows, taps)
     return torch.log_softmax(network.logits(hidden).float(), -1)
@@ -52,7 +52,7 @@ def logprobs(network: LanguageModel, tokens: Tensor, taps: Rounding | None) -> T
 def measure(
     network: LanguageModel, texts: Tensor, cuts: tuple[int, ...], encoding: Encoding
 ) -> dict[str, float]:
-    """Means over all tokens, and the worst percent."""
+    """Return means over all tokens, and 99 % quantiles."""
     taps = Rounding(cuts, encoding)
     divergence: list[Tensor] = []
     moved: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""One stage of pipeline.py in a process of its own: real iroh on loopback, real acceptor, ring and engine.
+"""One stage of pipeline.py in a process: real iroh on loopback, acceptor, ring and engine.
 
     python scripts/bench/pipeline_stage.py RANK
 
-Commands on stdin (children.py): `join` a plan, `connect` its stages by lines of some length and width,
-`measure` at stage 0, `whole` for an engine that has all of the model. Each join tears down what was there
-before; connecting anew keeps the engine, which takes long to start.
+Commands on stdin (children.py): `join` a plan, `connect` its stages by links of a given delay and rate,
+`measure` at stage 0, `whole` for an engine with the whole model. Each join tears down the previous one;
+reconnecting keeps the engine, which takes long to start.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from primerl.scripts.bench.children import Event, Wire, cpu_seconds
 
 STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05
 VOCABULARY = 256
-"""Prompts are of tokens below this."""
+"""Token ids of prompts are below this."""
 
 
 class Member:
@@ -58,12 +58,12 @@ class Member:
         self.ring: Ring | None = None
         self._joined, self._connected = AsyncExitStack(), AsyncExitStack()
         self._ring_of: Callable[[Shaper | None], Ring] | None = None
-        """Makes a ring of the plan that was joined."""
+        """Makes a ring of the joined plan."""
         self._joins = 0
         self._looks: list[tuple[int, float]] = []
 
     async def serve(self) -> None:
-        """Until stdin ends."""
+        """Serve commands until stdin ends."""
         network = NetworkConfig(host="127.0.0.1", libp2p=False)
         self.transport = await start_iroh(network, self.key, 0)
         self.links = ConnectionPool(self.transport, self.peers, connect_timeout_s=10.0)
@@ -83,7 +83,7 @@ class Member:
             await self.transport.close()
 
     async def leave(self, _: Event) -> Event:
-        """Give up what was joined."""
+        """Leave the joined plan, and close the engine."""
         await self._connected.aclose()
         await self._joined.aclose()
         self._connected, self._joined = AsyncExitStack(), AsyncExitStack()
@@ -91,7 +91,7 @@ class Member:
         return {}
 
     async def whole(self, command: Event) -> Event:
-        """Have an engine with the whole model."""
+        """Start an engine with the whole model."""
         await self.leave({})
         engine = self.engine = build_engine(EngineConfig.model_validate(command["engine"]))
         self._joined.push_async_callback(engine.close)
@@ -101,7 +101,7 @@ class Member:
         return {}
 
     async def join(self, command: Event) -> Event:
-        """Be a stage of the sealed plan, with an engine that has its weights, but no lines yet."""
+        """Become a stage of the sealed plan, with an engine that has its weights, but without links."""
         await self.leave({})
         for node, addresses in command["peers"].items():
             self.peers.hint(bytes.fromhex(node), addresses)
@@ -140,7 +140,7 @@ class Member:
         return {"tensors": sum(state[name].data.nbytes for name in wanted)}
 
     async def connect(self, command: Event) -> Event:
-        """Open lines in the place of those that there are; answers when the ring is whole."""
+        """Open links in place of existing ones; answer once the ring is healthy."""
         assert self._ring_of is not None, "join comes first"
         await self._connected.aclose()
         delay, rate = command["delay_s"], command["bytes_per_s"]
@@ -170,7 +170,7 @@ class Member:
         self._joined.push_async_callback(stop)
 
     async def measure(self, command: Event) -> Event:
-        """Output tokens/s of so many sequences, all begun at once; every sequence `tokens` long."""
+        """Measure output tokens/s of `sequences` sequences begun at once, each `tokens` long."""
         assert self.engine is not None, "join or whole comes first"
         before, busy = self._sent(), cpu_seconds(os.getpid())
         watching = asyncio.create_task(self._watch(), name="watch")
@@ -199,7 +199,7 @@ class Member:
         return found
 
     async def _watch(self) -> None:
-        """How many micro-batches there are, and how idle the slowest stage is, while it works."""
+        """Sample the number of micro-batches and the stall share of the slowest stage during work."""
         self._looks = []
         while True:
             await asyncio.sleep(LOOK_S)
@@ -224,13 +224,13 @@ class Member:
 
 
 def lanes_of(engine: Engine | None) -> Any:
-    """What a head that makes its own micro-batches says of them; None of the others."""
+    """Return the micro-batch statistics of a head that makes its own; None for other engines."""
     lanes = getattr(engine, "lanes", None)
     return lanes() if lanes is not None else None
 
 
 def keep(path: Path, done: Sequence[Completion]) -> None:
-    """Tokens and log-probabilities of completions that are equally long."""
+    """Write tokens and log-probabilities of completions of equal length."""
     drawn = {
         "tokens": [one.token_ids for one in done],
         "logprobs": [one.logprobs for one in done],
@@ -239,12 +239,12 @@ def keep(path: Path, done: Sequence[Completion]) -> None:
 
 
 def digest_of(done: list[Completion]) -> str:
-    """Of all tokens, to see that two ways to compute draw the same ones."""
+    """Return a digest of all tokens, to check that two ways of computing draw the same ones."""
     return hashlib.sha256(repr([one.token_ids for one in done]).encode()).hexdigest()[:16]
 
 
 async def run(rank: int) -> None:
-    """Be stage `rank` of whatever plan is sent."""
+    """Run stage `rank` of the plans that are sent."""
     share_python()  # as a node does
     wire = Wire()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

@@ -1,6 +1,6 @@
-"""What all benchmarks have in common: two options, a table of figures, and goals beside them.
+"""Parts shared by all benchmarks: two options, a table of figures, and goals.
 
-A benchmark ends with 0 if all of its goals are met. The file of --json has its rows and its goals.
+A benchmark exits with 0 if all of its goals are met. The file of --json has its rows and its goals.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 
 class Goal(TypedDict):
-    """A figure beside what it should be."""
+    """A figure and its goal."""
 
     name: str
     value: float
@@ -21,17 +21,20 @@ class Goal(TypedDict):
 
 
 def at_least(name: str, value: float, goal: float, unit: str = "") -> Goal:
-    """A goal from below."""
+    """Make a goal with a lower bound."""
     return Goal(name=name, value=value, goal=goal, unit=unit, ok=value >= goal)
 
 
 def at_most(name: str, value: float, goal: float, unit: str = "") -> Goal:
-    """A goal from above."""
+    """Make a goal with an upper bound."""
     return Goal(name=name, value=value, goal=goal, unit=unit, ok=value <= goal)
 
 
 def make_parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
-    """A parser with --quick, whose help is `quick`, and --json; it shows the first paragraph of `doc`."""
+    """Make a parser with --quick, with help `quick`, and --json.
+
+    Its description is the first paragraph of `doc`.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write rows and goals there")
@@ -39,7 +42,7 @@ def make_parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
 
 
 def show_figures(found: Mapping[str, float]) -> None:
-    """A line each."""
+    """Print one line per figure."""
     for name, value in found.items():
         print(f"{name:52} {value:14.6g}")
 
@@ -50,7 +53,7 @@ def conclude(
     path: Path | None,
     **more: Any,
 ) -> int:
-    """Show the goals, and write them with the rows, or figures by name; returns the exit code."""
+    """Print the goals, and write them with the rows, or figures by name; return the exit code."""
     for goal in goals:
         mark, value = "ok  " if goal["ok"] else "MISS", f"{goal['value']:,.4g} {goal['unit']}"
         print(f"{mark} {goal['name']}: {value.strip()} (goal {goal['goal']:,g})", flush=True)

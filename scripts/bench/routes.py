@@ -1,12 +1,12 @@
-"""What it brings to replay the routes of a mixture of experts in training, and what audits see of false ones.
+"""Measure the effect of replaying expert routes in training, and audits of false routes.
 
     bash scripts/bench/gpu.sh routes [--model DIR] [--engine hf|vllm] [--sequences N] [--tokens N] [--sharp F]
         [--layers N] [--dtype D] [--trainer-dtype D] [--threads N] [--quick] [--json FILE]
 
-An engine draws replies and records their routes. The trainer computes their logprobs by its own choice of
-experts and by the recorded ones: mismatch KL, mean and largest difference of logprobs, nats. The embedded
+An engine draws replies and records their routes. The trainer computes their logprobs with its own choice of
+experts and with the recorded one: mismatch KL, mean and largest difference of logprobs, nats. The embedded
 auditor then measures honest routes and forged ones: random for every token, always the same, and random in one
-layer. Without --model a random Qwen3-MoE is made whose matrices are --sharp times as large as usual.
+layer. Without --model it makes a random Qwen3-MoE whose matrices are --sharp times as large as usual.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from primerl.protocol.manifests import RouteShape
 from primerl.scripts.bench.report import at_least, conclude, make_parser
 
 LESS = 4.0
-"""Goal: mismatch KL with routes is this many times smaller."""
+"""Goal: the mismatch KL with routes is this many times smaller."""
 PROMPT = 64
 Routes = NDArray[np.int16]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what an engine drew from it."""
+    """A model, and replies that an engine drew from it."""
 
     directory: Path
     state: State
@@ -55,7 +55,7 @@ class Case:
     replies: Sequence[Completion]
 
     def samples(self, *, routed: bool) -> list[Sample]:
-        """What the trainer is given."""
+        """Make the trainer's samples."""
         return [
             Sample(
                 [*asked.prompt, *reply.token_ids],
@@ -68,7 +68,7 @@ class Case:
         ]
 
     def items(self, forge: Callable[[int, Routes], Routes]) -> list[AuditItem]:
-        """What an auditor is given, with forged routes."""
+        """Make the auditor's items, with forged routes."""
         found: list[AuditItem] = []
         for number, (asked, reply) in enumerate(zip(self.requests, self.replies, strict=True)):
             start = len(asked.prompt)
@@ -88,7 +88,7 @@ class Case:
 
 
 def make_model(options: argparse.Namespace, directory: Path) -> State:
-    """A random mixture in `directory`."""
+    """Make a random mixture of experts in `directory`."""
     shape = ModelCreateConfig(
         hidden_size=128,
         num_hidden_layers=options.layers,
@@ -176,7 +176,7 @@ def mismatch(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 
 def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """What an auditor measures of honest and of forged routes."""
+    """Return an auditor's measures of honest and of forged routes."""
     terms = AuditTerms(str(case.directory), options.dtype, options.device, routes=case.shape)
     auditor = Replay(terms)
     auditor.prepare(threads=options.threads)
@@ -220,7 +220,7 @@ def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """What to measure; defaults by what this machine has."""
+    """Parse the options; defaults depend on this machine's hardware."""
     cuda = torch.cuda.is_available()
     parser = make_parser(__doc__, "a tiny model and few tokens")
     parser.add_argument("--model", type=Path, help="directory of a mixture of experts in bf16")
@@ -261,7 +261,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Two tables."""
+    """Print two tables."""
     layers, experts, top_k = found["shape"]
     print(
         f"{found['tokens']} tokens, {layers} layers of {experts} experts, {top_k} a token: "
@@ -277,7 +277,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether the goal was met."""
+    """Measure, print, and return exit code 0 if the goal was met."""
     logging.basicConfig(level=logging.WARNING)
     options = parse()
     found = asyncio.run(run(options))

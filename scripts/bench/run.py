@@ -1,18 +1,20 @@
-"""A whole run beside its parts: trained tokens/s, how full the engine is, what the trainer waits for.
+"""Compare a whole run with its parts: trained tokens/s, engine occupancy, trainer waits.
 
     python scripts/bench/run.py [--shape tiny|50m|0.6b|4b] [--engine vllm|hf] [--gpus 0|1|2|4|8] [--steps N]
         [--mean TOKENS] [--most TOKENS] [--groups N] [--group-size N] [--inflight N] [--bound N]
         [--adapters RANK] [--recompute] [--synchronous N] [--quick] [--json FILE]
 
 Random weights; replies end with probability 1 / mean, so their lengths have a long tail; rewards are hashes of
-replies, so every group has a signal (run_taskset.py); lr 1e-6. In one go:
-1. the engine alone: bare vLLM (or the hf engine), no logprobs, as many sequences in flight;
-2. the trainer alone: the same learner on samples of the same lengths, a snapshot per step;
-3. the whole: `primerl-node rl`, a trainer and one worker, which take turns where they share a device; from four
-   GPUs on a trainer of two ranks and a worker on each other GPU, compared with as many engines alone;
-4. with --synchronous N: the whole again with max_off_policy_steps = 0, N steps, for its mismatch KL.
-The whole is compared with the slower part, on a shared GPU with what taking turns would give:
-1 / (1 / engine + 1 / trainer). On CPUs both parts have a thread of their own.
+replies, so every group has a signal (run_taskset.py); lr 1e-6. In sequence:
+
+    1. the engine alone: bare vLLM (or the hf engine), no logprobs, as many sequences in flight;
+    2. the trainer alone: the same learner on samples of the same lengths, a snapshot per step;
+    3. the whole: `primerl-node rl`, a trainer and one worker, which take turns on a shared device; with four
+       GPUs or more a trainer of two ranks and a worker on each other GPU, compared with as many engines alone;
+    4. with --synchronous N: the whole again with max_off_policy_steps = 0, N steps, for its mismatch KL.
+
+The whole is compared with the slower part, on a shared GPU with the rate of taking turns: 1 / (1 / engine + 1 /
+trainer). On CPUs each part has a separate thread.
 """
 
 import argparse
@@ -47,13 +49,14 @@ from primerl.scripts.bench.report import (
 HERE = Path(__file__).parent
 RUN = "run"
 LIKELY = 32.0
-"""By how much the logits of the tokens that are drawn would be above all others if the constant were all."""
+"""Logit margin of the drawn tokens over all others that the constant alone would give."""
 CONSTANT = 3.0
-"""Of every embedding, in units of the root of the width; wider models' layers add more to a state."""
+"""The constant in every embedding, in units of the root of the width; wider models' layers add more to a
+state."""
 OTHERS = 10.0
 """Factor of an embedding's other elements."""
 WARM_STEPS = 3
-"""Steps that are not counted: engines compile, and nothing is in flight yet."""
+"""Uncounted first steps: engines compile, and nothing is in flight yet."""
 LOOK_S = 0.5
 START_S = 400.0
 QUICK = {
@@ -63,7 +66,7 @@ QUICK = {
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     options = parse()
     signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -93,12 +96,12 @@ class OutOfTime(Exception):
 
 
 def end(signum: int, frame: object) -> None:
-    """Unwind."""
+    """Raise OutOfTime."""
     raise OutOfTime
 
 
 def parse() -> argparse.Namespace:
-    """The options; --quick sets those that it names."""
+    """Parse the options; --quick overrides those in QUICK."""
     parser = make_parser(__doc__, "tiny, with the hf engine on the CPU")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
@@ -133,12 +136,12 @@ def parse() -> argparse.Namespace:
 
 
 def make_model(directory: Path, options: argparse.Namespace) -> None:
-    """Random weights that draw about `mean` tokens evenly, one of which ends a reply.
+    """Make random weights that draw about `mean` tokens evenly, one of which ends a reply.
 
-    Random states favour some tokens over others, differently everywhere. So one dimension of the embeddings is
-    larger than all others of a state together get, and layers neither read nor write it; in the output head it
-    tells the tokens that are drawn from those that are not. All other weights are as large as usual, so an
-    update changes as many of them.
+    Random states favour some tokens over others, differently everywhere. So one dimension of the embeddings
+    exceeds all others of a state together, and layers neither read nor write it; in the output head it
+    separates the drawn tokens from the others. All other weights have the usual size, so an update changes as
+    many of them.
     """
     from safetensors.torch import save_file
 
@@ -160,20 +163,20 @@ def make_model(directory: Path, options: argparse.Namespace) -> None:
     embeddings *= OTHERS
     embeddings[:, 0] = CONSTANT * max(1, width / 1024) ** 2 * math.sqrt(width)
     head[:, 0], head[ends] = 0, 0
-    # a normed state is as long as the root of the width, most of it there
+    # a normed state is as long as the root of the width, mostly in that dimension
     head[[ends, *drawn], 0] = LIKELY / math.sqrt(width)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def length(options: argparse.Namespace) -> int:
-    """Longest sequence: a prompt of a few bytes and a reply."""
+    """Return the longest sequence: a prompt of a few bytes and a reply."""
     return 64 + options.most
 
 
 def settings(
     directory: Path, model: Path, options: argparse.Namespace, bound: int
 ) -> dict[str, Any]:
-    """The config of the run."""
+    """Return the config of the run."""
     cuda = options.gpus > 0
     concurrency = {"min_inflight": 1, "max_inflight": options.inflight}
     engine: dict[str, Any] = {
@@ -209,7 +212,7 @@ def settings(
 def run_whole(
     directory: Path, model: Path, options: argparse.Namespace, bound: int
 ) -> dict[str, Any]:
-    """One `rl`: its metrics, and what its worker said of its engine twice a second."""
+    """Run one `rl`; return its metrics, and its workers' engine status twice a second."""
     from primerl.node.config import loader
 
     directory.mkdir(parents=True)
@@ -269,7 +272,7 @@ def run_whole(
 
 
 class Look(NamedTuple):
-    """What a worker said of its engine at a time (Unix seconds)."""
+    """A worker's engine status at a time (Unix seconds)."""
 
     at: float
     worker: int
@@ -277,19 +280,19 @@ class Look(NamedTuple):
 
 
 def engines(options: argparse.Namespace) -> int:
-    """Workers, each with an engine of its own."""
+    """Return the number of workers, each with a separate engine."""
     return options.gpus - 2 if options.gpus > 2 else 1
 
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The steps so far."""
+    """Return the metrics of the steps so far."""
     if not metrics.exists():
         return []
     return [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
 
 
 def look(data_dir: Path, worker: int) -> list[Look]:
-    """What a worker says of its engine now; nothing before it can."""
+    """Return a worker's engine status now; empty before it has one."""
     from primerl.node.ops import control
     from primerl.node.ops.errors import NetworkError
 
@@ -301,7 +304,7 @@ def look(data_dir: Path, worker: int) -> list[Look]:
 
 
 async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of the engine with nothing beside it, as many sequences in flight."""
+    """Return tokens/s of the engine with no other load, with as many sequences in flight."""
     config = settings(directory, directory / "model", options, options.bound)["engine"]
     generation = json.loads((directory / "model" / "generation_config.json").read_text())
     child = Child("engine", directory / "engine.log")
@@ -330,7 +333,7 @@ async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str
 
 
 def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s of the learner with nothing beside it."""
+    """Return tokens/s of the learner with no other load."""
     config = settings(directory, directory / "model", options, options.bound)
     rng = random.Random(0)
     replies = [
@@ -354,7 +357,10 @@ def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, flo
 
 
 async def learn(job: dict[str, Any]) -> float:
-    """The process of trainer_alone(): tokens/s of a step and a snapshot per batch, after the first ones."""
+    """Return tokens/s of a step and a snapshot per batch, after the first ones.
+
+    Runs in the process of trainer_alone().
+    """
     from primerl.node.app.factories import make_backend
     from primerl.node.config.run import RunConfig
     from primerl.node.training.backend import TrainBatch
@@ -381,7 +387,7 @@ def compare(
     synchronous: dict[str, Any],
     options: argparse.Namespace,
 ) -> dict[str, float]:
-    """All figures by name."""
+    """Return all figures by name."""
     lines = whole["lines"][WARM_STEPS:]
     first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
     seconds = last - first
@@ -424,7 +430,7 @@ def compare(
 
 
 def generated(looks: Sequence[Look]) -> float:
-    """Tokens per second that the workers' engines drew, whatever became of them."""
+    """Return tokens per second drawn by the workers' engines, used or not."""
     drawn = 0.0
     for worker in {one.worker for one in looks}:
         own = [one for one in looks if one.worker == worker]
@@ -434,12 +440,12 @@ def generated(looks: Sequence[Look]) -> float:
 
 
 def share_full(rows: Sequence[dict[str, Any]]) -> float:
-    """Share of the looks at which the engine had at least half of the sequences that it may have."""
+    """Return the share of samples with at least half of the allowed sequences in flight."""
     return fmean(row["inflight"] >= row["cap"] / 2 for row in rows) if rows else 0.0
 
 
 def judge(found: dict[str, float], options: argparse.Namespace) -> list[Goal]:
-    """The goals of this device."""
+    """Return the goals of this device."""
     # on two cores audits, environments and the network take time from both parts
     least = {0: 0.4, 1: 0.85}.get(options.gpus, 0.90)
     goals = [

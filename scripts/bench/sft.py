@@ -1,12 +1,12 @@
-"""`primerl-node sft` as a user runs it: tokens/s, MFU, memory, and what the data cost.
+"""Measure `primerl-node sft` as a user runs it: tokens/s, MFU, memory, and data loading.
 
     python scripts/bench/sft.py                 0.6B at 16,384 and 65,536 tokens a step, on one GPU
     python scripts/bench/sft.py --quick         the same at toy size, on a CPU
     python scripts/bench/sft.py -- --training.activation-checkpointing full
 
-Model by shape with random weights, rows of about 2,000 tokens made by the taskset reverse-text. The first
-steps, in which kernels are compiled and tuned, are left out; the rest is a median. Everything lands below
---work.
+The model has the shape's config with random weights; rows of about 2,000 tokens are made by the taskset
+reverse-text. The first steps, in which kernels are compiled and tuned, are left out; figures are medians of the
+rest. All files are written below --work.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COLUMNS = ("perf/throughput", "perf/mfu", "perf/peak_memory", "time/step", "time
 
 
 def command(work: Path, name: str, tokens: int, options: argparse.Namespace) -> list[str]:
-    """One run of `primerl-node sft`."""
+    """Return the command line of one run of `primerl-node sft`."""
     shortest, longest = (20, 24) if options.quick else (950, 1000)
     shape = SHAPES["tiny" if options.quick else "0.6b"] | {"max_position_embeddings": 65536}
     model = [
@@ -47,7 +47,7 @@ def command(work: Path, name: str, tokens: int, options: argparse.Namespace) -> 
 
 
 def row(work: Path, name: str, skip: int) -> dict[str, float]:
-    """Medians over the steps after the first `skip`."""
+    """Return medians over the steps after the first `skip`."""
     lines = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if line["step"] > skip]
     found = {"loss": float(measured[-1]["loss/mean"])}
@@ -58,7 +58,7 @@ def row(work: Path, name: str, skip: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run and print one line a size."""
+    """Run and print one line per size."""
     parser = make_parser(__doc__, "at toy size, on a CPU")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench-sft"))
     parser.add_argument("--steps", type=int, default=20)

@@ -1,15 +1,16 @@
-"""Tokens/s of vLLM with and without speculative decoding, on replies that repeat themselves; in turns.
+"""Compare tokens/s of vLLM with and without speculative decoding, on repetitive replies.
 
     bash scripts/bench/gpu.sh speculation [--shape tiny|0.6b|4b] [--sequences N ...] [--chance P] [--drafts N]
         [--rounds N] [--invariant] [--quick] [--json FILE]
 
-Two engines with this package's sampler and proofs are up all the time; each round asks both for the same
-requests. The model's layers compute as ever and add nothing; its head goes round circles of 16 tokens, with the
-given chance at each token, and the first circle is in the prompt. n-grams of 2 to 4 tokens are looked up. Of a
-model whose replies never repeat, it tells nothing. The last column counts replies that are the same, token by
-token: all on a CPU and with --invariant; else kernels for several rows of a sequence round otherwise than those
-for one, and a near tie may fall to the other side. Each number of sequences is asked for as so many single
-requests, which the goal is for, and as one group of a lease, whose samples wait for those before them.
+Two engines with this package's sampler and proofs are up all the time and take turns; each round sends both the
+same requests. The model's layers compute as usual but add nothing to the residual stream; its head follows
+cycles of 16 tokens, with the given chance at each token, and the prompt contains all cycles. n-grams of 2 to 4
+tokens are looked up. The figures say nothing about a model whose replies never repeat. The last column counts
+replies that are the same, token by token: all of them on a CPU and with --invariant; otherwise kernels for
+several rows of a sequence round differently from those for one row, which may flip a near tie. Each number of
+sequences is requested as single requests, which the goal is for, and as one group of a lease, whose samples
+wait for the earlier ones.
 """
 
 import argparse
@@ -38,11 +39,11 @@ FASTER = 1.3
 CIRCLES = 64
 PERIOD = 16
 MEMORY = 0.4
-"""Of the GPU, for each of the two engines."""
+"""Share of the GPU's memory for each of the two engines."""
 
 
 def requests(sequences: int, tokens: int, seed: int, group: bytes) -> list[GenerateRequest]:
-    """Of one prompt, which has all of the circles."""
+    """Make requests of one prompt that contains all cycles."""
     prompt = tuple(range(CIRCLES))
     return [GenerateRequest(prompt, tokens, 1.0, seed + one, (), group) for one in range(sequences)]
 
@@ -69,7 +70,7 @@ class Drafting:
         self._options = options
 
     async def start(self, directory: Path) -> None:
-        """One after the other: vLLM measures what memory is free while it starts."""
+        """Start the engines one after the other: vLLM measures free memory while it starts."""
         shape = dict(SHAPES[self._options.shape])
         if self._options.shape == "tiny":
             shape["head_dim"] = 32
@@ -84,11 +85,11 @@ class Drafting:
             print(f"an engine was ready after {time.perf_counter() - began:.0f} s", flush=True)
 
     async def close(self) -> None:
-        """End both."""
+        """Close both engines."""
         await asyncio.gather(self.plain.close(), self.drafting.close())
 
     async def measure(self, sequences: int, *, grouped: bool) -> dict[str, Any]:
-        """Medians of the rounds, behind one that is not counted."""
+        """Return medians of the rounds after one uncounted round."""
         speeds: dict[HostedEngine, list[float]] = {self.plain: [], self.drafting: []}
         same = replies = 0
         before = self.drafting.stats()
@@ -104,7 +105,7 @@ class Drafting:
             pairs = list(zip(*found, strict=True))
             same += sum(one.token_ids == other.token_ids for one, other in pairs)
             replies += len(pairs)
-        await asyncio.sleep(0.5)  # statistics come a little later
+        await asyncio.sleep(0.5)  # statistics arrive a little later
         after = self.drafting.stats()
         drafted = after.drafted_tokens - before.drafted_tokens
         ratios = [
@@ -123,7 +124,7 @@ class Drafting:
 
 
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of sequences."""
+    """Return a row for each number of sequences."""
     rows: list[dict[str, Any]] = []
     drafting = Drafting(options)
     with tempfile.TemporaryDirectory() as name:
@@ -145,7 +146,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse() -> argparse.Namespace:
-    """What to measure; defaults by what this machine has."""
+    """Parse the options; defaults depend on this machine's hardware."""
     cuda = torch.cuda.is_available()
     parser = make_parser(__doc__, "two short rounds of a tiny model")
     parser.add_argument("--shape", default="0.6b" if cuda else "50m", choices=list(SHAPES))
@@ -164,7 +165,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     options = parse()
     logging.basicConfig(level=logging.WARNING)
     where = torch.cuda.get_device_name() if options.cuda else "the CPU"

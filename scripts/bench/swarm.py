@@ -1,15 +1,15 @@
-"""How a new version spreads over a swarm when the trainer's uplink is the bottleneck, beside shardcast.
+"""Measure the spread of a new version over a swarm with a slow trainer, beside shardcast.
 
     sudo .venv/bin/python scripts/bench/swarm.py [--quick] [--json FILE] [--workers 1,4,16,32]
         [--trainer-mbit F] [--worker-mbit F] [--model-mb F] [--chunk-kib N] [--shardcast-python FILE]
 
-Every node is a process in a network namespace of its own (swarm_links.py), behind a token bucket in each
-direction; all are removed at the end. Both systems move the same file over the same links; encoding and
-decoding are not counted. Node 0 is the trainer. Times count from one moment of the machine's monotonic clock,
-which all processes share.
+The trainer's uplink is the bottleneck. Every node is a process in a separate network namespace
+(swarm_links.py), behind a token bucket in each direction; all are removed at the end. Both systems move the
+same file over the same links; encoding and decoding are not counted. Node 0 is the trainer. Times count from
+one moment of the machine's monotonic clock, which all processes share.
 
-shardcast is that of PyPI: an origin, clients, and perhaps middle nodes between. Its defaults hold but for the
-poll intervals. It is a dependency of this benchmark alone, in a venv of its own.
+shardcast is PyPI's: an origin, clients, and optionally middle nodes between them. Its defaults apply except for
+the poll intervals. It is a dependency of this benchmark only, in a separate venv.
 """
 
 import argparse
@@ -54,14 +54,14 @@ CHUNKS = 64
 CHANGED = 0.01
 WARM_UP_BYTES = 64_000
 FULL_MB, QUICK_MB = 6.0, 4.0
-"""So small because QUIC at these rates costs 0.1 CPU seconds per MB that a worker fetches and passes on."""
+"""Small because QUIC at these rates costs 0.1 CPU seconds per MB that a worker fetches and passes on."""
 LIARS_VICTIMS = 8
 MIDDLES = 4
 SHARDS = 16
 LEAD_S = 0.5
-"""For the order to reach every process before it starts."""
+"""Delay of the start, so that the command reaches every process first."""
 SETTLE_S = 3.0
-"""For what is still in the queues of the links to drain before the next version."""
+"""Time for the links' queues to drain before the next version."""
 ASK_S = 30.0
 REQUIREMENT = "shardcast==0.3.2"
 SHARD_BYTES = 50_000_000
@@ -69,7 +69,7 @@ SHARD_BYTES = 50_000_000
 VENV = Path(__file__).resolve().parents[2] / "build" / "shardcast-venv"
 
 JUDGED = 16
-"""Workers."""
+"""Number of workers of the judged runs."""
 SLOWDOWN = 1.6
 COPIES = 2.0
 FASTER_ANCHOR = 4.0
@@ -94,20 +94,20 @@ class Swarm:
 
     @property
     def liar(self) -> str:
-        """The id of the node that gives out wrong bytes."""
+        """Id of the node that serves wrong bytes; empty without one."""
         return "" if self._liar is None else self._names[self._liar]
 
     def workers(self) -> list[int]:
-        """Everybody who fetches."""
+        """Return the indices of all nodes that fetch."""
         return [i for i in range(1, len(self._nodes)) if i != self._liar]
 
     async def corrupt(self, index: int, version: Version) -> None:
-        """Let a node claim to hold `version`, and give out wrong bytes."""
+        """Make a node claim to hold `version`, and serve wrong bytes."""
         self._liar = index
         await self._hold(index, version, lie=True)
 
     async def spread(self, version: Version, deadline: float) -> Row:
-        """Publish `version` at the trainer; returns when every worker holds it."""
+        """Publish `version` at the trainer; return when every worker holds it."""
         chunks = await self._hold(0, version, lie=False)
         await asyncio.sleep(SETTLE_S)
         before = await self.reports()
@@ -138,7 +138,7 @@ class Swarm:
         }
 
     async def reports(self) -> list[Row]:
-        """What every process says of itself."""
+        """Return the report of every process."""
         return [await node.ask("report", ASK_S) for node in self._nodes]
 
     async def _hold(self, index: int, version: Version, *, lie: bool) -> list[list[Any]]:
@@ -165,7 +165,7 @@ class Swarm:
 async def measure_ours(
     star: Star, folder: Path, workers: int, versions: Sequence[Version], deadline: float
 ) -> list[Row]:
-    """One row for each of `versions` but the first, which only makes the nodes meet."""
+    """Return one row for each of `versions` but the first, which only connects the nodes."""
     rows: list[Row] = []
     async with _swarm(star, folder, workers + 1) as swarm:
         for version in versions:
@@ -176,10 +176,10 @@ async def measure_ours(
 async def measure_corruption(
     star: Star, folder: Path, workers: int, versions: Sequence[Version], deadline: float
 ) -> Row:
-    """As measure_ours(), with one more worker that claims to hold the second version and serves wrong bytes.
+    """Measure with an additional worker that claims the second version and serves wrong bytes.
 
-    `extra` is the most wrong chunks that one fetcher took from it over all versions; `late` what it took
-    after that version, when it should be known.
+    `extra` is the largest number of wrong chunks that one fetcher took from it over all versions; `late` is the
+    number taken after that version, when it should be known.
     """
     warm_up, attacked, *later = versions
     liar = workers + 1
@@ -204,7 +204,7 @@ async def measure_corruption(
 
 @asynccontextmanager
 async def _swarm(star: Star, folder: Path, count: int) -> AsyncGenerator[Swarm]:
-    """`count` running nodes that know each other's addresses."""
+    """Yield `count` running nodes that know each other's addresses."""
     async with launcher(star, folder) as programs:
         nodes = [
             await programs.start(sys.executable, str(HERE / "swarm_node.py"), star.address(index))
@@ -220,12 +220,12 @@ async def _swarm(star: Star, folder: Path, count: int) -> AsyncGenerator[Swarm]:
 
 
 class Missing(Exception):
-    """shardcast cannot be had here; the message says why."""
+    """shardcast is not available here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A way to set it up."""
+    """A setup of shardcast."""
 
     clients: int
     middles: int
@@ -233,14 +233,14 @@ class Tree:
 
     @property
     def name(self) -> str:
-        """What to call it in the table."""
+        """Name in the table."""
         above = f"{self.middles} middle nodes" if self.middles else "origin only"
         cut = "" if self.shard == SHARD_BYTES else ", small shards"
         return f"shardcast, {above}{cut}"
 
 
 def find_python(venv: Path) -> Path:
-    """A Python that has shardcast: that of `venv`, which is made if need be. Raises Missing."""
+    """Return a Python with shardcast: that of `venv`, created if necessary. Raises Missing."""
     if shutil.which("wget") is None:
         raise Missing("shardcast downloads with wget, which is not installed")
     python = venv / "bin" / "python"
@@ -267,9 +267,9 @@ def _run(*command: str) -> str:
 async def measure_shardcast(
     star: Star, folder: Path, python: Path, version: Version, tree: Tree, deadline: float
 ) -> Row:
-    """One row; a run that takes longer than `deadline` has `late` clients, and counts as so long.
+    """Return one row; if `deadline` passes it has `late` clients, and counts as that long.
 
-    Node 0 is the origin, then come the middle nodes, then the clients.
+    Node 0 is the origin, followed by the middle nodes and the clients.
     """
     roles = ["origin"] + ["middle"] * tree.middles + ["client"] * tree.clients
     first_client = 1 + tree.middles
@@ -277,7 +277,7 @@ async def measure_shardcast(
         for index, role in enumerate(roles):
             command = [role, _upstream(star, role, tree.middles)]
             node = await programs.start(*_private(python, folder, index), *command)
-            await node.event("up", START_S)  # it probes its servers: they must be up, and not busy
+            await node.event("up", START_S)  # it probes its servers, which must be up and idle
         nodes = programs.started
         meter = Meter(star)
         at = time.monotonic() + LEAD_S
@@ -300,7 +300,7 @@ async def measure_shardcast(
 
 
 async def _fetch_shardcast(node: Child, at: float, deadline: float) -> float | None:
-    """When the client had the file; None if that was not before the deadline, or it gave up."""
+    """Return when the client had the file; None after the deadline, or if it gave up."""
     try:
         answer = await node.ask("fetch", deadline, version="v1", at=at)
     except ChildFailed as failure:
@@ -317,9 +317,10 @@ def _upstream(star: Star, role: str, middles: int) -> str:
 
 
 def _private(python: Path, folder: Path, index: int) -> list[str]:
-    """A Python whose shardcast package lies in a folder of this node alone, as does its /tmp.
+    """Return the command of a Python with private copies of the shardcast package and of /tmp.
 
-    Its clients keep a temporary file beside the package: two of one machine would take each other's.
+    shardcast's clients keep a temporary file beside the package: two on one machine would overwrite each
+    other's.
     """
     own = folder / "packages" / str(index)
     installed = _run(str(python), "-c", "import shardcast; print(shardcast.__path__[0])").strip()
@@ -336,7 +337,7 @@ def _private(python: Path, folder: Path, index: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run."""
+    """The runs of a benchmark."""
 
     ours: tuple[int, ...]
     victims: int
@@ -356,7 +357,7 @@ QUICK = Plan(ours=(1, 4, 16), victims=4, trees=((4, 0, False),))
 
 
 class Bench:
-    """Runs one after another, each on a network of its own."""
+    """Runs one after another, each on a separate network."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, versions: list[Version]) -> None:
         self._trainer = Link(options.trainer_mbit, 2 * options.worker_mbit)
@@ -367,18 +368,18 @@ class Bench:
 
     @property
     def ideal_s(self) -> float:
-        """For one copy of the anchor to leave the trainer."""
+        """Seconds for one copy of the anchor to leave the trainer."""
         return self._versions[1].size * 8 / 1e6 / self._trainer.up
 
     def ours(self, workers: int) -> list[Row]:
-        """The anchor and the delta."""
+        """Measure the anchor and the delta."""
         with star(self._links(workers)) as net:
             return asyncio.run(
                 measure_ours(net, self._home(), workers, self._versions, self._patience())
             )
 
     def corruption(self, workers: int) -> list[Row]:
-        """The anchor, with a liar; then the delta, and what was still asked of the liar."""
+        """Measure the anchor with a liar; then the delta, and requests still made to the liar."""
         with star(self._links(workers + 1)) as net:
             row = asyncio.run(
                 measure_corruption(net, self._home(), workers, self._versions, self._patience())
@@ -386,7 +387,7 @@ class Bench:
             return [row]
 
     def shardcast(self, python: Path, tree: Tree) -> list[Row]:
-        """The anchor."""
+        """Measure the anchor with shardcast."""
         deadline = 60 + 2 * tree.clients * self.ideal_s
         with star(self._links(tree.clients + tree.middles)) as net:
             row = asyncio.run(
@@ -406,7 +407,7 @@ class Bench:
 
 
 def make_versions(folder: Path, model_bytes: int, chunk: int) -> list[Version]:
-    """A warm-up, an anchor of a random bf16 model, and a delta of 1 % of it moved by one step."""
+    """Make a warm-up, an anchor of a random bf16 model, and a delta of 1 % of its elements."""
     rng = np.random.default_rng(0)
     values = rng.normal(0, 0.02, model_bytes // 2).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype("<u2")
@@ -432,12 +433,12 @@ def _state(bits: Any) -> State:
 
 
 def chunk_size(size: int) -> int:
-    """Bytes of a chunk of a file of `size` bytes, by the publisher's rule."""
+    """Return the chunk size of a file of `size` bytes, by the publisher's rule."""
     return min(max(-(-size // CHUNKS), LEAST_CHUNK), MOST_CHUNK)
 
 
 def run(bench: Bench, plan: Plan, python: Path | None, anchor: int) -> list[Row]:
-    """All rows; each run is announced, because the slow ones take minutes."""
+    """Return all rows; each run is announced, as the slow ones take minutes."""
     rows: list[Row] = []
     for workers in plan.ours:
         rows += attempt(f"primerl, {workers} workers", partial(bench.ours, workers))
@@ -453,7 +454,7 @@ def run(bench: Bench, plan: Plan, python: Path | None, anchor: int) -> list[Row]
 
 
 def attempt(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of one run; of one that failed a row that says so."""
+    """Return the rows of one run, or a failure row."""
     say(name)
     try:
         rows = measure()
@@ -464,19 +465,19 @@ def attempt(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
 
 
 def told(rows: list[Row]) -> list[Row]:
-    """The same rows, said as progress."""
+    """Print the rows as progress and return them."""
     for row in rows:
         say(f"  {row['file']}: last after {row['last_s']:.2f} s, egress {row['egress']:.2f} copies")
     return rows
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print progress."""
     print(f".. {line}", file=sys.stderr, flush=True)
 
 
 def find_shardcast(options: argparse.Namespace) -> Path | None:
-    """Its Python; None if it shall not or cannot be measured."""
+    """Return shardcast's Python; None if it is disabled or unavailable."""
     if options.no_shardcast:
         return None
     try:
@@ -487,7 +488,7 @@ def find_shardcast(options: argparse.Namespace) -> Path | None:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The full or the quick one, with other numbers of workers if so wished."""
+    """Return the full or the quick plan, with the requested numbers of workers."""
     plan = QUICK if options.quick else FULL
     workers = options.workers or plan.ours
     most = max(workers)
@@ -499,7 +500,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def judge(rows: Sequence[Row]) -> list[Goal]:
-    """Every goal that the rows can tell about."""
+    """Return every goal that the rows allow to judge."""
     goals: list[Goal] = []
     failed = sum("failed" in row for row in rows)
     if failed:
@@ -527,13 +528,13 @@ def judge(rows: Sequence[Row]) -> list[Goal]:
 
 
 def find(rows: Sequence[Row], system: str, file: str, workers: int) -> Row | None:
-    """The row of one run."""
+    """Return the row of one run."""
     wanted = (system, file, workers)
     return next((r for r in rows if (r["system"], r["file"], r["workers"]) == wanted), None)
 
 
 def shardcasts(rows: Sequence[Row]) -> list[Row]:
-    """Each of its ways at the judged number of workers."""
+    """Return shardcast's rows at the judged number of workers."""
     return [
         row
         for row in rows
@@ -544,7 +545,7 @@ def shardcasts(rows: Sequence[Row]) -> list[Row]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """All of it for people."""
+    """Print the table."""
     titles = ("file", "n", "first s", "last s", "egress", "given", "got", "wasted", "cpu", "busy")
     print(f"{'':44}" + "".join(f"{title:>9}" for title in titles))
     for row in rows:
@@ -561,7 +562,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table."""
+    """Return the cells of a table row."""
     late = f">{row['last_s']:.0f}" if row.get("late") and "extra" not in row else ""
     return [
         row["file"],
@@ -578,12 +579,12 @@ def cells(row: Row) -> list[str]:
 
 
 def cpu_share(row: Row) -> float:
-    """What the nodes used of all cores while the version spread."""
+    """Return the share of all cores that the nodes used while the version spread."""
     return row["cpu_s"] / row["last_s"] / (os.cpu_count() or 1)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = make_parser(__doc__, "fewer workers, about a minute")
     parser.add_argument("--workers", type=numbers, metavar="1,4,16", help="of our swarms")
     parser.add_argument("--trainer-mbit", type=float, default=4.0, help="its uplink")
@@ -600,24 +601,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`1,4,16`."""
+    """Parse numbers such as `1,4,16`."""
     return tuple(int(part) for part in text.split(","))
 
 
 def scratch() -> Path:
-    """Where files of a run go: in memory if possible; never below /tmp, which nodes of shardcast replace."""
+    """Make the folder for a run's files, in memory if possible.
+
+    Never below /tmp, which shardcast's nodes replace.
+    """
     shared = Path("/dev/shm")
     VENV.parent.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="swarm-", dir=shared if shared.is_dir() else VENV.parent))
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End as by an error, so that everything that was made is removed."""
+    """Exit as by an error, so that everything is removed."""
     sys.exit(128 + number)
 
 
 def main() -> int:
-    """0: every goal met; 1: some missed, or a run failed; 2: nothing could be measured here."""
+    """Measure, print, and return the exit code.
+
+    Code 0: every goal met; 1: some missed, or a run failed; 2: nothing could be measured.
+    """
     signal.signal(signal.SIGTERM, stop)
     options = parse()
     folder = scratch()
@@ -626,7 +633,7 @@ def main() -> int:
         bench = Bench(options, folder, versions)
         say(", ".join(f"{v.name} {v.size / 1e6:.2f} MB" for v in versions))
         with star([Link(1, 1)]):
-            pass  # where that fails nothing need be installed
+            pass  # a failure here comes before anything is installed
         python = find_shardcast(options)
         rows = run(bench, make_plan(options), python, versions[1].size)
     except Unavailable as problem:

@@ -1,7 +1,7 @@
-"""The machine of swarm.py: a star of rate-limited links between network namespaces, and a process on each node.
+"""The network of swarm.py: a star of rate-limited links between network namespaces.
 
 The star is made as root and removed at the end. Nothing of it is in the machine's own network: the bridge has a
-namespace too, and no namespace has a way out. Processes (children.py) are killed when their block ends.
+namespace too, and no namespace has a route out. Processes (children.py) are killed when their block ends.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ HUB = PREFIX + "hub"
 SUBNET = "10.77.0"
 BURST = "32kb"
 QUEUE_MS = 50
-"""How long a packet may wait before a full link drops it: a home router's queue."""
+"""Maximum time of a packet in a full link's queue before it is dropped, as in a home router."""
 MAX_NODES = 200
 START_S = 60.0
 
@@ -35,12 +35,12 @@ START_S = 60.0
 
 
 class Unavailable(Exception):
-    """This machine cannot give us limited links; the message says what is missing."""
+    """This machine cannot provide limited links; the message names the missing part."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one node has, in Mbit/s."""
+    """Rates of one node's link, in Mbit/s."""
 
     up: float
     down: float
@@ -48,44 +48,44 @@ class Link:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on the wire of one node, headers and repetitions included."""
+    """Bytes on the wire of one node, headers and retransmissions included."""
 
     sent: int
     received: int
 
     def since(self, before: "Traffic") -> "Traffic":
-        """What was added to `before`."""
+        """Return the bytes added since `before`."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
 class Star:
-    """Node i has the address `address(i)`, in a namespace of its own."""
+    """A star network; node i has the address `address(i)`, in a separate namespace."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def address(self, index: int) -> str:
-        """IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return f"{SUBNET}.{index + 1}"
 
     def inside(self, index: int) -> list[str]:
-        """What to put before a command so that it runs on this node; what it mounts is its own."""
+        """Return the command prefix that runs a command on this node, with its own mount namespace."""
         return ["ip", "netns", "exec", _name(index)]
 
     def traffic(self) -> list[Traffic]:
-        """Byte counters of every node."""
+        """Return the byte counters of every node."""
         shown = json.loads(_ip("-n", HUB, "-j", "-s", "link", "show", "type", "veth"))
         by_port = {port["ifname"]: port["stats64"] for port in shown}
         ports = [by_port[_port(index)] for index in range(self.size)]
-        # What the bridge's end receives is what the node has sent.
+        # bytes received by the bridge's port are those that the node has sent
         return [Traffic(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
 
 
 @contextmanager
 def star(links: Sequence[Link]) -> Generator[Star]:
-    """A network of these nodes; left-overs of a killed run are removed first.
+    """Make a network of these nodes; leftovers of a killed run are removed first.
 
-    Raises Unavailable: not root, no `ip` or `tc`, no such queue in this kernel, or another run is on.
+    Raises Unavailable: not root, no `ip` or `tc`, no such queue in this kernel, or another run is active.
     """
     _check_tools()
     if len(links) > MAX_NODES:
@@ -100,7 +100,7 @@ def star(links: Sequence[Link]) -> Generator[Star]:
 
 
 def remove() -> None:
-    """Remove every namespace of ours, and what still runs in it."""
+    """Remove all namespaces of this benchmark, and the processes still running in them."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0] if line.strip() else ""
         if not name.startswith(PREFIX):
@@ -114,7 +114,7 @@ def _kill(process: int) -> None:
     try:
         os.kill(process, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # it was quicker
+        pass  # it has just ended
 
 
 def _make(links: Sequence[Link]) -> None:
@@ -134,7 +134,7 @@ def _make(links: Sequence[Link]) -> None:
 
 
 def _limit(namespace: str, device: str, mbit: float) -> None:
-    """A token bucket on what leaves through `device`."""
+    """Limit traffic leaving through `device` with a token bucket."""
     _run(
         *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
         *("rate", f"{int(mbit * 1e6)}bit", "burst", BURST, "latency", f"{QUEUE_MS}ms"),
@@ -159,7 +159,7 @@ def _check_tools() -> None:
 
 @contextmanager
 def _alone() -> Generator[None]:
-    """One run at a time: the next one would remove our namespaces."""
+    """Allow one run at a time: another would remove this run's namespaces."""
     with (Path(tempfile.gettempdir()) / "primerl-swarm.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +184,7 @@ def _run(*command: str) -> str:
 
 @dataclass(frozen=True)
 class Version:
-    """A file to spread."""
+    """A file to distribute."""
 
     name: str
     file: Path
@@ -193,7 +193,7 @@ class Version:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.file.stat().st_size
 
 
@@ -206,7 +206,7 @@ class Launcher:
         self.started: list[Child] = []
 
     async def start(self, *command: str) -> Child:
-        """`command` on the next node, in a folder of its own."""
+        """Start `command` on the next node, in a separate folder."""
         index = len(self.started)
         home = self._folder / str(index)
         home.mkdir(parents=True)
@@ -219,7 +219,7 @@ class Launcher:
 
 @asynccontextmanager
 async def launcher(star: Star, folder: Path) -> AsyncGenerator[Launcher]:
-    """For processes that are killed when the block ends."""
+    """Yield a launcher whose processes are killed when the block ends."""
     launched = Launcher(star, folder)
     try:
         yield launched
@@ -229,13 +229,13 @@ async def launcher(star: Star, folder: Path) -> AsyncGenerator[Launcher]:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all cores of this machine have worked since it started."""
+    """Return the CPU seconds that all cores of this machine have worked since boot."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 class Meter:
-    """What the links carried and how busy the cores were, from construction on."""
+    """Traffic on the links and load of the cores since construction."""
 
     def __init__(self, star: Star) -> None:
         self._star = star
@@ -244,7 +244,10 @@ class Meter:
         self._start = time.monotonic()
 
     def read(self, size: int, workers: Sequence[int]) -> dict[str, float]:
-        """In copies of a file of `size` bytes: node 0 sent, a worker received; and the cores' share."""
+        """Return traffic in copies of a file of `size` bytes, and the load of the cores.
+
+        Node 0's sent traffic, the workers' received traffic, and the share of time that cores were busy.
+        """
         traffic = [
             now.since(before)
             for now, before in zip(self._star.traffic(), self._before, strict=True)

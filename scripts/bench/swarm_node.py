@@ -1,4 +1,4 @@
-"""One bare node of swarm.py: iroh, a store in memory, chunks served and fetched; no engine, no weights.
+"""One bare node of swarm.py: iroh, an in-memory store, a chunk server and fetcher.
 
 python swarm_node.py ADDRESS      (commands: children.py)
 """
@@ -30,18 +30,18 @@ MAX_PEERS = 256
 
 
 class LyingStore(MemoryStore):
-    """A store that gives out wrong bytes once told to lie."""
+    """A store that returns wrong bytes while `lies` is set."""
 
     lies = False
 
     def get(self, name: bytes) -> bytes | None:
-        """The bytes of `name`; of a liar the first one is flipped."""
+        """Return the bytes of `name`; while `lies` is set, with the first byte flipped."""
         data = super().get(name)
         return data if data is None or not self.lies else bytes([data[0] ^ 1]) + data[1:]
 
 
 class Node:
-    """Everything of a node that moves chunks."""
+    """The parts of a node that move chunks."""
 
     def __init__(self, transport: IrohTransport) -> None:
         self._transport = transport
@@ -53,7 +53,7 @@ class Node:
         self._fetcher = BlobFetcher(self._links, self._peers, self._store, self._arrivals)
 
     def router(self) -> Router:
-        """The accept loop."""
+        """Make the accept loop."""
         return Router(
             self._transport,
             self._peers,
@@ -69,7 +69,10 @@ class Node:
         return {}
 
     async def hold(self, command: Event) -> Event:
-        """Take in a file that we did not fetch; with `lie` its bytes, and all others, go out wrong."""
+        """Store the chunks of a file without fetching it.
+
+        With `lie`, this file and everything else is served with wrong bytes.
+        """
         file, size = Path(command["file"]), command["chunk"]
         data = await asyncio.to_thread(file.read_bytes)
         chunks: list[tuple[str, int]] = []
@@ -82,7 +85,7 @@ class Node:
         return {"chunks": chunks}
 
     async def fetch(self, command: Event) -> Event:
-        """Fetch a version, from the moment `at` of the monotonic clock on."""
+        """Fetch a version, starting at the time `at` of the monotonic clock."""
         chunks = [ChunkRef(bytes.fromhex(name), size) for name, size in command["chunks"]]
         neighbours = [bytes.fromhex(name) for name in command["neighbours"]]
         self._fetcher.place = command["place"]
@@ -95,7 +98,7 @@ class Node:
         return {"done": done, "missing": missing, "wasted": wasted}
 
     async def report(self, command: Event) -> Event:
-        """What this process has used and seen so far."""
+        """Return the CPU time, peak memory and bytes served of this process so far."""
         return {
             "cpu": time.process_time(),
             "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -103,7 +106,7 @@ class Node:
         }
 
     async def close(self) -> None:
-        """Close what was dialled."""
+        """Close the outgoing connections."""
         await self._links.close()
 
 

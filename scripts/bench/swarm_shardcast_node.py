@@ -1,9 +1,10 @@
-"""One node of a shardcast tree for swarm.py, run by the Python that has shardcast; imports nothing of ours.
+"""One node of a shardcast tree for swarm.py; imports nothing of this project.
 
     python swarm_shardcast_node.py origin|middle|client UPSTREAM,...
 
-Commands and events are JSON lines on stdin and stdout, as those of children.py. What shardcast would share
-between all nodes of one machine (a file beside its package, /tmp) the benchmark gives to each node separately.
+Run by the Python that has shardcast. Commands and events are JSON lines on stdin and stdout, as in children.py.
+The benchmark gives each node its own copy of the files that shardcast would share between all nodes of one
+machine (a file beside its package, /tmp).
 """
 
 import json
@@ -13,20 +14,21 @@ import urllib.request
 from pathlib import Path
 
 POLL_S = 0.25
-"""Its middle nodes ask every 30 s and the loader of INTELLECT-2 every 5 s: here both ask as often as this."""
+"""Poll interval of middle nodes and clients. shardcast's middle nodes poll every 30 s and the loader of
+INTELLECT-2 every 5 s."""
 ASK_S = 30.0
 PORT = 8000
 PROBE_BYTES = 65_536
-"""Of the file that every client fetches at its start to judge a server."""
+"""Size of the file that every client fetches at its start to probe a server."""
 
 
 def say(event: str, **more: object) -> None:
-    """One line to the benchmark."""
+    """Print one event for the benchmark."""
     print(json.dumps({"event": event, **more}), flush=True)
 
 
 def servable(folder: Path) -> str:
-    """`folder` with what clients look for at their start."""
+    """Return `folder` with the files that clients look for at their start."""
     folder.mkdir(exist_ok=True)
     (folder / "data1.bin").write_bytes(bytes(PROBE_BYTES))
     return str(folder)
@@ -46,7 +48,7 @@ def origin() -> None:
 
 
 def middle(upstream: list[str]) -> None:
-    """Fetch and serve whatever comes."""
+    """Fetch and serve all versions."""
     from shardcast.middle_node import MiddleNode  # pyright: ignore[reportMissingImports]
 
     MiddleNode(upstream, servable(Path("data")), PORT, check_interval=POLL_S)
@@ -56,7 +58,7 @@ def middle(upstream: list[str]) -> None:
 
 
 def client(upstream: list[str]) -> None:
-    """Fetch a version when told, as soon as a server lists it."""
+    """Fetch a version when told, as soon as all servers list it."""
     from shardcast.client_node import ClientNode  # pyright: ignore[reportMissingImports]
 
     node = ClientNode(upstream, "downloads")
@@ -72,10 +74,10 @@ def client(upstream: list[str]) -> None:
 
 
 def lists(server: str, version: str) -> bool:
-    """Whether a server tells of a version.
+    """Return whether a server lists a version.
 
-    While two servers disagree on that, a client of both may begin to look for shards that do not exist,
-    without end. So ours begins when all agree, and all of them finish.
+    While two servers disagree on that, a client of both may look endlessly for shards that do not exist. So
+    this client begins when all servers agree, and all clients finish.
     """
     try:
         with urllib.request.urlopen(f"{server}/distribution.txt", timeout=ASK_S) as reply:

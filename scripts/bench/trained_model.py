@@ -1,8 +1,9 @@
-"""Models that are trained a little: peaked distributions over a synthetic language, and policy updates of them.
+"""Briefly trained models of a synthetic language, and policy updates of them.
 
-Random weights draw from almost flat distributions, which hides what cheats and rounding do. The language
-mixes prose (a Markov chain: a few bits per token), reversals, copies and sums (almost certain tokens).
-What is trained is kept on disk by its recipe, in fp32 as a trainer holds it; a State is its bf16 rounding.
+Their distributions are peaked. Random weights have almost flat distributions, which hide the effects of cheats
+and rounding. The language mixes prose (a Markov chain: a few bits per token), reversals, copies and sums
+(almost certain tokens). Trained models are cached on disk by their recipe, in fp32 as a trainer holds them; a
+State is the bf16 rounding.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from primerl.scripts.bench.models import SHAPES
 PROSE, REVERSE, COPY, SUM, PLUS, IS = range(10, 16)
 """Marks; ids 0..9 are digits."""
 WORD = 16
-"""The first word."""
+"""Id of the first word."""
 SUCCESSORS = 12
 BUSY = 256
 """Ids from here to 511 are the tokenizer's own."""
@@ -39,7 +40,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "trained"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a trained model follows from."""
+    """All inputs that determine a trained model."""
 
     name: str
     shape: tuple[tuple[str, int], ...]
@@ -54,7 +55,7 @@ class Recipe:
 
 
 def recipe(name: str, *, steps: int | None = None, **shape: int) -> Recipe:
-    """One of RECIPES, with another number of steps or another shape."""
+    """Return one of RECIPES, with another number of steps or another shape."""
     found = RECIPES[name]
     label = "-".join([name, *(f"{key}{value}" for key, value in shape.items())])
     merged = tuple((dict(found.shape) | shape).items())
@@ -110,7 +111,7 @@ class Corpus:
         self._words = words
 
     def text(self, seed: Sequence[int], tokens: int) -> list[int]:
-        """The first `tokens` tokens of text number `seed`."""
+        """Return the first `tokens` tokens of text number `seed`."""
         found: list[int] = []
         for part in self._parts(np.random.default_rng(seed), tokens // 16 + 2):
             found += part
@@ -119,7 +120,7 @@ class Corpus:
         raise AssertionError("parts are longer than that")
 
     def rows(self, seed: int, count: int, length: int) -> NDArray[np.int64]:
-        """Text in rows of equal length [count, length]."""
+        """Return text in rows of equal length [count, length]."""
         rng = np.random.default_rng([seed, count])
         stream: list[int] = []
         while len(stream) < count * length:
@@ -162,10 +163,10 @@ def _said(kind: int, words: list[int], pair: NDArray[np.int64]) -> list[int]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model on disk, its bf16 state, and the language that it speaks."""
+    """A model on disk, its bf16 state, and its language."""
 
     directory: Path
-    """config, tokenizer and fp32 weights."""
+    """Directory of config, tokenizer and fp32 weights."""
     state: State
     corpus: Corpus
     loss: float
@@ -175,7 +176,7 @@ class Trained:
 def trained_model(
     wanted: Recipe, *, device: str = "cpu", cache: Path = CACHE, say: Callable[[str], None] = print
 ) -> Trained:
-    """The model of a recipe, trained now or before."""
+    """Return the model of a recipe, trained now or read from the cache."""
     key = hashlib.sha256(json.dumps(asdict(wanted)).encode()).hexdigest()[:12]
     directory = cache / f"{wanted.name}-{key}"
     if not directory.exists():
@@ -198,18 +199,18 @@ def _made(directory: Path) -> Path:
 
 
 def corpus_of(wanted: Recipe, directory: Path) -> Corpus:
-    """The language of a recipe; the stop token is the model's."""
+    """Return the language of a recipe; the stop token is the model's."""
     return Corpus(wanted.words, stop_token(directory))
 
 
 @lru_cache
 def stop_token(directory: Path) -> int:
-    """The token that ends a completion."""
+    """Return the token that ends a completion."""
     return huggingface.stop_token_ids(directory)[0]
 
 
 def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], None]) -> float:
-    """Cross entropy on every token; writes the fp32 weights. Returns the last loss."""
+    """Train cross entropy on every token; write the fp32 weights and return the last loss."""
     import torch
 
     torch.manual_seed(wanted.seed)
@@ -239,7 +240,10 @@ def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], No
 
 
 def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
-    """Gradients of the mean cross entropy, eight rows' logits at a time: they are what takes memory."""
+    """Compute the gradients of the mean cross entropy, and return its value.
+
+    Logits exist for eight rows at a time, to save memory.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -257,7 +261,7 @@ def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
 
 @dataclass(frozen=True)
 class Course:
-    """How train_for() trains."""
+    """Settings of train_for()."""
 
     seconds: float
     rows: int
@@ -270,10 +274,13 @@ class Course:
 def train_for(
     model_dir: Path, corpus: Corpus, course: Course, *, say: Callable[[str], None] = print
 ) -> State:
-    """The bf16 state of the model of a directory after cross entropy by the project's own learner."""
+    """Train a directory's model by the project's own learner; return its bf16 state.
+
+    The loss is cross entropy.
+    """
     from primerl.node.training.learner import Learner
 
-    # nothing is compiled: that would take as long as the training
+    # no compilation, which would take as long as the training
     config = TrainingConfig(device=course.device, seq_len=4096, compile=False)
     learner = Learner.build(model_dir, config, max_steps=1, seed=0, temperature=1.0)
     try:
@@ -302,7 +309,7 @@ def _bf16(directory: Path) -> State:
 
 
 def with_massive_channel(state: State, factor: float) -> State:
-    """One channel of every embedding is `factor` times the others' size, and every norm takes it back."""
+    """Make one channel of every embedding `factor` times as large; every norm compensates."""
     if not factor:
         return state
     found = dict(state)
@@ -312,7 +319,7 @@ def with_massive_channel(state: State, factor: float) -> State:
             weights[:, 5] = factor * weights.std()
         elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
             weights[5] = 0.0
-            weights *= factor / weights.shape[0] ** 0.5  # its length is mostly that channel's now
+            weights *= factor / weights.shape[0] ** 0.5  # mostly that channel's length now
         elif name == "model.norm.weight":
             weights[5] = 0.0
             weights *= factor / weights.shape[0] ** 0.5
@@ -326,7 +333,10 @@ def with_massive_channel(state: State, factor: float) -> State:
 def policy_updates(
     directory: Path, samples: Sequence[Sample], *, lr: float, updates: int, device: str = "cpu"
 ) -> list[State]:
-    """Versions 0 .. `updates` as the trainer publishes them: RL steps over equal shares of `samples`."""
+    """Return versions 0 .. `updates`: RL steps over equal shares of `samples`.
+
+    They are as a trainer publishes them.
+    """
     from primerl.node.training.learner import Learner
 
     config = TrainingConfig(lr=lr, device=device)

@@ -1,12 +1,12 @@
-"""What a training step costs, option by option: tokens/s, MFU, memory, and how it scales.
+"""Measure the cost of a training step by option: tokens/s, MFU, memory, and scaling.
 
     python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe] [--tokens N ...] [--rows NAME ...]
         [--ranks N ...] [--steps N] [--quick] [--json FILE]
 
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
-rank (one sequence, or as many as a row says), and everything else is what a run does: the same learner, losses,
-clipping, fp32 masters. Beside it a plain loop in the same run: transformers' model in bf16 with its own AdamW,
-compiled per layer, chunked cross entropy, cuDNN attention. Rows with torch's flash kernel show what training is
+rank (one sequence, or as many as a row says), and everything else is as in a run: the same learner, losses,
+clipping, fp32 masters. For comparison the same run has a plain loop: transformers' model in bf16 with its own
+AdamW, compiled per layer, chunked cross entropy, cuDNN attention. Rows with torch's flash kernel show training
 without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
@@ -57,7 +57,7 @@ PLAIN = {
 # -- rows -----------------------------------------------------------------------------------------
 
 LONG_CONTEXT = 32768
-"""From here on rows are long: what is only told about short ones is left out, and the other way round."""
+"""Row length from which rows count as long: rows meant for short lengths are left out, and vice versa."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,24 @@ class Row:
     objective: Objective = "policy"
     sequences: int = 1
     anywhere: bool = False
-    """Also with long rows."""
+    """Whether it is also measured with long rows."""
     ranks: int = 1
-    """Least ranks that it needs."""
+    """Fewest ranks that it needs."""
     flash4: bool = True
     """Whether FlashAttention-4 may be used."""
 
     def lengths(self, tokens: int) -> list[int]:
-        """Of the sequences of a row of `tokens`."""
+        """Return the lengths of the sequences in a row of `tokens`."""
         return [tokens // self.sequences] * self.sequences
 
     def suits(self, tokens: int, ranks: int) -> bool:
-        """Whether the line says something at so many tokens on so many ranks."""
+        """Return whether the line is meaningful with this many tokens and ranks."""
         experts = self.options.get("expert_parallel", ranks)
         return (self.anywhere or tokens < LONG_CONTEXT) and ranks >= self.ranks and experts == ranks
 
     @property
     def mesh(self) -> tuple[int, int]:
-        """How the ranks are laid out: copies of the model, ranks that share a sequence."""
+        """Layout of the ranks: copies of the model, ranks that share a sequence."""
         fsdp = self.options.get("fsdp", FsdpConfig())
         return fsdp.replicas, self.options.get("context_parallel", 1)
 
@@ -118,7 +118,7 @@ CHUNK = 8192
 
 
 class PlainLoop:
-    """The loop to beat: transformers' model as it is, in bf16, with what everybody does to it.
+    """The baseline: transformers' model in bf16, with the usual optimisations.
 
     Weights, gradients and AdamW's moments in bf16, torch.compile of each layer, cuDNN's attention, cross
     entropy in chunks of 8,192 tokens. `tuned` compiles the chunks' loss too and takes the fused AdamW. One
@@ -141,7 +141,7 @@ class PlainLoop:
         self._head_loss = torch.compile(_head_loss) if tuned and ON_CUDA else _head_loss
 
     def step(self, token_ids: list[int]) -> None:
-        """One step of cross entropy, waited for."""
+        """Make one step of cross entropy, and wait for the device."""
         ids = torch.tensor([token_ids], device=self._model.device)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if ON_CUDA else nullcontext():
             hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -171,11 +171,11 @@ def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def measure(
     row: Row, model_dir: Path, tokens: int, steps: int, world: World | None
 ) -> dict[str, Any]:
-    """One row of the table; on every rank the same figures."""
+    """Measure one row of the table; every rank returns the same figures."""
     lengths = row.lengths(tokens)
     changes: dict[str, Any] = {"seq_len": tokens, "threads": 0 if ON_CUDA else 1, **row.options}
     config = TrainingConfig().model_copy(update=changes)
-    gc.collect()  # layers of the row before are in circles: uncollected they count as this row's memory
+    gc.collect()  # frees the previous row's layers, which are in reference cycles, before memory is measured
     if ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -193,7 +193,7 @@ def measure(
         began = time.perf_counter()
         learner.step(batches[0])
         first = time.perf_counter() - began
-        learner.step(batches[1])  # shapes that vary are compiled once more
+        learner.step(batches[1])  # varying shapes are compiled once more
         found = [learner.step(batch).values for batch in batches[2:]]
     finally:
         learner.close(keep_world=world is not None)
@@ -218,7 +218,7 @@ def measure(
 
 
 def measure_plain(name: str, model_dir: Path, tokens: int, steps: int) -> dict[str, Any]:
-    """The same for the plain loop."""
+    """Measure the plain loop."""
     gc.collect()
     if ON_CUDA:
         torch.cuda.empty_cache()
@@ -254,13 +254,13 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def agreement(model_dir: Path) -> float:
-    """Largest difference of a token's logprob between a packed row and a row of its own, nats."""
+    """Return the largest difference of a token's logprob between packed and separate rows, nats."""
     config = TrainingConfig(seq_len=4096, threads=0 if ON_CUDA else 1)
     learner = Learner.build(model_dir, config, max_steps=1, seed=0, temperature=1.0)
     try:
         samples = fake_batch(
             [512, 300, 200, 77, 33], learner.vocabulary, seed=9
-        )  # as they are packed
+        )  # in packing order
         apart = [value for one in samples for value in learner.packed_logprobs([one])]
         together = learner.packed_logprobs(samples)
         return max(abs(a - b) for a, b in zip(apart, together, strict=True))
@@ -269,7 +269,7 @@ def agreement(model_dir: Path) -> float:
 
 
 def run_alone(options: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
-    """Every row on one rank, the plain loop beside it."""
+    """Measure every row on one rank, and the plain loop."""
     found: list[dict[str, Any]] = []
 
     def add(name: str, tokens: int, work: Callable[[], dict[str, Any]]) -> None:
@@ -287,7 +287,7 @@ def run_alone(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
 
 
 def _guarded(name: str, tokens: int, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ran out of memory is a row that says so."""
+    """Call `work`; return a row that says so if memory runs out."""
     try:
         return work()
     except torch.OutOfMemoryError:
@@ -295,7 +295,7 @@ def _guarded(name: str, tokens: int, work: Callable[[], dict[str, Any]]) -> dict
 
 
 def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, Any]]:
-    """The rows under torchrun, for each number of ranks."""
+    """Measure the rows under torchrun, for each number of ranks."""
     found: list[dict[str, Any]] = []
     for ranks, rows in groups(options):
         with tempfile.TemporaryDirectory() as name:
@@ -319,7 +319,7 @@ def run_ranks(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[int, list[Row]]]:
-    """Ranks, and the rows that run in one start of them: a layout of ranks is made once a process."""
+    """Yield the ranks and rows of each start: a process has one layout of ranks."""
     names = options.rows or ["none", "weights kept whole"]
     for ranks in options.ranks:
         layouts: dict[tuple[int, int], list[Row]] = {}
@@ -332,9 +332,9 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[int, list[Row]]]:
 
 
 def run_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What one rank does; the first shows it."""
+    """Measure the rows on one rank; the first rank prints them."""
     kind = "auto" if ON_CUDA else "cpu"
-    # one rank is the local backend, which shards nothing: what many are compared with
+    # one rank is the local backend, which shards nothing: the baseline for several ranks
     alone = os.environ["WORLD_SIZE"] == "1"
     layout = next(row.options for row in ROWS if row.name in options.rows)
     world = (
@@ -356,13 +356,13 @@ def run_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def chosen(names: Sequence[str], tokens: int, ranks: int = 1) -> list[Row]:
-    """The rows of these names, all if there are none, that make sense there."""
+    """Return the rows of these names, all if there are none, that are meaningful there."""
     wanted = [row for row in ROWS if not names or row.name in names]
     return [row for row in wanted if row.suits(tokens, ranks)]
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line of the table."""
+    """Print a line of the table."""
     head = f"{row['row']:34} {row['tokens']:7,}"
     if "failed" in row:
         print(f"{head}  {row['failed']}", flush=True)
@@ -378,7 +378,7 @@ def show(row: dict[str, Any]) -> None:
 # -- goals ----------------------------------------------------------------------------------------
 
 SCALING = {2: 1.85, 4: 3.5, 8: 6.8}
-"""Least speed of so many GPUs, each with as many tokens as the one GPU that they are compared with."""
+"""Lowest speedup of this many GPUs, each with as many tokens as the single GPU of the baseline."""
 KEPT_WHOLE = "weights kept whole"
 PACKED = "packed, 16 sequences"
 RATIOS = [
@@ -388,7 +388,7 @@ RATIOS = [
 
 
 def judge(rows: list[dict[str, Any]], apart: float | None) -> list[Goal]:
-    """The goals that these rows can say something of."""
+    """Return the goals that these rows allow to judge."""
     by = {(one["row"], one["tokens"], one["ranks"]): one for one in rows if "failed" not in one}
     goals = [*judge_speed(by)] if ON_CUDA else []
     if apart is not None:
@@ -398,7 +398,7 @@ def judge(rows: list[dict[str, Any]], apart: float | None) -> list[Goal]:
 
 
 def judge_speed(by: dict[tuple[str, int, int], dict[str, Any]]) -> Iterator[Goal]:
-    """Those of GPUs; rows by name, tokens and ranks."""
+    """Yield the goals of GPUs; rows by name, tokens and ranks."""
 
     def figure(row: str, name: str, tokens: int = 16384) -> float | None:
         return by.get((row, tokens, 1), {}).get(name)
@@ -427,7 +427,7 @@ def judge_speed(by: dict[tuple[str, int, int], dict[str, Any]]) -> Iterator[Goal
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "few steps")
     parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a row")

@@ -1,12 +1,12 @@
-"""How long generation stands still for new weights: a delta written in place against a full reload.
+"""Measure generation pauses for new weights: in-place deltas against full reloads.
 
     python scripts/bench/update.py --engine hf|vllm [--shape tiny|50m|0.6b] [--share 0.01] [--quick]
 
-A random Qwen3 generates for some requests at once. Every now and then it gets a policy of which `--share`
-of the elements changed, first by update(), then as often by load(). Noted is when each token comes. A
-pause is the longest gap between two tokens of a request that touches the call; for some of it the
-engine is "frozen" and runs no step. What it cost in tokens is counted against the median gap. Afterwards
-the updated engine must say, to the last bit, what one says that was given the whole state.
+A random Qwen3 generates for some requests at once. At intervals it gets a policy with `--share` of the elements
+changed, first by update(), then as often by load(). The time of each token is recorded. A pause is the longest
+gap between two tokens of a request that touches the call; during part of it the engine is "frozen" and runs no
+step. Lost tokens are computed from the median gap. Afterwards the logprobs of the updated engine must equal, to
+the last bit, those of an engine that was given the whole state.
 """
 
 import argparse
@@ -48,7 +48,7 @@ PROMPT = tuple(range(32, 96))
 ON_CUDA: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    # what the requests hold is computed anew in one step
+    # requests in flight are recomputed in one step
     "max_num_batched_tokens": 16384,
 }
 
@@ -56,18 +56,18 @@ Times = list[float]
 Frozens = list[tuple[float, float]]
 
 
-# -- engines whose tokens are watched --------------------------------------------------------------
+# -- engines with recorded tokens ------------------------------------------------------------------
 
 
 class Watched(LanguageModel):
-    """Notes when each step of a batch ends, and how long a load or an update takes."""
+    """Records when each step of a batch ends, and the time of a load or an update."""
 
     times: ClassVar[Times] = []
     frozen: ClassVar[Frozens] = []
 
     @classmethod
     def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
-        """See LanguageModel."""
+        """See LanguageModel.build()."""
         began = time.monotonic()
         made = super().build(model_dir, state, dtype=dtype, device=device)
         took = time.monotonic() - began
@@ -75,7 +75,7 @@ class Watched(LanguageModel):
         return made
 
     def update(self, state: State, changed: Changed) -> bool:
-        """See LanguageModel."""
+        """See LanguageModel.update()."""
         began = time.monotonic()
         written = super().update(state, changed)
         took = time.monotonic() - began
@@ -83,7 +83,7 @@ class Watched(LanguageModel):
         return written
 
     def prefill(self, tokens: Any, mask: Any, **_: Any) -> Any:
-        """See LanguageModel; the session notes its steps, too."""
+        """See LanguageModel.prefill(); the session records its steps, too."""
         session, logits = super().prefill(tokens, mask)
         self.times.append(time.monotonic())
         step = session.step
@@ -98,30 +98,30 @@ class Watched(LanguageModel):
 
 
 class Here:
-    """vLLM in this process, so that its tokens are seen when they come; fed as where it is hosted."""
+    """vLLM in this process, so that tokens are seen as they come; fed like a hosted engine."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = VllmCore(config)
         self._weights = HostedPolicy()
 
     async def start(self, model_dir: Path) -> None:
-        """See VllmCore."""
+        """See VllmCore.start()."""
         await self.core.start(model_dir)
 
     async def load(self, version: int, state: State) -> None:
-        """See Weights."""
+        """See Weights.load()."""
         await self._weights.load([self.core], version, state)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See Weights."""
+        """See Weights.update()."""
         await self._weights.update([self.core], version, state, changed)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See VllmCore."""
+        """See VllmCore.generate()."""
         return await self.core.generate(request)
 
     async def close(self) -> None:
-        """See VllmCore."""
+        """See VllmCore.close()."""
         await self.core.close()
 
 
@@ -133,19 +133,19 @@ class Bench:
     requests: int
     length: int
     times: list[Times] = field(default_factory=list[Times])
-    """Of the tokens of every request; of every batch's steps for the embedded engine."""
+    """Times of the tokens of every request; of every batch's steps for the embedded engine."""
     frozen: Frozens = field(default_factory=list[tuple[float, float]])
-    """Seconds for which each change of weights let no step run, and of them those of writing."""
+    """Seconds without a step for each change of weights, and the part of them spent writing."""
     finished: int = 0
 
     async def generate_forever(self, row: int) -> None:
-        """Ask for one completion after the other."""
+        """Request one completion after the other."""
         for number in count(row, self.requests):
             await self.generate(number)
             self.finished += 1
 
     async def generate(self, seed: int) -> None:
-        """One completion, its tokens noted as they come."""
+        """Request one completion and record the times of its tokens."""
         request = GenerateRequest(PROMPT, self.length, 1.0, seed, ())
         if not isinstance(self.engine, Here):
             await self.engine.generate(request)
@@ -165,20 +165,20 @@ class Bench:
 
 
 class Frozen(logging.Handler):
-    """Reads in the log of vLLM's engine how long it was paused."""
+    """Reads the pauses from the log of vLLM's engine."""
 
     def __init__(self, frozen: Frozens) -> None:
         super().__init__()
         self._frozen = frozen
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the seconds of "policy %d loaded, paused for %.4f s, %.4f s to write"."""
+        """Record the seconds of "policy %d loaded, paused for %.4f s, %.4f s to write"."""
         if "paused for" in str(record.msg) and isinstance(record.args, tuple):
             self._frozen.append((float(str(record.args[1])), float(str(record.args[2]))))
 
 
 def make_bench(options: argparse.Namespace) -> Bench:
-    """The bench of the engine that was asked for, not started."""
+    """Make the bench of the requested engine, not started."""
     cuda = torch.cuda.is_available()
     steps, frozen = Watched.times, Watched.frozen
     common: dict[str, Any] = {
@@ -213,7 +213,7 @@ class Call:
 
 
 async def measure(bench: Bench, states: list[State], changed: Changed, calls: int) -> list[Call]:
-    """Load the engine with requests and change its weights under them."""
+    """Load the engine with requests and change its weights meanwhile."""
     engine, versions = bench.engine, count(1)
     done: list[Call] = []
 
@@ -226,7 +226,7 @@ async def measure(bench: Bench, states: list[State], changed: Changed, calls: in
 
     busy = [asyncio.create_task(bench.generate_forever(row)) for row in range(bench.requests)]
     await asyncio.sleep(5 * SETTLE_S)
-    for number in range(2 * calls):  # an even number: the policy of the start is back
+    for number in range(2 * calls):  # an even number, which ends with the first policy
         state = states[(number + 1) % 2]
         await change("update", lambda version, s=state: engine.update(version, s, changed))
     for number in range(2 * calls):
@@ -242,12 +242,12 @@ async def measure(bench: Bench, states: list[State], changed: Changed, calls: in
 
 
 def gaps_of(call: Call, times: Times) -> list[float]:
-    """Gaps between consecutive tokens that touch the call."""
+    """Return the gaps between consecutive tokens that overlap the call."""
     return [b - a for a, b in pairwise(times) if b > call.began and a < call.ended]
 
 
 def summarize(bench: Bench, calls: list[Call]) -> dict[str, float]:
-    """Medians of all calls of a kind, in ms and tokens."""
+    """Return medians over all calls of a kind, in ms and tokens."""
     first = min(call.began for call in calls) - SETTLE_S
     quiet = [
         b - a
@@ -278,7 +278,7 @@ def summarize(bench: Bench, calls: list[Call]) -> dict[str, float]:
 
 
 async def same_as_loaded(bench: Bench, states: list[State], changed: Changed) -> bool:
-    """Whether an update gives the very logprobs of a load of the same state."""
+    """Return whether an update gives exactly the logprobs of a load of the same state."""
     request = GenerateRequest(PROMPT, 64, 1.0, 5, ())
     await bench.engine.load(1000, states[0])
     before = await bench.engine.generate(request)
@@ -290,7 +290,7 @@ async def same_as_loaded(bench: Bench, states: list[State], changed: Changed) ->
 
 
 async def run(options: argparse.Namespace) -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     bench = make_bench(options)
     with tempfile.TemporaryDirectory() as name:
         state = random_policy(Path(name), options.shape)
@@ -298,7 +298,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         try:
             await bench.engine.start(Path(name))
             await bench.engine.load(0, state)
-            await bench.generate(10**6)  # warm
+            await bench.generate(10**6)  # warms up
             for times in bench.times:
                 times.clear()
             calls = await measure(bench, [state, other], changed, options.calls)
@@ -319,7 +319,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
 
 
 def judge(found: dict[str, float]) -> list[Goal]:
-    """The goals with what was reached."""
+    """Return the goals with the values reached."""
     equal = "logprobs equal to those of a load"
     goals = [at_least(equal, found[equal], 1.0)]
     for column in ("pause", "frozen", "whole call"):
@@ -333,7 +333,7 @@ def judge(found: dict[str, float]) -> list[Goal]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "few calls, few requests")
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")

@@ -1,4 +1,4 @@
-"""Output tokens/s of a whole worker against bare vLLM, in one run and in turns; and how a worker starts.
+"""Compare output tokens/s of a whole worker with bare vLLM, and time a worker's start.
 
     python scripts/bench/worker.py [--sequences N ...] [--shape tiny|50m|0.6b] [--rounds N] [--window SECONDS]
         [--engine vllm|hf] [--quick] [--json FILE]
@@ -6,10 +6,9 @@
 Full worker: a real `WorkerNode` over iroh that leases, generates with seeds and proofs, scores by the
 reverse-text taskset, signs and uploads; a real trainer on this machine leases out, verifies, and publishes a
 version per batch. The trainer trains nothing and audits nothing (worker_nodes.py): the engine has the GPU to
-itself.
-Bare: AsyncLLM.generate on the prompts that the worker got, same lengths, as many at a time (engine_alone.py).
-Both engines are up all the time and work in turns. Random weights of the shape, made here; tokens of the
-bytes are made likely, so that there is text to score.
+itself. Bare: AsyncLLM.generate on the worker's prompts, with the same lengths and concurrency
+(engine_alone.py). Both engines are up all the time and work in turns. Random weights of the shape, made here;
+byte tokens are made likely, so that there is text to score.
 """
 
 import argparse
@@ -37,24 +36,24 @@ RUN = "w"
 LIKELY = 10.0
 """Factor of the output rows of the tokenizer's own tokens."""
 TOKENIZER = 288
-"""Ids below it are the tokenizer's."""
+"""Ids below this are the tokenizer's."""
 BARE = "bare"
 MODES = {BARE: "plain", "bare, logprobs": "logprobs"}
-"""Rows of bare vLLM: what is asked for beside tokens."""
+"""Rows of bare vLLM, and the output requested beside tokens."""
 FULL = "full worker"
 ON_GPU = 0.95
 ON_CPU = 0.4
-"""Of CPU time, all processes of a worker against all of bare vLLM: on a shared machine the clock says nothing,
-and of a tiny model everything around it is a large part."""
+"""Goal by CPU time, of all processes of a worker against all of bare vLLM: on a shared machine wall-clock time
+is meaningless, and everything around a tiny model is a large part."""
 ACCEPTED = 0.98
-"""Of what was handed in and judged."""
+"""Goal: accepted share of the judged rollouts."""
 ASK_S = 0.5
-"""Between two questions to a node while it works: asking costs next to nothing."""
+"""Interval of status requests to a working node; they cost next to nothing."""
 SAID = ("inflight", "cap", "running", "waiting", "kv_use")
 START_S = 400.0
 IDLE_S = 90.0
 QUIET_S = 3.0
-"""Without another verdict, after which none is awaited."""
+"""Seconds without another verdict after which none is awaited."""
 FULL_S = 30.0
 PHASES = {
     "begin of the process": "begun",
@@ -70,11 +69,11 @@ PHASES = {
 }
 
 
-# -- what it runs with ----------------------------------------------------------------------------
+# -- settings -------------------------------------------------------------------------------------
 
 
 def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str, Any]:
-    """Of the engine; a worker's computes so many `sequences` at once, and finds out how many to be given."""
+    """Return the engine's settings; a worker's engine computes `sequences` at once."""
     engine: dict[str, Any] = {
         "type": options.engine,
         "dtype": "bfloat16" if options.cuda else "float32",
@@ -89,7 +88,10 @@ def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str
 
 
 def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Of the trainer: batches of four times what is in flight, so that there is always work."""
+    """Return the trainer's settings.
+
+    Batches have four times the groups in flight, so that there is always work.
+    """
     group = options.group
     return {
         "name": RUN,
@@ -112,7 +114,7 @@ def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]
             "lease_timeout_s": 600.0,
             "leases_per_worker": 64,
         },
-        # rewards of random weights are all 0: every batch makes a version all the same
+        # rewards of random weights are all 0: every batch makes a version nevertheless
         "training": {"seq_len": options.length, "filter_zero_advantages": False},
         "verification": {"audit_rate": 0.0, "bounds": "built-in"},
         "weights": {"anchor_interval": 1_000_000},
@@ -124,7 +126,7 @@ def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]
 def join_settings(
     options: argparse.Namespace, data_dir: Path, ticket: str, sequences: int
 ) -> dict[str, Any]:
-    """Of the worker: defaults, but for the number of sequences."""
+    """Return the worker's settings: defaults, except for the number of sequences."""
     return {
         "ticket": ticket,
         "data_dir": str(data_dir),
@@ -135,10 +137,11 @@ def join_settings(
 
 
 def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
-    """Random weights in which the tokenizer's own tokens are likely, and others where replies are to be longer.
+    """Make random weights in which the tokenizer's own tokens are likely.
 
-    Some of them end a completion, so that lengths differ as they do in a run: else all that begin together
-    would end together, and every pause between two completions would be the engine's.
+    For longer replies further tokens are likely, too. Some of them end a completion, so that lengths differ as
+    in a run: otherwise all completions that begin together would end together, and every pause between two
+    completions would be the engine's.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -146,7 +149,7 @@ def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
     from primerl.node.models import huggingface
 
     changes: dict[str, Any] = {"head_dim": 32} if shape == "tiny" else {}
-    # a head of its own: a tied one would repeat the last token, the likelier the larger its rows
+    # a separate head: a tied one would repeat the last token, the more the larger its rows
     changes |= {"tie_word_embeddings": False, "max_position_embeddings": length}
     config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
     huggingface.create(directory, config, seed=0)
@@ -178,7 +181,7 @@ class Bench:
         self.worker = Child("worker", directory / "worker.log")
 
     async def run(self) -> None:
-        """Everything, whatever happens ended."""
+        """Run everything, and end all processes in any case."""
         try:
             if self.options.engine == "vllm":
                 self.bare = await self.start_bare()
@@ -192,7 +195,7 @@ class Bench:
     # -- processes -------------------------------------------------------------------------------
 
     async def start_bare(self) -> Child:
-        """Bare vLLM, ready."""
+        """Start bare vLLM."""
         child = await self.child(
             "bare",
             "engine_alone.py",
@@ -205,7 +208,7 @@ class Bench:
         return child
 
     async def start_trainer(self) -> str:
-        """The trainer with version 0 published; its ticket."""
+        """Start the trainer; return its ticket once version 0 is published."""
         settings = json.dumps(run_settings(self.options, self.directory))
         self.trainer = await self.child("trainer", "worker_nodes.py", "trainer", settings)
         ticket = await self.trainer.event("ticket", START_S)
@@ -213,7 +216,7 @@ class Bench:
         return ticket["ticket"]
 
     async def start_worker(self, sequences: int, ticket: str) -> None:
-        """A worker that has had its first rollout accepted; how it came there."""
+        """Start a worker, wait for its first accepted rollout, and record the phases of its start."""
         before = self.status("trainer").get("accepted", 0)
         home = self.directory / f"worker{sequences}"
         settings = json.dumps(join_settings(self.options, home, ticket, sequences))
@@ -224,7 +227,7 @@ class Bench:
         self.starts.append(self.breakdown(sequences, time.time()))
 
     async def child(self, name: str, script: str, *arguments: str) -> Child:
-        """A process that is ended with us."""
+        """Start a process that ends with this one."""
         child = Child(name, self.directory / f"{name}.log")
         self.children.append(child)
         await child.start(sys.executable, str(HERE / script), *arguments)
@@ -233,7 +236,7 @@ class Bench:
     # -- measuring -------------------------------------------------------------------------------
 
     async def measure(self, sequences: int, ticket: str) -> None:
-        """Rounds of the full worker and bare vLLM in turns."""
+        """Measure rounds of the full worker and bare vLLM in turns."""
         await self.start_worker(sequences, ticket)
         for number in range(self.options.rounds):
             await self.full_round(sequences, number)
@@ -246,7 +249,7 @@ class Bench:
         await self.end_worker(sequences)
 
     async def full_round(self, sequences: int, number: int) -> None:
-        """One window of the worker while it is full."""
+        """Measure one window of the worker while it is full."""
         await asyncio.sleep(self.options.warm)
         await self.full(sequences)
         before = [await child.ask("where") for child in (self.worker, self.trainer)]
@@ -272,7 +275,7 @@ class Bench:
         show_where(self.rounds[-1])
 
     async def bare_rounds(self, sequences: int, number: int) -> None:
-        """The same for every kind of bare vLLM."""
+        """Measure the same for every kind of bare vLLM."""
         if self.bare is None:
             return
         asked = await self.worker.ask("asked")
@@ -291,7 +294,7 @@ class Bench:
     def add(
         self, row: str, sequences: int, number: int, seconds: float, found: dict[str, Any]
     ) -> None:
-        """Note a round and show it."""
+        """Store a round and print it."""
         one = {
             "row": row,
             "sequences": sequences,
@@ -307,7 +310,7 @@ class Bench:
         )
 
     async def full(self, sequences: int) -> None:
-        """Wait until the worker has all that it may have: a newcomer is given few leases at first."""
+        """Wait until 90 % of the sequences are in flight: a newcomer is given few leases at first."""
         deadline = time.monotonic() + FULL_S
         while (await self.worker.ask("count"))["inflight"] < 0.9 * sequences:
             if time.monotonic() > deadline:
@@ -316,7 +319,7 @@ class Bench:
             await asyncio.sleep(0.2)
 
     async def idle(self) -> None:
-        """Wait until the engine of a worker that is held has nothing to do."""
+        """Wait until the engine of a held worker is idle."""
         deadline = time.monotonic() + IDLE_S
         quiet = 0
         while quiet < 3:
@@ -326,9 +329,9 @@ class Bench:
             quiet = quiet + 1 if not (await self.worker.ask("count"))["inflight"] else 0
 
     async def end_worker(self, sequences: int) -> None:
-        """What became of what it handed in, once the trainer has looked at everything.
+        """Record the verdicts on the worker's rollouts, once the trainer has judged everything.
 
-        Groups that were held when some of their replies had ended are never handed in.
+        Groups that were held when some of their replies had ended are never submitted.
         """
         made = (await self.worker.ask("count"))["completions"]
         name = self.worker.name
@@ -349,7 +352,7 @@ class Bench:
         await self.worker.end()
 
     def breakdown(self, sequences: int, accepted: float) -> dict[str, Any]:
-        """Seconds of each phase, from the begin of the process to the first accepted rollout."""
+        """Return the seconds of each phase, from process start to the first accepted rollout."""
         at = {one["event"]: one["at"] for one in reversed(self.worker.events)}
         arrived = [one["at"] for one in self.trainer.events if one["event"] == "arrived"]
         at |= {"begun": self.worker.begun, "accepted": accepted}
@@ -364,7 +367,7 @@ class Bench:
         return found
 
     async def until(self, true: Any, timeout_s: float, what: str, every_s: float = 0.1) -> None:
-        """Wait for something that a node says of itself."""
+        """Wait until `true` returns True."""
         deadline = time.monotonic() + timeout_s
         while not await asyncio.to_thread(true):
             if time.monotonic() > deadline:
@@ -372,7 +375,7 @@ class Bench:
             await asyncio.sleep(every_s)
 
     def status(self, name: str) -> dict[str, Any]:
-        """What a node says of itself; empty while it does not answer."""
+        """Return a node's status; empty while it does not answer."""
         where = self.directory / RUN / "trainer" if name == "trainer" else self.directory / name
         try:
             return control.ask(where, "status")
@@ -381,18 +384,18 @@ class Bench:
 
 
 def judged(status: dict[str, Any]) -> int:
-    """Rollouts of a worker that have a verdict, by its status."""
+    """Return the number of a worker's rollouts with a verdict, by its status."""
     return status.get("accepted", 0) + sum(status.get("rejected", {}).values())
 
 
 def cores(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
-    """Cores that each process took; those that took next to nothing are left out."""
+    """Return the cores used by each process; those with hardly any load are left out."""
     used = {name: (after[name] - before.get(name, 0.0)) / seconds for name in after}
     return {name: round(one, 2) for name, one in sorted(used.items()) if one >= 0.02}
 
 
 async def follow(status: Callable[[], dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Means of what a node says of its engine and of its event loop over so many seconds."""
+    """Return means of a node's engine and event-loop status over `seconds`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     seen: list[dict[str, Any]] = []
@@ -417,7 +420,7 @@ async def follow(status: Callable[[], dict[str, Any]], seconds: float) -> dict[s
 
 
 def rates(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per kind and number of sequences: the median of its rounds, tokens/s."""
+    """Return a row per kind and number of sequences: the median of its rounds, tokens/s."""
     rows: list[dict[str, Any]] = []
     for row, sequences in dict.fromkeys((one["row"], one["sequences"]) for one in rounds):
         found = [one for one in rounds if (one["row"], one["sequences"]) == (row, sequences)]
@@ -437,7 +440,7 @@ def rates(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judge(rows: list[dict[str, Any]], ends: list[dict[str, Any]], *, cuda: bool) -> list[Goal]:
-    """The goals that these rows can say something of."""
+    """Return the goals that these rows allow to judge."""
     by = {(one["row"], one["sequences"]): one for one in rows if "skipped" not in one}
     goals: list[Goal] = []
     for (row, sequences), full in by.items():
@@ -457,7 +460,7 @@ def judge(rows: list[dict[str, Any]], ends: list[dict[str, Any]], *, cuda: bool)
 
 
 def show_where(one: dict[str, Any]) -> None:
-    """Where the time of a round of the full worker went, at once: what is ended too early has told it."""
+    """Print where the time of a full-worker round went, at once in case the run is cut short."""
     print(
         f"    {one['versions']} versions, {one['inflight']:.1f} in flight, "
         f"the node's own process took {one['worker_cpu']:.2f} cores"
@@ -468,7 +471,7 @@ def show_where(one: dict[str, Any]) -> None:
 
 
 def show(rows: list[dict[str, Any]], bench: Bench) -> None:
-    """The tables."""
+    """Print the tables."""
     print(
         f"\n{'row':28} {'sequences':>9} {'tokens/s':>10} {'lowest':>10} {'highest':>10} {'CPU ms/token':>13}"
     )
@@ -496,7 +499,7 @@ def show(rows: list[dict[str, Any]], bench: Bench) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """What to measure; defaults by what this machine has."""
+    """Parse the options; defaults depend on this machine's hardware."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -533,7 +536,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit code whether every goal was met."""
+    """Measure, print, and return exit code 0 if every goal was met."""
     options = parse()
     if not options.cuda:
         os.environ["OMP_NUM_THREADS"] = "1"  # the other core is for everything beside vLLM

@@ -1,10 +1,10 @@
-"""The two nodes of worker.py: a trainer that does not train, and a worker whose engine is watched.
+"""The two nodes of worker.py: a trainer without training, and an observed worker.
 
     python worker_nodes.py trainer|worker CONFIG_JSON      (commands: children.py)
 
-Both are the real nodes over iroh. Of the trainer is replaced what would cost the engine its GPU: the backend
-(the weights stay as they are, though every batch makes a version) and the auditor (always content). Of the
-worker nothing is replaced: its engine is passed through an observer that counts.
+Both are the real nodes over iroh. The trainer's parts that would take the engine's GPU are replaced: the
+backend (weights stay as they are, though every batch makes a version) and the auditor (always content). The
+worker is unchanged, except that its engine is wrapped in an observer that counts.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from primerl.scripts.bench.children import Event, Wire, cpu_by_process, cpu_seco
 from primerl.tests.support.scripted_engine import ScriptedEngine
 
 PROMPTS = 512
-"""Different prompts that are kept for bare vLLM."""
+"""Number of distinct prompts that are kept for bare vLLM."""
 LOOK_S = 0.02
-"""Between two looks at what the event loop's thread does: looking costs next to nothing, so it is always on."""
+"""Interval of samples of the event loop's thread; sampling costs next to nothing, so it is always on."""
 IDLE = frozenset({"select", "poll", "epoll", "_run_once"})
 PACKAGE = f"{os.sep}primerl{os.sep}"
 
 
 class Sampler:
-    """What the thread that made it does, by share of the looks since the last read()."""
+    """Sampling profiler of the thread that created it, since the last read()."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -56,7 +56,7 @@ class Sampler:
         self._looking.start()
 
     def read(self, most: int = 12) -> dict[str, float]:
-        """Place in our own code (outside of it: in a library's) -> share of the time; `idle` is waiting."""
+        """Return the share of time per function of our own code, or of a library; `idle` is waiting."""
         found, self._found = self._found, Counter()
         total = max(1, sum(found.values()))
         return {name: round(count / total, 4) for name, count in found.most_common(most)}
@@ -69,7 +69,7 @@ class Sampler:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost function of ours in a stack, else the innermost of all."""
+    """Return the innermost function of ours in a stack, else the innermost of all."""
     if frame.f_code.co_name in IDLE:
         return "idle"
     inner: FrameType | None = frame
@@ -94,36 +94,36 @@ class IdleBackend:
         self._seen = False
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Nothing is done."""
+        """Do nothing."""
         return StepMetrics({"optim/skipped": 0.0})
 
     async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Nothing is measured."""
+        """Measure nothing."""
         return {"loss/mean": 0.0, "tokens": 0.0}
 
     async def state(self) -> State:
-        """The weights."""
+        """Return the weights."""
         return self._state
 
     async def snapshot(self) -> Snapshot:
-        """The weights; nothing changed since the last time."""
+        """Return the weights, with no changes since the last snapshot."""
         if not self._seen:
             self._seen = True
             return Snapshot(self._state)
         return Snapshot(self._state, self._state, {})
 
     async def save(self, directory: Path) -> None:
-        """A checkpoint of nothing."""
+        """Write an empty checkpoint."""
         await asyncio.to_thread(_write_empty, directory)
 
     async def load(self, directory: Path) -> None:
-        """Nothing was saved."""
+        """Do nothing: nothing was saved."""
 
     async def export(self, directory: Path) -> None:
-        """Nothing was learned."""
+        """Do nothing: nothing was learned."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def _write_empty(directory: Path) -> None:
@@ -132,10 +132,10 @@ def _write_empty(directory: Path) -> None:
 
 
 class ContentAuditor:
-    """Auditor that finds every branch to be what it claims: audits are the trainer's load, not the worker's."""
+    """Auditor that confirms every branch: audits are the trainer's load, not the worker's."""
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        """Nothing is read."""
+        """Do nothing."""
 
     async def audit(
         self,
@@ -143,20 +143,20 @@ class ContentAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """Nothing differs."""
+        """Return measurements without any difference."""
         return [Measured(len(item.logprobs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for item in items]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class WatchedLedger(Ledger):
-    """A ledger that says when the first submission came."""
+    """A ledger that reports the first submission."""
 
     wire: Wire | None = None
 
     def receive(self, *arguments: Any, **more: Any) -> Any:
-        """See Ledger."""
+        """See Ledger.receive()."""
         wire, self.wire = self.wire, None
         if wire is not None:
             wire.tell("arrived")
@@ -164,7 +164,7 @@ class WatchedLedger(Ledger):
 
 
 class WatchedEngine:
-    """An Engine that counts what another one does, and says when it did what first."""
+    """An Engine that counts another engine's work, and reports the first of each of its actions."""
 
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._wire = engine, wire
@@ -182,24 +182,24 @@ class WatchedEngine:
         return self._engine.policy_version
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """See Engine."""
+        """See Engine.start()."""
         self._wire.tell("joined")
         await self._engine.start(model_dir, fingerprint=fingerprint)
         self._wire.tell("engine")
 
     async def load(self, version: int, state: State) -> None:
-        """See Engine."""
+        """See Engine.load()."""
         self._first("fetched")
         await self._engine.load(version, state)
         self._first("loaded")
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See Engine."""
+        """See Engine.update()."""
         self.updates += 1
         await self._engine.update(version, state, changed)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See Engine."""
+        """See Engine.generate()."""
         await self.gate.wait()
         self._first("leased")
         self.request = request
@@ -216,15 +216,15 @@ class WatchedEngine:
         return completion
 
     def stats(self) -> EngineStats:
-        """See Engine."""
+        """See Engine.stats()."""
         return self._engine.stats()
 
     async def close(self) -> None:
-        """See Engine."""
+        """See Engine.close()."""
         await self._engine.close()
 
     def note(self, change: int = 0) -> None:
-        """So many more are in flight from now on; `filled` is their number, summed over the time."""
+        """Change the number in flight by `change`; `filled` is that number integrated over time."""
         now = time.perf_counter()
         self.filled += self.inflight * (now - self._changed)
         self._changed, self.inflight = now, self.inflight + change
@@ -236,7 +236,7 @@ class WatchedEngine:
 
 
 async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
-    """A run that hands out leases until its parent ends it."""
+    """Run a trainer that hands out leases until its parent ends it."""
     config = RunConfig.model_validate(settings)
     directory = rundir.prepare(config)
     configure(config.log, directory / "logs" / "trainer.jsonl")
@@ -271,7 +271,7 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
 
 
 async def worker(wire: Wire, settings: dict[str, Any]) -> None:
-    """A worker that works until its parent ends it."""
+    """Run a worker until its parent ends it."""
     config = JoinConfig.model_validate(settings)
     data_dir = Path(config.data_dir or ".")
     configure(config.log, data_dir / "logs" / "worker.jsonl")
@@ -289,7 +289,7 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         one.note()
         return {
             "filled": one.filled,
-            # of replies that have not ended, too, where the engine tells
+            # includes unfinished replies if the engine reports them
             "tokens": one.stats().generated_tokens or one.tokens,
             "completions": one.completions,
             "inflight": one.inflight,
@@ -329,7 +329,7 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
 async def until_told(
     wire: Wire, node: TrainerNode | WorkerNode, handlers: Mapping[str, Any]
 ) -> None:
-    """Run a node until the parent has enough of it."""
+    """Run a node until the parent sends `stop` or ends."""
     running = asyncio.create_task(node.run())
     serving = asyncio.create_task(wire.serve(handlers))
     await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -340,7 +340,7 @@ async def until_told(
 
 
 def main() -> None:
-    """Be the node that the first argument names."""
+    """Run the node named by the first argument."""
     wire = Wire()
     work = {"trainer": trainer, "worker": worker}[sys.argv[1]]
     asyncio.run(work(wire, json.loads(sys.argv[2])))
