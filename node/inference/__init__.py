@@ -1,1 +1,1 @@
-"""Engines: token ids in, token ids and the sampler's own logprobs out, under a stamped policy version."""
+"""Engines: token ids in, token ids and the sampler's logprobs out, with policy versions."""

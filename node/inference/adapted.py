@@ -1,8 +1,8 @@
-"""Serve adapter policies by merging them into the base model, for an engine that does not do so itself.
+"""Merge adapter policies into the base model, for an engine that does not merge them itself.
 
-Callers see an ordinary Engine; the wrapped engine only ever sees whole, merged states.
-Memory beside the engine's own: the base and the merged state, both bf16; one merged state more while the next
-one is made.
+Callers see an ordinary Engine; the wrapped engine only ever sees whole, merged states. Memory beside the
+engine's own: the base and the merged state, both bf16, and a second merged state while the next one is
+computed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptedEngine:
-    """An Engine around another one, for a run with adapters. One load at a time."""
+    """Engine wrapper for a run with adapters; loads run one at a time."""
 
     def __init__(self, engine: Engine, run: RunManifest) -> None:
         self._engine = engine
@@ -37,7 +37,7 @@ class AdaptedEngine:
         return self._engine.policy_version
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """See Engine; but the weights of the base are in `model_dir`. Raises EngineError."""
+        """See Engine; `model_dir` also has the weights of the base. Raises EngineError."""
         digest = self._run.model.base_state
         self._base, _ = await asyncio.gather(
             asyncio.to_thread(read_base, model_dir, digest),
@@ -52,7 +52,7 @@ class AdaptedEngine:
             self._held = merged
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See Engine. Of `changed` nothing is needed: adapters that did not change are the same objects."""
+        """See Engine. Ignores `changed`: adapters that did not change are the same objects."""
         async with self._loading:
             merged, differs = await self._merge(state)
             if differs is None:
@@ -75,9 +75,9 @@ class AdaptedEngine:
         self._base = self._held = None
 
     async def _merge(self, adapters: State) -> tuple[MergedAdapters, Changed | None]:
-        """What `adapters` make of the base, and where that differs from what the engine holds.
+        """Merge `adapters` into the base; return the result and its changes to the loaded state.
 
-        Until the caller has loaded it, the engine counts as holding nothing that is known.
+        Until the caller has loaded the result, the engine's state counts as unknown.
         """
         base, held = self._base, self._held
         if base is None:
@@ -99,6 +99,9 @@ class AdaptedEngine:
 
 
 def adapted(engine: Engine, run: RunManifest) -> Engine:
-    """`engine`, not started, as the policies of `run` need it: vLLM merges adapters itself, on its GPUs."""
+    """Wrap `engine`, not started, if `run` has adapters that it does not merge itself.
+
+    vLLM merges adapters itself, on its GPUs.
+    """
     merges = isinstance(engine, HostedEngine) and engine.merge_adapters(run)
     return engine if merges or run.adapters is None else AdaptedEngine(engine, run)

@@ -1,9 +1,9 @@
-"""Fingerprints of the states that cross from one stage of a pipeline to the next: projected where they are.
+"""Fingerprints of the states sent between pipeline stages, projected on their device.
 
-A residual stream is not normed, and trained models keep a few channels in it that outweigh all others
-together: a plain projection would show these and hardly anything else. They are cut to LIMIT mean magnitudes,
-and the state is then rescaled to its old length, so that the clipped part still shows in the length. Seven
-numbers do not determine a state: docs/proofs.md says how a stage could exploit the freedom they leave.
+A residual stream is not normed, and in trained models a few of its channels outweigh all others together: a
+plain projection would show little else. Channels are clipped at LIMIT mean magnitudes, and the state is then
+rescaled to its old length, so that the clipped part still shows in the length. Seven numbers do not determine a
+state: docs/proofs.md says how a stage could exploit that freedom.
 """
 
 from functools import lru_cache
@@ -18,13 +18,14 @@ from .device import compiles, upload
 from .fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
 
 LIMIT = 6.0
-"""Mean magnitudes; of normally distributed numbers 1 in 600,000 is beyond."""
+"""Clipping limit in mean magnitudes; 1 in 600,000 normally distributed numbers exceeds it."""
 NEAR = 0.02
-"""Relative: what a receiver computes of the same states differs by the order of sums and by rounded codes."""
+"""Relative tolerance: a receiver's projection of the same states differs by the order of
+sums and by rounded codes."""
 
 
 def project(states: Tensor) -> Tensor:
-    """States [rows, width] -> [rows, 7] fp32 on the same device, which is not waited for."""
+    """Project states [rows, width] to [rows, 7] fp32 on their device, without waiting for it."""
     plus_minus = _signs(states.shape[1], states.device)
     if compiles(states):
         from .kernels import project_on_gpu
@@ -34,7 +35,10 @@ def project(states: Tensor) -> Tensor:
 
 
 def evened(states: Tensor) -> Tensor:
-    """States [rows, width] in fp32, with no channel above LIMIT mean magnitudes, as long as before."""
+    """Clip the channels of states [rows, width] at LIMIT mean magnitudes; returns fp32.
+
+    Each row keeps its length.
+    """
     states = states.float()
     most = LIMIT * states.abs().mean(1, keepdim=True)
     cut = states.clamp(-most, most)
@@ -44,7 +48,10 @@ def evened(states: Tensor) -> Tensor:
 
 
 def pack_projected(projected: Tensor) -> bytes:
-    """Encode the result of project(), 8 bytes a row; waits for it. Raises EngineError if not finite."""
+    """Encode the result of project(), 8 bytes a row; waits for the device.
+
+    Raises EngineError unless it is finite.
+    """
     if not len(projected):
         return b""
     try:
@@ -54,14 +61,15 @@ def pack_projected(projected: Tensor) -> bytes:
 
 
 def crossing(states: Tensor) -> bytes:
-    """The fingerprints of states [rows, width], 8 bytes a row. Raises EngineError."""
+    """Compute the fingerprints of states [rows, width], 8 bytes a row. Raises EngineError."""
     return pack_projected(project(states))
 
 
 def agrees(claimed: bytes, projected: NDArray[np.float32]) -> bool:
-    """Whether `claimed` are the fingerprints of the states that project() made `projected` [rows, 7] of.
+    """Return whether `claimed` are the fingerprints of the states behind `projected` [rows, 7].
 
-    Called by the receiver of both: otherwise a stage could state the right fingerprints and send other states.
+    `projected` is the result of project(). The receiver of both calls this: otherwise a stage could state
+    correct fingerprints and send other states.
     """
     if len(claimed) != len(projected) * (NUMBERS + 1):
         return False

@@ -1,4 +1,4 @@
-"""From config to engine: the only place that knows every engine by name."""
+"""Build an engine from its config: the only module that knows every engine by name."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,13 +7,13 @@ from ..ops.gpus import is_on_gpu, usable_here
 from .engine import Engine
 
 ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}
-"""hf is one engine on one device, and keeps its memory."""
+"""Settings of hf, which is one engine on one device and keeps its memory."""
 
 
 def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable_here) -> Engine:
-    """The engine that `config.type` names, not started. Heavy libraries load when it starts.
+    """Make the engine that `config.type` names, not started; heavy libraries load at start().
 
-    On a GPU it computes in a process of its own; see docs/training.md for why. `gpus` names those there are.
+    On a GPU it computes in a process of its own; docs/training.md says why. `gpus` returns the usable GPUs.
     """
     if config.type == "vllm":
         from .hosted import HostedEngine

@@ -1,9 +1,9 @@
-"""How many sequences are kept in flight: a cap that follows the engine's cache and its queue. Sans I/O.
+"""Adaptive cap of the sequences in flight, from the engine's cache use and queue. Sans I/O.
 
-The rules are those of prime-rl's adaptive concurrency. The cap grows only where it is what holds the engine
-back, and shrinks before the engine throws work away: a preempted sequence is computed twice, one that waits
-with us costs nothing. Two rules are ours: an engine whose cache has no bound keeps the number that it begins
-with, for it shows no sign of too much; and what a new policy version throws out of the cache is no overload.
+The rules are those of prime-rl's adaptive concurrency. The cap grows only if it is what limits the engine, and
+shrinks before the engine discards work: a preempted sequence is computed twice, one that waits here costs
+nothing. Two rules are ours. An engine whose cache has no bound keeps the initial cap, since it shows no sign of
+overload. Preemptions by a new policy version do not count as overload.
 """
 
 from dataclasses import dataclass
@@ -15,43 +15,44 @@ GROWTH = 1.25
 GROW_BELOW = 0.6
 """Share of the cache in use below which there is room for more."""
 BINDING = 0.9
-"""Share of the cap in flight from which on the cap holds the engine back, not a lack of work."""
+"""Share of the cap in flight from which on the cap limits the engine, not a lack of work."""
 SOFT = 0.8
 HARD = 0.9
 TARGET = 0.7
-"""A trim leaves as many sequences in flight as fill this share of the cache."""
+"""Share of the cache that the remaining sequences fill after a trim."""
 QUEUED = 0.1
-"""Waiting in the engine, for each that runs: with more it is full, however empty its cache."""
+"""Waiting sequences per running one above which an engine is full, even with free cache."""
 OVERLOAD = 0.5
 OVERLOAD_POLLS = 6
 OVERLOAD_CUT = 0.9
 PREEMPTION_CUT = 0.8
 REPEATED_CUT = 0.5
-"""When sequences are still thrown out after a first cut."""
+"""Factor of the cap if sequences are still preempted after a first cut."""
 CALM_S = 15.0
-"""No growth for so long after a cut."""
+"""Time without growth after a cut."""
 BURST_S = 5.0
 BURST_SHARE = 10
-"""In BURST_S a tenth of max_inflight (or one group) is added at most, beyond what surely fits."""
+"""Divisor of max_inflight: in BURST_S at most this share of it (or one group) is added
+beyond the sequences that surely fit."""
 SETTLE_S = 2.0
-"""For so long after a new policy version the figures say nothing."""
+"""Time after a new policy version in which the statistics are ignored."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now."""
+    """Result of one observation."""
 
     take_back: int = 0
     """Number of sequences in flight, youngest first, to stop and request again later."""
     why: str = ""
-    """Why the cap was changed, in words; empty if it was not."""
+    """Reason for a change of the cap; empty if it did not change."""
 
 
 NOTHING = Decision()
 
 
 class Concurrency:
-    """The cap of one worker, over all of its engines. Times are seconds of a clock that never goes back."""
+    """Cap of one worker, over all of its engines. Times are seconds of a monotonic clock."""
 
     def __init__(self, config: ConcurrencyConfig, *, max_batch: int, max_model_len: int) -> None:
         """`max_batch`: sequences that all engines together generate at once."""
@@ -75,7 +76,7 @@ class Concurrency:
 
     @property
     def fixed(self) -> bool:
-        """Whether the configuration leaves nothing to adapt."""
+        """Whether the configuration fixes the cap."""
         return self._config.min_inflight == self._config.max_inflight
 
     def groups_of(self, size: int) -> None:
@@ -83,11 +84,11 @@ class Concurrency:
         self._burst = max(self._burst, size)
 
     def finished(self) -> None:
-        """One sequence has ended."""
+        """Count a sequence that has ended."""
         self._finished += 1
 
     def room(self, inflight: int, now: float) -> int:
-        """How many more may begin now, beside the `inflight` that are."""
+        """Return how many more sequences may begin now, beside the `inflight` ones."""
         if now >= self._window_ends:
             self._window_ends, self._window_base = now + BURST_S, inflight
         if self.fixed:
@@ -95,7 +96,10 @@ class Concurrency:
         return min(self.cap, max(self._sure, self._window_base + self._burst)) - inflight
 
     def observe(self, stats: EngineStats, *, inflight: int, version: int, now: float) -> Decision:
-        """Look at the engine, about once a second; `version` is the policy that it holds."""
+        """Adapt the cap to the engine's statistics; called about once a second.
+
+        `version` is the policy version that the engine holds.
+        """
         self._size(stats)
         if self._disturbed(stats, version, now) or self.fixed or not stats.kv_tokens:
             return NOTHING
@@ -114,7 +118,7 @@ class Concurrency:
         return self._grow(stats, inflight, now)
 
     def _size(self, stats: EngineStats) -> None:
-        """Once it is known what the cache holds, begin with as many as fit at full length."""
+        """Once the cache size is known, begin with as many sequences as fit at full length."""
         if self._sized or not stats.kv_tokens:
             return
         self._sized = True
@@ -124,7 +128,7 @@ class Concurrency:
             self.cap = self._clamp(min(self._sure, int((1 + QUEUED) * self._max_batch)))
 
     def _disturbed(self, stats: EngineStats, version: int, now: float) -> bool:
-        """Whether the engine rests, is down, or has just got another policy: then its figures say nothing."""
+        """Return whether the statistics say nothing: the engine is idle, down, or has a new policy."""
         if version != self._version:
             self._version, self._settled_at = version, now + SETTLE_S
         if now >= self._settled_at and stats.running and not stats.fault:
@@ -133,16 +137,16 @@ class Concurrency:
         return True
 
     def _thrown_out(self, stats: EngineStats) -> bool:
-        """Whether the engine preempted sequences by the look before this one.
+        """Return whether the engine had preempted sequences by the previous poll.
 
-        An engine stops all that it does before it takes a new version, so a look later it is known why.
+        An engine stops all sequences before it takes a new version, so the cause is known one poll later.
         """
         before, self._suspected = self._suspected, stats.preemptions > self._preemptions
         self._preemptions = stats.preemptions
         return before
 
     def _trim(self, stats: EngineStats, inflight: int, now: float) -> Decision:
-        """The cache is nearly full: fewer, as many as fill TARGET of it; when it is very full, at once."""
+        """Cut the cap so that TARGET of the cache is used; above HARD, also stop sequences at once."""
         fit = self._clamp(int(stats.running * TARGET / stats.kv_use))
         decision = self._cut(fit, now, f"{stats.kv_use:.0%} of the cache is in use")
         if stats.kv_use <= HARD:
@@ -155,13 +159,13 @@ class Concurrency:
         return Decision(why=why) if self.cap < before else NOTHING
 
     def _grow(self, stats: EngineStats, inflight: int, now: float) -> Decision:
-        """A quarter more, when all that was in flight since the last change has come and gone."""
+        """Grow by a quarter, once as many sequences as the cap have ended since the last change."""
         full = stats.kv_use >= GROW_BELOW or stats.waiting > QUEUED * stats.running
         binding = inflight >= BINDING * self.cap
         calm = now >= self._cut_at + CALM_S
         if full or not binding or not calm or self._finished < self.cap:
             return NOTHING
-        # beyond that they only wait: an engine whose sequences end all at once shows no queue for a moment
+        # more would only wait: an engine whose sequences all end at once shows no queue for a moment
         most = max(self.cap, int((1 + OVERLOAD) * self._max_batch))
         grown = min(most, max(int(GROWTH * self.cap), self.cap + 1))
         before, self.cap = self.cap, self._clamp(grown)

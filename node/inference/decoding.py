@@ -1,6 +1,6 @@
-"""The decode loop: one batch of requests through a network, one token a step.
+"""Decode loop: one batch of requests through a network, one token per step.
 
-Rows may differ in everything but the network; nothing of a row may depend on another one.
+Rows share only the network; no row may depend on another one.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from .model import LanguageModel, ModelOutput, Session
 from .sampler import Narrowed, SampledTokens, draw
 
 COMPACT_AT = 0.75
-"""Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
+"""Share of unfinished rows at which others are dropped; copying the cache costs a step."""
 
 
 @dataclass
 class DecodedReply:
-    """What one request got; `stopped` by a stop token, else by length.
+    """Result of one request; ended by a stop token if `stopped`, else by its length limit.
 
-    `hidden` [tokens, d] fp32 are the states that led to the tokens, `routes` [tokens, layers, k] the experts,
-    if they were asked for.
+    `hidden` [tokens, d] fp32 are the states that led to the tokens, `routes` [tokens, layers, k] the experts;
+    both are None unless requested.
     """
 
     token_ids: list[int]
@@ -36,10 +36,10 @@ class DecodedReply:
 
 @dataclass
 class Rows:
-    """The live rows' arguments, each [B] on the network's device; `stops` [B, S] is filled with -1.
+    """Arguments of the rows of a batch, each [B] on the network's device.
 
-    `requests` are the indices of their requests, `positions` those of the tokens to draw next,
-    `ends` the positions at which they must end.
+    `stops` [B, S] is padded with -1. `requests` are indices of requests, `positions` those of the tokens to
+    draw next, `ends` the positions at which the rows must end.
     """
 
     requests: Tensor
@@ -53,11 +53,11 @@ class Rows:
     alive: Tensor
 
     def select(self, rows: Tensor) -> "Rows":
-        """The rows `rows` [N]."""
+        """Return the rows with indices `rows` [N]."""
         return Rows(**{name: values[rows] for name, values in vars(self).items()})
 
     def narrowed(self) -> Narrowed | None:
-        """The rows that may draw from their likeliest tokens only; None if all may draw any."""
+        """Return the rows that may draw only from their likeliest tokens; None if no row is limited."""
         rows = ((self.top_ks > 0) | (self.top_ps < 1)).nonzero()[:, 0]
         return Narrowed(rows, self.top_ks[rows], self.top_ps[rows]) if len(rows) else None
 
@@ -73,8 +73,8 @@ def decode(
 ) -> list[DecodedReply]:
     """Sample every request, prompt and completion together at most `max_length` tokens.
 
-    `cancelled` is asked before every step; EngineError is raised when it says yes, when the network's
-    logits are not numbers, and when hidden states are to be kept that it does not show.
+    `cancelled` is called before every step. Raises EngineError if it returns True, if the network's logits are
+    not numbers, or if hidden states are to be kept and the network does not show them.
     """
     replies = [DecodedReply([], []) for _ in requests]
     hidden, routes = Trail(), Trail()
@@ -117,9 +117,9 @@ def _shown(output: ModelOutput) -> Tensor:
 
 
 class Trail:
-    """What a network showed of each token of a batch: whole steps as they came, told apart at the end.
+    """Tensors of each token of a batch, kept step by step and split by request at the end.
 
-    Bounded by the batch: steps x rows x width, in the network's own dtype, where the network is.
+    Bounded by the batch: steps x rows x width, in the dtype and on the device of the network.
     """
 
     def __init__(self) -> None:
@@ -127,12 +127,15 @@ class Trail:
         self._owners: list[Tensor] = []
 
     def add(self, shown: Tensor, rows: Rows) -> None:
-        """Keep what leads to the next token of every live row, `shown` [B, ...]."""
+        """Keep `shown` [B, ...], which leads to the next token of every live row."""
         self._steps.append(shown)
         self._owners.append(rows.requests.where(rows.alive, -1))
 
     def share_out(self, counts: Sequence[int]) -> Sequence[Tensor]:
-        """What each request got [tokens, ...], in order, by their `counts` of tokens. Empty if nothing came."""
+        """Return the tensors [tokens, ...] of the requests in order, by their `counts` of tokens.
+
+        Empty if add() was not called.
+        """
         if not self._steps:
             return ()
         owners = torch.cat(self._owners)
@@ -171,7 +174,7 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
 def _prefill(
     network: LanguageModel, requests: Sequence[GenerateRequest], keep_routes: bool
 ) -> tuple[Session, ModelOutput]:
-    """Read every different prompt once, then give each request its copy."""
+    """Read each distinct prompt once, then copy the result to every request with that prompt."""
     prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.prompt for r in requests))}
     width = max(map(len, prompts))
     padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
@@ -204,7 +207,7 @@ def _record(replies: list[DecodedReply], rows: Rows, drawn: SampledTokens, stopp
 
 
 def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor]:
-    """Drop finished rows once they are many; all gone leaves no tokens."""
+    """Drop finished rows once they are many; returns no tokens if all rows are finished."""
     alive = int(rows.alive.sum())
     if alive == 0:
         return rows, tokens[:0]

@@ -1,6 +1,6 @@
-"""To a device and back without waiting for it: through pinned memory, in the order of its stream.
+"""Asynchronous copies to and from a device, through pinned memory, in stream order.
 
-What download() gives may be read only once the device is done with it: see Mark.
+The result of download() may be read only after the device has finished the copy: see Mark.
 """
 
 from functools import cache
@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the CPU on `device`."""
+    """Copy `values` from the CPU to `device`."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def upload_array(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `values` on `device`, also where that is the CPU."""
+    """Copy `values` to `device`, also if that is the CPU."""
     found = torch.from_numpy(values)
     return upload(found, device) if device.type == "cuda" else found.clone()
 
 
 def download(values: Tensor) -> Tensor:
-    """`values` on the CPU, there when a Mark is reached that was made after this."""
+    """Copy `values` to the CPU; complete once a Mark made after this call is reached."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -34,20 +34,20 @@ def download(values: Tensor) -> Tensor:
 
 
 class Mark:
-    """A place in the stream of `device`: reached when all is done that was asked for before."""
+    """Point in the stream of `device`, reached once all work enqueued before it is done."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._event = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def wait(self) -> None:
-        """Until it is reached."""
+        """Wait until the mark is reached."""
         if self._event is not None:
             self._event.synchronize()
 
 
 def compiles(values: Tensor) -> bool:
-    """Whether there are kernels for where `values` are."""
+    """Return whether Triton kernels can run on the device of `values`."""
     return values.is_cuda and _has_triton()
 
 

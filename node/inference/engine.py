@@ -1,10 +1,10 @@
-"""The engine seam: token ids in, token ids and the sampler's own logprobs out.
+"""Interface of engines: token ids in, token ids and the sampler's own logprobs out.
 
-The engine stamps the policy version at generation time, first and last per completion: a load() that
-lands while a completion runs is seen in its stamp. Batching is the engine's business: callers call
-generate() concurrently. Requests of one group begin in the order in which they were asked for and draw in step,
-so that at a load() none has drawn more tokens than one that began before it and still goes on: the trainer
-checks it (verification/checks.py, late_samples), and a sample that breaks it is given up.
+The engine stamps each completion with the policy versions that drew its first and last token: a load() during a
+completion shows in its stamp. Engines batch by themselves: callers call generate() concurrently. Requests of
+one group begin in the order in which they were made and draw in step: when a load() happens, no running request
+has drawn more tokens than a running one of its group that began before it. The trainer checks this
+(late_samples() in verification/checks.py), and samples that violate it are withdrawn.
 Implementations: HfEngine (hf.py), HostedEngine (hosted.py), AdaptedEngine (adapted.py).
 Suite: tests/conformance/test_engine.py.
 """
@@ -23,11 +23,11 @@ from .fingerprint import Projection
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One completion to sample.
+    """Request for one completion.
 
-    Tokens are drawn from softmax(logits / temperature), by the noise that `seed` (0 <= seed < 2**63) fixes
-    for every position and token id (sampler.py): the same seed, prompt and weights give the same tokens in
-    every engine, whatever else is in the batch. A drawn stop token is part of the completion.
+    Tokens are drawn from softmax(logits / temperature) with the noise that `seed` (0 <= seed < 2**63) fixes for
+    every position and token id (sampler.py): the same seed, prompt and weights give the same tokens in every
+    engine and in any batch. A drawn stop token is part of the completion.
     """
 
     prompt: tuple[int, ...]
@@ -37,18 +37,20 @@ class GenerateRequest:
     seed: int
     stop_token_ids: tuple[int, ...]
     group: bytes = b""
-    """Requests of one group share a prompt: they go to one engine where there are several."""
+    """Group of requests that share a prompt; they go to one replica if there are several."""
     top_k: int = 0
-    """Draw from this many of the likeliest tokens only; 0 is all. No lease asks for it."""
+    """Number of likeliest tokens to draw from; 0 is all. No lease asks for it."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this probability together (at least one). No lease
-    asks for it."""
+    """Probability of the likeliest tokens to draw from (at least one). No lease asks for it."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled reply: `logprobs[i]` is the log-probability of `token_ids[i]` under
-    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out."""
+    """One sampled reply.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under softmax(logits / temperature) over the whole
+    vocabulary, regardless of top_k and top_p.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -56,46 +58,47 @@ class Completion:
     policy_first: int
     policy_last: int
     spans: tuple[tuple[int, int], ...] = ()
-    """(index of a token, version that drew from it on), ascending; empty if one version drew them all."""
+    """(token index, version that drew from it on), ascending; empty if one version drew all."""
     proof: bytes = b""
-    """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
+    """Fingerprint of the states that led to the tokens; empty unless requested at start()."""
     boundaries: tuple[bytes, ...] = ()
-    """Where stages of a pipeline computed it: of each one but the last, fingerprints of the states that it sent
-    on, 8 bytes a token (pipeline/trails.py). Empty is allowed: then stage 0 alone is accountable."""
+    """Boundary fingerprints of a pipeline: for each stage but the last, those of the states that
+    it sent on, 8 bytes a token (pipeline/trails.py). May be empty: then stage 0 alone is accountable."""
     plan: bytes = b""
-    """The sealed plan that these stages worked by; without boundaries only the last of several."""
+    """Sealed plan of these stages; if it changed meanwhile, the last one, without boundaries."""
     routes: bytes = b""
-    """As in BranchRecord, of a mixture of experts with engine.enable_return_routed_experts; else empty."""
+    """Routes as in BranchRecord, for a mixture of experts with
+    engine.enable_return_routed_experts; else empty."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How busy an engine is; sums over all of its processes."""
+    """Load of an engine; counts are sums over all of its processes."""
 
     running: int = 0
-    """Sequences that are being generated."""
+    """Sequences being generated."""
     waiting: int = 0
-    """Requests that wait for room."""
+    """Requests waiting for room."""
     kv_use: float = 0.0
-    """Share of the cache for keys and values that is in use, 0 to 1; 0 where there is no such bound."""
+    """Share of the KV cache in use, 0 to 1; 0 if the cache has no bound."""
     kv_tokens: int = 0
-    """Tokens that this cache holds; 0 where there is no such bound."""
+    """Tokens that the KV cache holds; 0 if it has no bound."""
     preemptions: int = 0
-    """Sequences thrown out of the cache and computed again, since the start."""
+    """Sequences evicted from the cache and computed again, since the start."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    """Both since the start."""
+    """Prompt and generated tokens, since the start."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens that were drafted (speculative decoding), and those of them that were drawn, since the start."""
+    """Draft tokens (speculative decoding), and those of them that were drawn, since the start."""
     restarts: int = 0
-    """Times that a process of it was started again."""
+    """Restarts of its processes."""
     fault: str = ""
-    """Why it cannot generate just now (it is being started again), in words for the operator; else empty."""
+    """Reason why it cannot generate now (it is being restarted), for the operator; else empty."""
 
 
 class Engine(Protocol):
-    """Generates under the policy version that was loaded last."""
+    """Generator of completions under the policy version that was loaded last."""
 
     @property
     def policy_version(self) -> int:
@@ -105,32 +108,35 @@ class Engine(Protocol):
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Read config and tokenizer files from `model_dir` (no weights there). Raises EngineError.
 
-        With the name of a fingerprint (node/fingerprints) every completion brings its proof: one that
-        cannot be made is an EngineError, never an empty proof.
+        With the name of a fingerprint (fingerprint.py) every completion carries its proof. A proof that cannot
+        be made is an EngineError, never an empty proof.
         """
         ...
 
     async def load(self, version: int, state: State) -> None:
         """Replace the weights. The caller has already proved the state's digest.
 
-        Completions in flight finish, either on the old weights or across both; their stamp says which.
+        Running completions finish, either on the old weights or across both; their stamp says which.
         """
         ...
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """As load(), told that only `changed` differs from the version that is loaded now.
+        """Load a state that differs from the loaded version only in `changed`.
 
-        An engine that cannot write in place, or that holds no weights, does what load() does.
+        An engine that cannot write in place, or that holds no weights, does a load() instead.
         """
         ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. Raises EngineError if the engine died or holds no weights, EngineLost if
-        it died and is being started again: the same request can be made once more, later."""
+        """Sample one completion.
+
+        Raises EngineError if the engine died or holds no weights; EngineLost if it died and is being restarted:
+        the same request can then be made again later.
+        """
         ...
 
     def stats(self) -> EngineStats:
-        """How busy it is, as far as it is known now; never waits."""
+        """Return how busy the engine is, as far as known; never waits."""
         ...
 
     async def close(self) -> None:
@@ -139,37 +145,37 @@ class Engine(Protocol):
 
 
 class WeightsFault(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
-    """The fault of a file of weights; an empty `fault` if there is none."""
+    """Result of checking or preparing a file of weights; `fault` is empty if there is none."""
 
     fault: str
     placeless: list[str] = []
-    """Tensors that can only be written whole; reported with a whole state."""
+    """Tensors that can only be written whole; reported for a whole state."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="wrote"):
-    """Seconds in which no step ran, and those of them that writing took."""
+    """Duration of a write: seconds without a step, and the part of them spent writing."""
 
     paused_s: float
     writing_s: float
 
 
 class Replica(Protocol):
-    """Takes files of weights (handover.py). Every method raises EngineLost once it is of no use any more."""
+    """Receiver of weight files (handover.py). Methods raise EngineLost once it is unusable."""
 
     async def check(self, path: str) -> WeightsFault:
-        """Whether a whole state fits; changes nothing."""
+        """Check whether a whole state fits; changes nothing."""
         ...
 
     async def load(self, version: int, path: str) -> Written:
-        """Replace all weights by a state that check() found right."""
+        """Replace all weights by a state that passed check()."""
         ...
 
     async def stage(self, path: str) -> WeightsFault:
-        """Get an update ready beside generation."""
+        """Prepare an update while generation goes on."""
         ...
 
     async def write(self, version: int) -> Written:
-        """Write the update that is ready."""
+        """Write the prepared update."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -180,8 +186,7 @@ class Replica(Protocol):
 def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
     """Raise EngineError unless a model of `vocab_size` can answer within `max_model_len` tokens.
 
-    A completion that would not fit is cut at `max_model_len`; a prompt that leaves no room for one
-    token is refused.
+    A longer completion is cut at `max_model_len`; a prompt that leaves no room for one token is refused.
     """
     prompt = request.prompt
     if not prompt:
@@ -205,21 +210,21 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
 
 
 def narrowing(request: GenerateRequest) -> tuple[float, int, float]:
-    """(temperature, top_k, top_p) that a request is drawn by: temperature 0 is the likeliest token at 1."""
+    """Return (temperature, top_k, top_p) to draw with; temperature 0 gives (1, 1, 1)."""
     if request.temperature == 0:
         return 1.0, 1, 1.0
     return request.temperature, request.top_k, request.top_p
 
 
 def find_fingerprint(name: str) -> Projection:
-    """The fingerprint that start() was asked for. Raises EngineError."""
+    """Return the fingerprint called `name`. Raises EngineError."""
     if name != Projection().name:
         raise EngineError(f"there is no fingerprint {name!r}: the only one is {Projection().name}")
     return Projection()
 
 
 def check_update(state: State, changed: Changed) -> None:
-    """Raise EngineError unless every position of `changed` is one of its tensor in `state`."""
+    """Raise EngineError unless `changed` has only positions of tensors of `state`."""
     for name, positions in changed.items():
         if name not in state:
             raise EngineError(f"the update changes {name!r}, which the state lacks: load the state")

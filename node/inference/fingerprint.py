@@ -1,18 +1,18 @@
-"""Fingerprints of hidden states: each state as seven signed sums of its numbers, 8 bytes a token.
+"""Fingerprints of hidden states: seven signed sums of each state, 8 bytes a token.
 
-A hidden state is what feeds the language-model head, one vector per sampled token: that which led to it. A
+A hidden state is the input of the language-model head that led to a sampled token: one vector per token. A
 worker commits to the fingerprints of its states while it generates; an auditor compares them with its own.
 
     p[j] = sum_i s[i, j] h[i] / sqrt(width),  s = +-1 from an integer hash of (i, j)
 
-Random signs keep lengths (Johnson and Lindenstrauss): E |p|^2 = 7 |h|^2 / width, so the relative error of p
-is that of h. A token is one byte b > 0 for the scale 2^((b - 160) / 8), the smallest with every
-|p| / scale < 127.5, and seven signed bytes, p / scale rounded. Eight zero bytes are a state of
-zeros, or one that is below the smallest scale.
+Random signs preserve lengths (Johnson and Lindenstrauss): E |p|^2 = 7 |h|^2 / width, so p has the relative
+error of h. A token is encoded as one byte b > 0 for the scale 2^((b - 160) / 8), the smallest with every |p| /
+scale < 127.5, and seven signed bytes, p / scale rounded. Eight zero bytes encode a state of zeros, or one below
+the smallest scale.
 
-- A proof is foreign bytes: its size is checked against the number of tokens before anything is read.
-- One state has one encoding: a scale byte other than the one that the largest code implies is refused, so
-  a proof is either far from the truth or made of something near it; no bytes fit everything.
+- Proofs are untrusted bytes: their size is checked against the number of tokens before anything is read.
+- A state has exactly one encoding: a scale byte other than the one that the largest code implies is refused. So
+  a proof is either far from the truth or made from a similar state; no bytes match every state.
 - numpy only: comparing needs no torch.
 
 Suite: tests/node/inference/test_fingerprint.py.
@@ -35,97 +35,98 @@ Integers = NDArray[np.int64]
 NUMBERS = 7
 TOKEN_BYTES = NUMBERS + 1
 LENGTH = NUMBERS
-"""Column of own states at a boundary between stages: |state| / sqrt(width), behind the NUMBERS projections."""
+"""Column of own states at a stage boundary: |state| / sqrt(width), after the projections."""
 COLUMNS = NUMBERS + 1
 FURTHEST = 4.0
-"""The largest distance: one token with an absurd scale says no more than that."""
+"""Largest distance: one token with an absurd scale cannot count for more."""
 AT_ONCE = 32
-"""Replies that are compared together: their numbers stay in a processor's cache."""
+"""Replies compared in one batch: their numbers stay in a processor's cache."""
 
 _MOST = 127
 _LEAST = 117
-"""The largest code is at least 127.5 / 2^(1/8) = 116.92 before rounding, else the scale were too large."""
+"""Range of the largest code: at least 127.5 / 2^(1/8) = 116.92 before rounding, else a
+smaller scale would fit."""
 _BORDER = 127.5
 _UNIT_SCALE = 160
 _STEPS = 8
-"""Steps of the scale for each factor of two."""
+"""Steps of the scale per factor of two."""
 _SOFTNESS = 1.0
-"""Of the weights: a token's residual is of seven numbers, so chance alone spreads it little."""
+"""Softness of the weights. A residual sums seven numbers, so chance alone spreads it little."""
 
 _LEAST_RESIDUAL = 1e-9
-"""Below this a median residual is rounding only (residuals are relative, squared)."""
+"""Least median residual: a smaller one is only rounding (residuals are relative, squared)."""
 
 
 class BadProof(Exception):
-    """The bytes are no proof of this number of tokens."""
+    """Bytes that are no proof of this number of tokens."""
 
 
 class ProofFailed(Exception):
-    """No proof can be made of these hidden states (they are not finite)."""
+    """Hidden states that no proof can be made of, for example because they are not finite."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One reply's proof against the hidden states of a validator."""
+    """Comparison of one reply's proof with the hidden states of a validator."""
 
     distance: float
-    """Relative, 0 is equal, about 1 or more is unrelated."""
+    """Relative distance: 0 is equal, about 1 or more is unrelated."""
     samples: int
-    """How many committed numbers were compared."""
+    """Number of committed numbers that were compared."""
     own: float
-    """Sum of squared relative differences between the committed and the own hidden states, over `samples`,
-    weighed so that no few tokens drown the rest. 0 if `samples` is."""
+    """Sum over `samples` of squared relative differences between committed and own hidden
+    states, weighted so that a few tokens cannot dominate. 0 without samples."""
     others: tuple[float, ...]
-    """The same against the hidden states of other policies, in order, over the same samples."""
+    """The same for the hidden states of other policies, in order, over the same samples."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One reply's proof, and its states as a validator computed and projected them."""
+    """One reply's proof, and its states as a validator recomputed and projected them."""
 
     proof: bytes
     projected: Hidden
-    """hidden @ signs(width) [tokens, 7]."""
+    """Projected states hidden @ signs(width) [tokens, 7]."""
     others: Sequence[Hidden] = ()
-    """The same under other policies."""
+    """Projected states under other policies."""
 
 
 class Projection:
-    """Make, check and compare proofs of replies. Stateless; safe in any thread."""
+    """Fingerprint by random projection: makes, checks, compares proofs. Stateless, thread-safe."""
 
     @property
     def name(self) -> str:
-        """As in the run manifest."""
+        """Name in the run manifest."""
         return "projection"
 
     def size(self, tokens: int) -> int:
-        """Bytes of the proof of a reply of `tokens` > 0 tokens: 8 a token."""
+        """Return the size in bytes of the proof of a reply of `tokens` > 0 tokens: 8 a token."""
         return tokens * TOKEN_BYTES
 
     def make(self, hidden: Hidden) -> bytes:
-        """The proof of the hidden states [tokens, width] of one reply. Raises ProofFailed."""
+        """Make the proof of the hidden states [tokens, width] of one reply. Raises ProofFailed."""
         return pack(_project(hidden))
 
     def check(self, proof: bytes, tokens: int) -> None:
-        """Raise BadProof unless every token's bytes are the one encoding of some state."""
+        """Raise BadProof unless the bytes of every token are the one encoding of some state."""
         _decode([proof], [tokens])
 
     def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
         """Compare a proof with own hidden states [tokens, width] of the same reply.
 
-        `others` are those of the same tokens under other policies. The distance is |decoded - own| / |own| over
-        the whole reply, own being rounded like a proof. `own` and `others` compare with unrounded states,
-        each token in units of its own mean square, and weighed (_weighed_sums()). A token whose bytes are the
-        very ones of its own state never speaks for another policy: what is left is rounding, and where states
-        are alike from token to token another policy can be nearer to what they are rounded to, every time.
-        Raises BadProof; ProofFailed if own or other hidden states are not finite, which is not the sender's
-        fault.
+        `others` are the states of the same tokens under other policies. The distance is |decoded - own| / |own|
+        over the whole reply, with own rounded like a proof. `own` and `others` of the result compare with
+        unrounded states: each token is in units of its own mean square, and is weighted (_weighed_sums()). A
+        token whose bytes equal those of its own state never counts in favour of another policy: its residual is
+        only rounding, and where states hardly change from token to token, those of another policy could be
+        nearer to the rounded ones every time.
+        Raises BadProof; ProofFailed if own or other states are not finite, which is not the sender's fault.
         """
         replayed = Replayed(proof, _project(hidden), [_project(one) for one in others])
         return self.compare_projected([replayed])[0]
 
     def compare_projected(self, replies: Sequence[Replayed]) -> list[Compared]:
-        """As compare() of each reply, of states that were projected already."""
+        """Compare each reply as compare() does, with states that are already projected."""
         found: dict[int, Compared] = {}
         for others in {len(one.others) for one in replies}:
             alike = [place for place, one in enumerate(replies) if len(one.others) == others]
@@ -136,9 +137,9 @@ class Projection:
 
 
 def split(proof: bytes, lengths: Sequence[int], fingerprint: Projection) -> list[tuple[bytes, int]]:
-    """Split the proof of a branch, that of its replies in a row, into (proof, tokens) of each reply.
+    """Split the proof of a branch into (proof, tokens) of each of its replies, in order.
 
-    `lengths` are the tokens of the replies. Raises BadProof for any other size.
+    `lengths` are the tokens of the replies. Raises BadProof if the proof has another size.
     """
     sizes = [fingerprint.size(length) for length in lengths]
     if len(proof) != sum(sizes):
@@ -153,7 +154,7 @@ def split(proof: bytes, lengths: Sequence[int], fingerprint: Projection) -> list
 
 
 def signs(width: int) -> NDArray[np.float32]:
-    """The matrix [width, 7] that projects hidden states of that width: each entry is +-1 / sqrt(width).
+    """Return the projection matrix [width, 7] of hidden states; each entry is +-1 / sqrt(width).
 
     The signs are the top bits of a 32-bit hash (the finaliser "lowbias32" by C. Wellons) of 8 i + j.
     """
@@ -172,7 +173,7 @@ _signs = lru_cache(4)(signs)
 
 
 def pack(projected: NDArray[np.float32]) -> bytes:
-    """The proof of projected states, hidden @ signs(width) [tokens, 7]. Raises ProofFailed."""
+    """Encode projected states hidden @ signs(width) [tokens, 7] as a proof. Raises ProofFailed."""
     if projected.ndim != 2 or projected.shape[1] != NUMBERS or not len(projected):
         raise ProofFailed(f"projected states are [tokens, 7], not {projected.shape}")
     largest = np.abs(projected).max(axis=1).astype(np.float64)
@@ -186,7 +187,10 @@ def pack(projected: NDArray[np.float32]) -> bytes:
 
 
 def _encode(projected: NDArray[np.floating], largest: Floats) -> tuple[Integers, Floats]:
-    """The scale bytes [tokens] and the codes [tokens, 7] of finite states, the largest of each [tokens]."""
+    """Return the scale bytes [tokens] and codes [tokens, 7] of finite projected states.
+
+    `largest` [tokens] is the largest magnitude of each state. Raises ProofFailed if one is too large.
+    """
     scale = _scale_bytes(largest)
     if scale.max() > 255:
         raise ProofFailed(f"hidden states are too large: {largest.max():.3g} after projection")
@@ -197,10 +201,10 @@ def _encode(projected: NDArray[np.floating], largest: Floats) -> tuple[Integers,
 
 
 def _compare(replies: Sequence[Replayed]) -> list[Compared]:
-    """Compare replies that have as many other policies each; see Projection.compare().
+    """Compare replies that have the same number of other policies; see Projection.compare().
 
-    Their tokens are in a row, since numpy takes as long to begin as for some hundred tokens. What a reply gives
-    does not depend on those beside it, to the last bit.
+    Tokens of all replies are concatenated, since a numpy call costs as much as some hundred tokens. Each result
+    is bitwise independent of the other replies.
     """
     lengths = [len(one.projected) for one in replies]
     decoded = _decode([one.proof for one in replies], lengths)
@@ -220,9 +224,10 @@ def _compare(replies: Sequence[Replayed]) -> list[Compared]:
 
 
 def sums(values: Floats, lengths: Sequence[int]) -> Floats:
-    """Sum the last axis of `values` over parts of `lengths`, none empty: each to the last bit as np.sum() does.
+    """Sum parts of the last axis of `values`, each of `lengths` > 0 and bitwise as np.sum().
 
-    np.sum() adds its pairs from the first number on, np.add.reduceat() from the second: so a zero goes before.
+    np.sum() adds its pairs from the first number on, np.add.reduceat() from the second: a leading zero aligns
+    them.
     """
     ends = list(accumulate(lengths))
     zero = np.zeros((*values.shape[:-1], 1))
@@ -232,10 +237,10 @@ def sums(values: Floats, lengths: Sequence[int]) -> Floats:
 
 
 def _scale_bytes(largest: Floats) -> Integers:
-    """The smallest b with largest < 127.5 * 2^((b - 160) / 8); at most 0 means zero."""
+    """Return the smallest b with largest < 127.5 * 2^((b - 160) / 8); at most 0 means zero."""
     ratio = np.maximum(largest, np.finfo(np.float64).tiny) / _BORDER
     found = np.ceil(_STEPS * np.log2(ratio)).astype(np.int64) + _UNIT_SCALE
-    # on the border itself, also where log2 is off by its last bit: no code may come out beyond 127
+    # `largest` may lie on the border, or log2 be off by its last bit: no code may exceed 127
     found += largest >= _BORDER * _scale(found)
     return found
 
@@ -257,14 +262,14 @@ def _project(hidden: Hidden) -> Hidden:
 
 
 def _finite(projected: Hidden) -> Floats:
-    """Finite numbers in double precision, column by column in memory: sums over each token are faster so."""
+    """Convert finite states to fp64, column-major: faster to sum per token. Raises ProofFailed."""
     if not np.isfinite(projected).all():
         raise ProofFailed("hidden states are not finite; load the policy again")
     return projected.astype(np.float64, order="F")
 
 
 def _decode(proofs: Sequence[bytes], lengths: Sequence[int]) -> Floats:
-    """The projected states [tokens, 7] that the foreign bytes of replies stand for. Raises BadProof."""
+    """Decode the untrusted proofs of replies into projected states [tokens, 7]. Raises BadProof."""
     for proof, tokens in zip(proofs, lengths, strict=True):
         if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
             raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
@@ -276,22 +281,22 @@ def _decode(proofs: Sequence[bytes], lengths: Sequence[int]) -> Floats:
 
 
 def decode_rows(proof: bytes) -> tuple[Floats, NDArray[np.bool_]]:
-    """The states [tokens, 7] that whole rows of foreign bytes stand for, and which are proper [tokens]."""
+    """Decode rows of untrusted bytes to states [tokens, 7], and return which are valid [tokens]."""
     packed = np.asfortranarray(np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES))
     scale, codes = packed[:, 0], packed[:, 1:].view(np.int8)
-    largest = np.abs(codes).view(np.uint8).max(axis=1)  # of -128, too
+    largest = np.abs(codes).view(np.uint8).max(axis=1)  # -128 counts as 128
     proper = np.where(scale == 0, largest == 0, (largest >= _LEAST) & (largest <= _MOST))
     return codes * _SCALES[scale][:, None], proper
 
 
 def rounded(projected: NDArray[np.floating]) -> Floats:
-    """Finite projected states [tokens, 7] as a proof of them would be read. Raises ProofFailed."""
+    """Round finite projected states [tokens, 7] as a proof of them would. Raises ProofFailed."""
     scale, codes = _encode(projected, np.abs(projected).max(axis=1).astype(np.float64))
     return codes * _scale(scale)[:, None]
 
 
 def _distance(apart: float, length: float) -> float:
-    """|decoded - own| / |own|, at most FURTHEST, of their squares."""
+    """Return |decoded - own| / |own| from the squares of both, at most FURTHEST."""
     if apart == 0:
         return 0.0
     if length == 0:
@@ -300,16 +305,17 @@ def _distance(apart: float, length: float) -> float:
 
 
 def _weighed_sums(squares: Floats, lengths: Sequence[int]) -> list[list[float]]:
-    """Sum residuals of replies of `lengths` by weights that the mean over policies gives: [replies, policies].
+    """Sum the residuals of each reply with robust weights; returns [replies, policies].
 
-    `squares` are [policies, n]. The weights are relative: where no residual of a reply stands out, they are
-    about 1. The same weight counts for every policy, so no weight favours one; what it leaves of a single token
-    is bounded.
-    Plain sums would be a matched filter for noise that is alike everywhere. Real noise is not (a token may
-    carry three times that of its neighbour), and a cheat could send a few tokens far off on purpose, so that
-    the rest say nothing. Weights 1 / (softness * median + residual) are those of Student-t noise: simulated on
-    64 tokens of 7 numbers they cost 3 % of the separation where all tokens are alike, and triple it where their
-    noise is spread by a factor e (log-normal).
+    `squares` [policies, n] are the residuals of replies of `lengths`, concatenated. Weights come from the mean
+    over policies and are relative: where no residual of a reply stands out, they are about 1. All policies
+    share a weight, so none is favoured, and the contribution of a single token is bounded.
+
+    Plain sums would be a matched filter for uniform noise. Real noise is not uniform (a token may carry three
+    times that of its neighbour), and a cheat could send a few tokens far off on purpose, so that the rest do
+    not count. Weights 1 / (softness * median + residual) are those of Student-t noise. Simulated on 64 tokens
+    of 7 numbers, they cost 3 % of the separation where all tokens are alike, and triple it where the noise is
+    spread by a factor e (log-normal).
     """
     mean = squares.mean(axis=0)
     typical = np.repeat(np.maximum(_medians(mean, lengths), _LEAST_RESIDUAL), lengths)
@@ -318,7 +324,7 @@ def _weighed_sums(squares: Floats, lengths: Sequence[int]) -> list[list[float]]:
 
 
 def _medians(values: Floats, lengths: Sequence[int]) -> Floats:
-    """The median of each part of `lengths`."""
+    """Return the median of each part of `lengths`."""
     ordered, count = values.copy(), np.array(lengths)
     ends = np.cumsum(count)
     for start, end in pairwise([0, *ends.tolist()]):
@@ -327,11 +333,11 @@ def _medians(values: Floats, lengths: Sequence[int]) -> Floats:
 
 
 def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Relative distances [tokens] of fingerprints `stated` of a stage boundary from `own` [tokens, COLUMNS].
+    """Return relative distances [tokens] of boundary fingerprints `stated` from `own`.
 
-    0 is equal, at most FURTHEST, which is also that of bytes that encode no state. `stated` has as many tokens;
-    `own` is finite and is rounded like `stated`. Every token counts by its own length: a residual stream
-    is not normed, and one long state would drown the rest.
+    Distances are 0 for equal states and at most FURTHEST, also for bytes that encode no state. `stated` has as
+    many tokens as `own` [tokens, COLUMNS], which is finite and is rounded like `stated`. Each token is relative
+    to its own length: a residual stream is not normed, and one long state would dominate.
     """
     decoded, proper = decode_rows(stated)
     apart = ((decoded - rounded(own[:, :NUMBERS])) ** 2).mean(axis=1)

@@ -1,6 +1,6 @@
-"""Hand weights to engines in other processes of this user: by a file with a whole state, or with its changes.
+"""Hand weights to engine processes of this user in a file: a whole state, or its changes.
 
-A file lives in shared memory where there is room, and never longer than the `async with` that made it.
+A file is in shared memory if there is room, and is deleted when its `async with` ends.
 """
 
 import asyncio
@@ -35,40 +35,42 @@ A = TypeVar("A")
 R = TypeVar("R", bound=Replica)
 
 ADAPTERS = "adapters"
-"""Metadata of a file of adapters: JSON of their base's directory, and of what their product is scaled by."""
+"""Metadata key of a file of adapters: JSON of the directory of their base, and of the scale
+of their product."""
 WHOLE, POSITIONS, VALUES = "whole:", "positions:", "values:"
-"""Prefixes of tensors in a file of changes. WHOLE and a name: that tensor, complete. POSITIONS and VALUES and a
-dtype: the changed positions and new values of all tensors of that dtype, one after the other; the metadata
-name these tensors with their counts. A few long arrays travel to a GPU much faster than many short ones."""
+"""Prefixes of tensor names in a file of changes. WHOLE + name is one complete tensor.
+POSITIONS + dtype and VALUES + dtype are the changed positions and new values of all tensors of that dtype,
+concatenated; the metadata name these tensors with their counts. A few long arrays travel to a GPU much
+faster than many short ones."""
 WHOLE_FROM = 8
-"""A tensor is written whole if more than one in this many of its elements changed.
+"""Share of changed elements, one in this many, above which a tensor is written whole.
 
-Positions and values take three times a value's bytes in the file, and on a GPU five times.
+Positions and values take three times the bytes of the values in the file, and five times on a GPU.
 """
 
 
 FEW = 2**20
-"""Positions that one thread gathers."""
+"""Most positions that one thread gathers alone."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """A base model in a directory, into which engines merge the adapters that they are given."""
+    """A base model in a directory, into which engines merge adapters."""
 
     directory: Path
     contract: LowRank
     layout: Mapping[str, TensorLayout]
-    """Its tensors by name."""
+    """Layouts of the base's tensors, by name."""
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Of a file of adapters."""
+        """Metadata of a file of adapters on this base."""
         scale = self.contract.alpha / self.contract.rank
         return {ADAPTERS: json.dumps({"directory": str(self.directory), "scale": scale})}
 
 
 def read_adapter_base(directory: Path, run: RunManifest) -> AdapterBase | None:
-    """The base of a run whose policies are adapters, its weights proved; None for another run.
+    """Read and prove the base of a run whose policies are adapters; None for another run.
 
     Raises EngineError.
     """
@@ -80,15 +82,15 @@ def read_adapter_base(directory: Path, run: RunManifest) -> AdapterBase | None:
 
 @dataclass(frozen=True)
 class Delta:
-    """What to put into a file so that a reader who holds the rest gets the new state."""
+    """Content of a file that turns a known state into a new one."""
 
     tensors: State
     metadata: dict[str, str]
-    """dtype -> JSON of [[name, count], ...]; or what a file of adapters has."""
+    """dtype -> JSON of [[name, count], ...]; or the metadata of a file of adapters."""
 
 
 def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
-    """The changes of `state`; positions must have been checked.
+    """Collect the changes of `state`; positions must have been checked.
 
     `whole` names tensors that can only be written whole.
     """
@@ -110,12 +112,12 @@ def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
 
 
 def read_spans(text: str) -> list[tuple[str, int]]:
-    """The (name, count) pairs of one dtype."""
+    """Decode the (name, count) pairs of one dtype."""
     return [(name, count) for name, count in json.loads(text)]
 
 
 def read_update(path: Path, held: State) -> tuple[State, Changed]:
-    """Apply a file of changes to `held`, which stays as it is; the inverse of make_delta().
+    """Apply a file of changes to a copy of `held`; the inverse of make_delta().
 
     Raises StorageError, and ValueError or LookupError for an update of another state.
     """
@@ -143,7 +145,7 @@ def read_update(path: Path, held: State) -> tuple[State, Changed]:
 async def shared_file(
     state: State, metadata: Mapping[str, str] | None = None
 ) -> AsyncGenerator[str]:
-    """`state` as a safetensors file that only this user can read, gone afterwards. Raises EngineError."""
+    """Write `state` to a private safetensors file, deleted on exit. Raises EngineError."""
     with tempfile.TemporaryDirectory(
         prefix="primerl-", dir=_shared_memory(state_bytes(state)), ignore_cleanup_errors=True
     ) as directory:
@@ -156,31 +158,31 @@ async def shared_file(
 
 
 class HostedPolicy:
-    """The policy that the replicas hold, given to them from one file: checked by all, staged by all, then
-    written by all. Its methods are called one after the other.
+    """Policy of the replicas, given to them in one file: all check it, stage it, then write it.
 
-    A replica that is lost meanwhile is left out: it gets the newest policy when it comes back.
+    Its methods are called one after the other. A replica that is lost meanwhile is skipped: it gets the newest
+    policy when it is back.
     """
 
     def __init__(self, *, renews: bool = True) -> None:
-        """`renews`: a replica that comes back is given the policy by renew(), so its state stays in memory."""
+        """`renews`: keep the state in memory, so that renew() can give it to a restarted replica."""
         self._renews = renews
         self.version = -1
-        """The newest version that an engine has; -1 before the first load()."""
+        """Newest version that an engine has; -1 before the first load()."""
         self.base: AdapterBase | None = None
-        """Set if policies are adapters, before the first load(): engines merge them into it."""
+        """Base that engines merge adapters into, set before the first load(); None without adapters."""
         self._state: State = {}
         self._layout: dict[str, TensorLayout] = {}
         self._placeless: frozenset[str] = frozenset()
         self.gate = asyncio.Lock()
-        """Held while a version is given to the replicas, or while one of them rejoins."""
+        """Lock held while the replicas are given a version, or while one of them rejoins."""
         self.replicas_changed = asyncio.Event()
-        """Set when a replica was lost or works again."""
+        """Event set when a replica is lost or works again."""
 
     async def load(self, engines: Sequence[Replica], version: int, state: State) -> None:
-        """Give all of them a whole state.
+        """Give all `engines` a whole state.
 
-        Raises EngineError if it does not fit, and changes nothing then; EngineLost if none has it now.
+        Raises EngineError, and changes nothing, if it does not fit; EngineLost if no engine has it now.
         """
         if self.base is not None:
             check_adapters(self.base.layout, state, self.base.contract)
@@ -192,16 +194,16 @@ class HostedPolicy:
     async def update(
         self, engines: Sequence[Replica], version: int, state: State, changed: Changed
     ) -> None:
-        """Give all of them what changed; an engine that cannot get it ready gets it whole.
+        """Give all `engines` the changes; an engine that cannot prepare them gets the whole state.
 
         Raises as load().
         """
         if self.version < 0 or layout(state) != self._layout:
-            await self.load(engines, version, state)  # which says what does not fit
+            await self.load(engines, version, state)  # reports what does not fit
             return
         if self.base is None:
             delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
-        else:  # an engine that merges them finds by itself what they change
+        else:  # an engine that merges adapters finds the changed weights itself
             check_adapters(self.base.layout, state, self.base.contract)
             delta = Delta(state, self._metadata)
         async with shared_file(delta.tensors, delta.metadata) as path:
@@ -217,7 +219,7 @@ class HostedPolicy:
             await self.load(refused, version, state)
 
     async def renew(self, engine: Replica) -> None:
-        """Give an engine that was started again the newest policy, if there is one. Raises EngineError."""
+        """Give a restarted engine the newest policy, if there is one. Raises EngineError."""
         if self.version >= 0:
             async with shared_file(self._state, self._metadata) as path:
                 if fault := (await engine.check(path)).fault:
@@ -256,10 +258,10 @@ def _gathered(
     def gather(name: str, positions: NDArray[np.int64], end: int) -> None:
         part = slice(end - len(positions), end)
         where[part] = positions
-        take(state, name, positions, values[part])  # they were checked: none is clipped
+        take(state, name, positions, values[part])  # positions were checked: none is clipped
 
     ends = accumulate(map(len, group.values()))
-    threads = memory_threads() if count > FEW else 1  # numpy leaves the interpreter's lock
+    threads = memory_threads() if count > FEW else 1  # numpy releases the GIL
     for _ in ordered(gather, zip(group, group.values(), ends, strict=True), threads):
         pass
     return {
@@ -271,9 +273,9 @@ def _gathered(
 async def _of_all(
     engines: Sequence[R], ask: Callable[[R], Coroutine[Any, Any, A]]
 ) -> list[tuple[R, A]]:
-    """Ask all, and return the answers of those that were not lost.
+    """Ask all `engines`; return the answers of those that were not lost.
 
-    Raises their first error; EngineLost if all were lost.
+    Raises the first other error; EngineLost if all were lost.
     """
     answers = await asyncio.gather(*map(ask, engines), return_exceptions=True)
     found: list[tuple[R, A]] = []
@@ -291,7 +293,7 @@ async def _of_all(
 
 
 def _shared_memory(size: int) -> str | None:
-    """A directory in memory with ample room for `size` bytes; None if there is none."""
+    """Return a directory in memory with ample room for `size` bytes; None if there is none."""
     memory = "/dev/shm"
     # containers often have 64 MiB there, and writing past the end of a tmpfs kills the process
     roomy = os.path.isdir(memory) and shutil.disk_usage(memory).free > 2 * size

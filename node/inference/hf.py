@@ -1,7 +1,7 @@
-"""The embedded engine: concurrent generate() calls become batches of one decode loop.
+"""Embedded engine: concurrent generate() calls become batches of one decode loop.
 
-One thread does everything that computes, in order of submission. That order is the whole
-synchronisation: a load runs between two batches, and a batch has exactly one version.
+One thread does all computation, in order of submission. No other synchronisation is needed: a load runs between
+two batches, so a batch has exactly one version.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class ComputeThread:
-    """A thread that runs one call at a time, first come first served."""
+    """Thread that runs one call at a time, in order of submission."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `function` in the thread. A cancelled wait does not stop the call."""
+        """Run `function` in the thread; return its result. Cancelling the wait does not stop it."""
         future = self._pool.submit(function, *args, **kwargs)
         return await asyncio.wrap_future(future)
 
@@ -67,7 +67,7 @@ class ComputeThread:
 
 
 QUEUE_BATCHES = 16
-"""Batches that may wait; further requests are refused."""
+"""Most batches that may wait; further requests are refused."""
 CLOSED = "the engine is closed: start another one"
 
 
@@ -81,7 +81,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """A request and where its completion goes."""
+    """A request and the future of its completion."""
 
     request: GenerateRequest
     done: asyncio.Future[Completion]
@@ -90,10 +90,11 @@ class DecodeJob:
 class HfEngine:
     """An Engine over transformers weights: start(), then load() and generate() at will, close().
 
-    In float32 a batch's size moves a logit by rounding only, so a seed gives the same tokens in any
-    company; in bfloat16 that rounding is coarse enough to turn a near tie once in a while.
-    Memory grows with engine.max_batch x sequence length, and holds two networks during a load,
-    one during an update.
+    In float32 the batch size moves a logit by rounding only, so a seed gives the same tokens in any batch; in
+    bfloat16 that rounding is coarse enough to flip a near tie once in a while.
+
+    Memory grows with engine.max_batch x sequence length, and holds two networks during a load, one during an
+    update.
     """
 
     def __init__(self, config: EngineConfig, *, model: "type[LanguageModel] | None" = None) -> None:
@@ -117,7 +118,7 @@ class HfEngine:
 
     @property
     def dead(self) -> bool:
-        """Whether it was started, and can do nothing any more."""
+        """Whether the engine was started and has ended."""
         return self._batcher is not None and self._batcher.done()
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
@@ -139,7 +140,7 @@ class HfEngine:
         self._batcher.add_done_callback(self._ended)
 
     async def load(self, version: int, state: State) -> None:
-        """See Engine. Waits for the batch that runs; a state that does not fit changes nothing."""
+        """See Engine. Waits for the running batch; a state that does not fit changes nothing."""
         await self._started().run(self._load, version, state)
         logger.info("policy %d loaded", version)
 
@@ -151,7 +152,7 @@ class HfEngine:
         logger.info("policy %d %s", version, "updated in place" if written else "loaded whole")
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See Engine. Raises EngineError too for a request that this model cannot answer."""
+        """See Engine. Also raises EngineError for a request that this model cannot answer."""
         self._started()
         loaded = self._loaded
         if loaded is None:
@@ -166,7 +167,7 @@ class HfEngine:
             self._waiting.discard(done)
 
     def stats(self) -> EngineStats:
-        """See Engine. A batch runs to its end: what came after it began waits."""
+        """See Engine. A batch runs to its end: requests that came after its start wait."""
         waiting = self._jobs.qsize()
         return EngineStats(running=len(self._waiting) - waiting, waiting=waiting)
 
@@ -183,7 +184,7 @@ class HfEngine:
     # -- on the event loop ------------------------------------------------------------------------
 
     def _started(self) -> ComputeThread:
-        """The thread, or the EngineError that says why there is none to use."""
+        """Return the compute thread. Raises EngineError if the engine cannot be used."""
         if self._closing.is_set():
             raise EngineError(CLOSED)
         if self._thread is None or self._batcher is None:
@@ -208,7 +209,7 @@ class HfEngine:
             batch = await self._next_batch()
             try:
                 completions = await thread.run(self._generate, batch)
-            except EngineError as error:  # of this batch only: the engine goes on
+            except EngineError as error:  # of this batch only: the engine goes on running
                 _fail([job.done for job in batch], str(error), error)
                 continue
             for job, completion in zip(batch, completions, strict=True):
@@ -216,7 +217,7 @@ class HfEngine:
                     job.done.set_result(completion)
 
     async def _next_batch(self) -> list[DecodeJob]:
-        """Wait for a request, then briefly for more; leave out requests cancelled meanwhile."""
+        """Wait for a request, then briefly for more; skip requests cancelled meanwhile."""
         batch = [await self._jobs.get()]
         if self._jobs.qsize() + 1 < self._config.max_batch:
             await asyncio.sleep(self._config.batch_window_ms / 1000)
@@ -225,7 +226,7 @@ class HfEngine:
         return [job for job in batch if not job.done.done()]
 
     def _ended(self, batcher: asyncio.Task[None]) -> None:
-        """The batches ended, by close() or by an error that took the engine along."""
+        """Fail the waiting requests when the batches end, by close() or by a fatal error."""
         error = None if batcher.cancelled() else batcher.exception()
         if error is None:
             _fail(self._waiting, CLOSED, None)
@@ -243,7 +244,7 @@ class HfEngine:
         config, model = self._config, self._model or LanguageModel
         try:
             network = model.build(self._model_dir, state, dtype=config.dtype, device=config.device)
-        except RuntimeError as error:  # torch's own: no memory, no such device
+        except RuntimeError as error:  # raised by torch: no memory, no such device
             raise EngineError(
                 f"policy {version} cannot be loaded ({one_line(error)}): "
                 "check engine.device and free memory"
@@ -251,12 +252,12 @@ class HfEngine:
         self._loaded = Loaded(version, network)
 
     def _update(self, version: int, state: State, changed: Changed) -> bool:
-        """Whether it could be done in place; if not, it is loaded."""
+        """Update in place and return True; if that is impossible, load the state and return False."""
         self._check_open()
         loaded = self._loaded
         try:
             written = loaded is not None and loaded.network.update(state, changed)
-        except RuntimeError as error:  # torch's own, in the middle of writing
+        except RuntimeError as error:  # raised by torch in the middle of writing
             logger.warning("policy %d cannot be written in place: %s", version, one_line(error))
             written, self._loaded = False, None
         if loaded is None or not written:
@@ -324,9 +325,9 @@ class HfEngine:
 
 
 class HfCore:
-    """Implements EngineCore around an HfEngine: weights come to it in files.
+    """EngineCore around an HfEngine: gets its weights from files.
 
-    It keeps the state that it computes with on the host: an update in a file has only the differences.
+    It keeps the current state on the host, since a file of an update has only the differences.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -339,7 +340,7 @@ class HfCore:
         await self._engine.start(model_dir, fingerprint=fingerprint)
 
     async def check(self, path: str) -> WeightsFault:
-        """Find nothing: load() refuses a state that does not fit, and has changed nothing then."""
+        """Return no fault: load() refuses a state that does not fit, and then changes nothing."""
         return WeightsFault("")
 
     async def load(self, version: int, path: str) -> Written:
@@ -376,7 +377,7 @@ class HfCore:
         try:
             return await self._engine.generate(request)
         except EngineError as error:
-            if self._engine.dead:  # another process may do better
+            if self._engine.dead:  # a new process may work
                 raise EngineLost(str(error)) from error
             raise
 
@@ -385,15 +386,15 @@ class HfCore:
         return self._engine.stats()
 
     def stuck_s(self) -> float:
-        """See EngineCore. Unknown: a batch is one call, however long."""
+        """See EngineCore. Always 0: a batch is one call of unknown duration."""
         return 0.0
 
     async def sleep(self) -> None:
-        """Refuse. Raises EngineError."""
+        """Raise EngineError: this engine keeps its memory."""
         raise EngineError("hf keeps its memory: set engine.sleep_after_s to 0")
 
     async def wake(self) -> None:
-        """See EngineCore; it never sleeps."""
+        """See EngineCore; this engine never sleeps."""
 
     async def close(self) -> None:
         """See EngineCore."""
@@ -401,7 +402,7 @@ class HfCore:
 
 
 def _written(began: float) -> Written:
-    took = time.monotonic() - began  # nothing is generated while it writes
+    took = time.monotonic() - began  # nothing is generated during a write
     return Written(took, took)
 
 

@@ -1,6 +1,6 @@
-"""The process that holds an engine for a node: answers requests at its standard input, many at once.
+"""Process that holds an engine for a node: answers concurrent requests on standard input.
 
-It ends with its input and with its parent (node/process/serve.py).
+It ends when its input or its parent ends (node/process/serve.py).
 """
 
 import asyncio
@@ -52,26 +52,26 @@ from .prefill import PrefillRequest
 logger = logging.getLogger(__name__)
 
 BUSY_S = 0.25
-"""Between two looks at how busy the engine is."""
+"""Interval between two checks of the engine's load."""
 
 
 class EngineCore(Replica, Protocol):
-    """An engine as its process holds it: VllmCore, HfCore, and fakes in tests."""
+    """Engine inside its process: VllmCore, HfCore, and fakes in tests."""
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """Start it. Raises EngineError, UsageError."""
+        """Start the engine. Raises EngineError, UsageError."""
         ...
 
     def stats(self) -> EngineStats:
-        """Tell how busy it is."""
+        """Return how busy the engine is."""
         ...
 
     def stuck_s(self) -> float:
-        """Seconds for which it has drawn no token though there is work."""
+        """Return the seconds for which the engine has drawn no token although it has work."""
         ...
 
     async def sleep(self) -> None:
-        """Give its GPU memory away; nothing may be under way."""
+        """Release the GPU memory; no request may be under way."""
         ...
 
     async def wake(self) -> None:
@@ -79,34 +79,34 @@ class EngineCore(Replica, Protocol):
         ...
 
     async def close(self) -> None:
-        """End it; also after a start that failed."""
+        """End the engine, also after a failed start."""
         ...
 
 
 @runtime_checkable
 class RejoiningCore(Protocol):
-    """A core that is stage 0 of a pipeline."""
+    """EngineCore that is stage 0 of a pipeline."""
 
     async def rejoin(self, epoch: int) -> None:
-        """Begin a chain. Raises EngineError."""
+        """Begin a chain of this epoch. Raises EngineError."""
         ...
 
 
 @runtime_checkable
 class PrefillingCore(Protocol):
-    """A core that measures texts which others have sampled."""
+    """EngineCore that measures texts sampled by other nodes."""
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
-        """Measure each, under the policy that is loaded. Raises EngineError, EngineLost."""
+        """Measure each text under the loaded policy. Raises EngineError, EngineLost."""
         ...
 
 
 @runtime_checkable
 class ServingCore(Protocol):
-    """A core with an OpenAI server of its own."""
+    """EngineCore with an OpenAI server of its own."""
 
     def prepare_api(self, options: ApiOptions) -> None:
-        """Have start() prepare the server."""
+        """Make start() prepare the server."""
         ...
 
     async def serve_api(self, sleeper: "Sleeper") -> None:
@@ -115,10 +115,10 @@ class ServingCore(Protocol):
 
 
 class Sleeper:
-    """Lets an engine give its GPU memory away after a time without work; work goes on inside awake() only."""
+    """Controller that puts an idle engine to sleep; work is allowed only inside awake()."""
 
     def __init__(self, core: EngineCore, after_s: float) -> None:
-        """`after_s` = 0: it never sleeps."""
+        """`after_s`: idle seconds before the engine releases its GPU memory; 0 means never."""
         self._core = core
         self._after_s = after_s
         self._working = 0
@@ -128,13 +128,13 @@ class Sleeper:
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to count the time without work."""
+        """Begin to count the idle time."""
         if self._after_s:
             self._watching = asyncio.create_task(self._watch(), name="sleep")
 
     @contextlib.asynccontextmanager
     async def awake(self) -> AsyncGenerator[None]:
-        """Keep the engine's memory inside. Raises what waking raises."""
+        """Keep the engine awake inside the block, waking it first. Raises the errors of wake()."""
         self._working += 1
         try:
             async with self._turning:
@@ -147,7 +147,7 @@ class Sleeper:
             self._idle_since = time.monotonic()
 
     async def close(self) -> None:
-        """Stop counting; an engine that sleeps stays asleep."""
+        """Stop counting; a sleeping engine stays asleep."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -174,11 +174,11 @@ class Sleeper:
 
 
 MakeCore = Callable[..., EngineCore]
-"""make(config), or make(config, place) for a stage of a pipeline."""
+"""Factory of the core: make(config), or make(config, place) for a pipeline stage."""
 
 
 class EngineHost:
-    """Answers requests until close(); an EngineSetUp is the first."""
+    """Server of the parent's requests until close(); an EngineSetUp is the first."""
 
     def __init__(self, outbox: Outbox, make: MakeCore) -> None:
         self._outbox = outbox
@@ -222,9 +222,9 @@ class EngineHost:
             kind = FAULT if isinstance(error, EngineError) else USAGE
             kind = LOST if isinstance(error, EngineLost) else kind
             self._outbox.put(ProcessMessage(number, EngineFailed(str(error), kind)))
-        except Exception as error:  # the engine's libraries raise anything
+        except Exception as error:  # the engine's libraries may raise anything
             logger.exception("a request failed by an error in the program")
-            # after a change of the weights that broke off, the weights are not known any more
+            # a change of the weights that failed halfway leaves them unknown
             harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw | EnginePrefill)
             detail = f"an error in the engine's process ({named_line(error)}): report it"
             self._outbox.put(
@@ -260,7 +260,7 @@ class EngineHost:
     async def _set_up(self, request: EngineSetUp) -> EngineDone:
         config = EngineConfig.model_validate_json(request.config)
         place = (decode_place(request.place),) if request.place else ()
-        core = self._core = self._make(config, *place)  # close() ends it also after half a start
+        core = self._core = self._make(config, *place)  # close() ends it even after a failed start
         api = request.api if isinstance(core, ServingCore) else None
         if api is not None and isinstance(core, ServingCore):
             core.prepare_api(api)
@@ -273,7 +273,7 @@ class EngineHost:
         return EngineDone()
 
     async def _report(self, core: EngineCore) -> None:
-        """Send how busy the engine is when that has changed."""
+        """Send the engine's load whenever it has changed."""
         sent = EngineBusy()
         while True:
             stats = core.stats()
@@ -287,15 +287,15 @@ class EngineHost:
 
 
 def main(make: MakeCore) -> None:
-    """Answer at the standard input and output; what libraries print goes to the standard error."""
+    """Serve requests on standard input and output; library output goes to standard error."""
     if os.getpgrp() == os.getpid():
-        # vLLM's own processes watch this one only once they work
+        # vLLM's own processes watch this one only after their start
         signal.signal(signal.SIGTERM, _end_all)
     serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
 
 
 def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:
-    """Make the core that `config.type` names, and load no other one."""
+    """Make the core that `config.type` names; other engines are not imported."""
     if config.type == "hf":
         from .hf import HfCore
 

@@ -1,6 +1,6 @@
-"""Messages between a node and the process that holds an engine for it; framed as in node/process/frames.py.
+"""Messages between a node and its engine process, framed as in node/process/frames.py.
 
-Many requests are under way at once, each with a number that its answer bears. Weights travel by the path of a
+Many requests may be under way; an answer carries the number of its request. Weights travel by the path of a
 file that both processes can read (handover.py), never in a message.
 """
 
@@ -11,16 +11,16 @@ from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .prefill import PrefillRequest
 
 MAX_FRAME = 2**28
-"""Far above the longest text with its routes, and above a part of what an audit reads at once."""
+"""Largest message, bytes: far above the longest text with routes, or one part of an audit."""
 USAGE, LOST, FAULT = "usage", "lost", "fault"
-"""Kinds of EngineFailed: the config is wrong; the engine is of no use any more; only this request failed."""
+"""Kinds of EngineFailed: wrong config; engine unusable from now on; this request failed."""
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
-    """How vLLM's own OpenAI server is started over an engine; see vllm_api.py."""
+    """Options of vLLM's own OpenAI server over an engine; see vllm_api.py."""
 
     served_name: str
-    """Id of the model in requests."""
+    """Model id in requests."""
     tool_call_parser: str = ""
     """vLLM's name of the parser of tool calls; empty for none."""
     reasoning_parser: str = ""
@@ -30,7 +30,7 @@ class ApiOptions(msgspec.Struct, frozen=True):
 
 
 class EngineSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """Start the engine; the first request, answered by EngineDone."""
+    """Request to start the engine, before any other; answered by EngineDone."""
 
     config: bytes
     """EngineConfig as JSON."""
@@ -39,62 +39,62 @@ class EngineSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     place: bytes = b""
     """Place of a pipeline stage (pipeline/place.py); empty for a whole engine."""
     api: ApiOptions | None = None
-    """Serve vLLM's OpenAI routes; None: do not."""
+    """Options of vLLM's OpenAI server; None: it is not started."""
 
 
 class EngineCheck(msgspec.Struct, frozen=True, array_like=True, tag="check"):
-    """Tell whether the state in a file fits; answered by WeightsFault."""
+    """Request to check whether the state in a file fits; answered by WeightsFault."""
 
     path: str
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Load a file that was found right; answered by Written."""
+    """Request to load a file that passed EngineCheck; answered by Written."""
 
     version: int
     path: str
 
 
 class EngineStage(msgspec.Struct, frozen=True, array_like=True, tag="stage"):
-    """Prepare an update beside generation; answered by WeightsFault."""
+    """Request to prepare an update beside generation; answered by WeightsFault."""
 
     path: str
 
 
 class EngineWrite(msgspec.Struct, frozen=True, array_like=True, tag="write"):
-    """Write the prepared update; answered by Written."""
+    """Request to write the prepared update; answered by Written."""
 
     version: int
 
 
 class EngineDraw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
-    """Sample a completion; answered by EngineDrawn."""
+    """Request to sample a completion; answered by EngineDrawn."""
 
     request: GenerateRequest
 
 
 class EnginePrefill(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
-    """Read texts and measure their claims, under one policy; answered by EnginePrefilled."""
+    """Request to read texts and measure their claims; answered by EnginePrefilled."""
 
     requests: list[PrefillRequest]
 
 
 class EngineDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Cancel the request with this message's number; answered by nothing."""
+    """Cancellation of the request with this message's number; has no answer."""
 
 
 class EngineRejoin(msgspec.Struct, frozen=True, array_like=True, tag="rejoin"):
-    """Begin a chain of this epoch, as stage 0 of a pipeline; answered by EngineDone."""
+    """Request to begin a chain of this epoch, as stage 0; answered by EngineDone."""
 
     epoch: int
 
 
 class EnginePing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Ask for a sign of life; answered by EnginePong at once."""
+    """Heartbeat; answered by EnginePong at once."""
 
 
 class EngineDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """The request was carried out."""
+    """Success of a request that has no other answer."""
 
 
 class EngineDrawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
@@ -104,26 +104,26 @@ class EngineDrawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
 
 
 class EnginePrefilled(msgspec.Struct, frozen=True, array_like=True, tag="prefilled"):
-    """What was measured of each text of an EnginePrefill (prefill.read_rows())."""
+    """Measurements of each text of an EnginePrefill; see prefill.read_rows()."""
 
     rows: list[bytes]
 
 
 class EnginePong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    """Seconds for which the engine has drawn no token though it has work; 0 without work."""
+    """Answer to a heartbeat: seconds without a token despite work; 0 without work."""
 
     stuck_s: float
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The request failed."""
+    """Failure of a request."""
 
     detail: str
     kind: str
 
 
 class EngineBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
-    """How busy the engine is, sent when it changes; fields as in EngineStats."""
+    """Load of the engine, sent when it changes; fields as in EngineStats."""
 
     running: int = 0
     waiting: int = 0
@@ -133,9 +133,9 @@ class EngineBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     lanes: int = 0
-    """Stage 0 of a pipeline: micro-batches that its sequences are cut into."""
+    """Micro-batches that stage 0 of a pipeline cuts its sequences into."""
     in_flight: int = 0
-    """Micro-batches that are under way."""
+    """Micro-batches under way."""
     stall_share: float = 0.0
     """Share of its time that the slowest stage waits."""
     drafted_tokens: int = 0

@@ -1,7 +1,7 @@
-"""The Engine of vLLM, and of hf on a GPU: `engine.dp` replicas, each in processes of its own.
+"""Engine in processes of its own, for vLLM and for hf on a GPU: `engine.dp` replicas.
 
-A replica that ends, hangs or runs out of memory is lost, and started again with the newest weights. Its
-requests raise EngineLost; the others go on. All replicas are fed from one file of each state.
+A replica that ends, hangs or runs out of memory is lost, and is restarted with the newest weights. Its requests
+raise EngineLost; the other replicas go on. All replicas read each state from one file.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ UNSTARTED = "is not started: call start() first"
 STARTING = "is starting: wait for start()"
 CLOSED = "was closed: start another"
 MOST_GROUPS = 4096
-"""Groups remembered with the replica that has their prompt in its cache."""
+"""Most groups remembered with the replica that has their prompt in its cache."""
 
 
 class HostedEngine:
-    """Implements Engine."""
+    """Implementation of Engine."""
 
     def __init__(
         self,
@@ -60,8 +60,10 @@ class HostedEngine:
         *,
         place: StagePlace | None = None,
     ) -> None:
-        """`program` is the command of each process (host.py); `place` that of a pipeline stage, see
-        pipeline/hosted_stage.py."""
+        """`program`: command of each process (host.py); `place`: a pipeline stage's place.
+
+        Pipeline stages are started by pipeline/hosted_stage.py.
+        """
         self._config = config
         self._title = TITLES.get(config.type, config.type)
         self._program = program
@@ -75,25 +77,25 @@ class HostedEngine:
         self._in_turn = asyncio.Lock()
         self._fault = UNSTARTED
         self._run: RunManifest | None = None
-        """Of a run with adapters that the engines merge."""
+        """Run whose adapters the engines merge; None if they merge none."""
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def policy_version(self) -> int:
-        """The version that every working replica has; -1 before the first load()."""
+        """Version that every working replica has; -1 before the first load()."""
         return self._policy.version
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the replicas, each the leader of its group."""
+        """Process ids of the replicas, each the leader of its process group."""
         return [child.pid for child in self._children() if child.pid]
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """Start every engine on the config of `model_dir` with dummy weights: vLLM takes 10-30 s on a CPU.
+        """Start every engine on the config of `model_dir` with dummy weights.
 
-        Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say; an
-        engine that does not start at all is not tried again.
+        vLLM takes 10-30 s on a CPU. Raises EngineError if vLLM is missing or fails, UsageError for settings
+        that `engine.vllm` may not have. An engine whose first start fails is not tried again.
         """
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
         if self._fault is not UNSTARTED:
@@ -138,10 +140,10 @@ class HostedEngine:
         )
 
     def merge_adapters(self, run: RunManifest) -> bool:
-        """Take adapters as policies: every engine merges them into the base of `run`, whose files start()'s
-        directory has; before start().
+        """Make every engine merge adapters into the base of `run`; call before start().
 
-        Returns False where the engine cannot.
+        The directory given to start() must have the base's files. Returns False if the engine cannot merge
+        adapters.
         """
         merging = self._config.type == "vllm" and self._place is None
         if run.adapters is None or not merging:
@@ -151,22 +153,23 @@ class HostedEngine:
         return True
 
     async def load(self, version: int, state: State) -> None:
-        """Replace the weights in place; requests in flight go on under the new ones.
+        """Replace the weights in place; running requests go on under the new ones.
 
-        Waits for an engine where all are being started again. Raises EngineError: for a state that does
-        not fit, the old weights stay; for anything else no engine is left.
+        Waits for an engine if all are being restarted. Raises EngineError: if the state does not fit, the old
+        weights stay; after any other error no engine is left.
         """
         await self._kept(self._change(lambda found: self._policy.load(found, version, state)))
 
     async def _read_base(self, model_dir: Path) -> None:
-        """Check the base that the engines merge adapters into; only its layout is kept."""
+        """Read and prove the base that the engines merge adapters into; keep only its layout."""
         if self._run is not None:
             self._policy.base = await asyncio.to_thread(read_adapter_base, model_dir, self._run)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """As load(), but only what changed goes to the engines, where it is got ready beside generation.
+        """Load a state like load(), sending the engines only the changes.
 
-        Generation pauses only while it is written. What cannot be got ready is loaded whole.
+        They prepare the changes beside generation, which pauses only for the write. An engine that cannot
+        prepare them loads the whole state.
         """
         check_update(state, changed)
         await self._kept(
@@ -174,7 +177,7 @@ class HostedEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; see the seam. Raises EngineError, EngineLost."""
+        """Sample one completion; see Engine. Raises EngineError, EngineLost."""
         self._require_weights()
         longest = self._config.max_model_len
         check_request(request, self._vocab_size, longest)
@@ -184,21 +187,21 @@ class HostedEngine:
     # -- vLLM's own OpenAI server ------------------------------------------------------------------
 
     def serve_api(self, options: ApiOptions) -> bool:
-        """Have every engine serve vLLM's OpenAI routes on a Unix socket; before start().
+        """Make every engine serve vLLM's OpenAI routes on a Unix socket; call before start().
 
-        Returns False where the engine has no such server.
+        Returns False if the engine has no such server.
         """
         if self._config.type != "vllm" or self._place is not None:
             return False
         self._require(UNSTARTED)
         self._api = options
-        # mode 0700: its owner alone reaches the sockets, which ask for no key
+        # mode 0700: only its owner reaches the sockets, which ask for no key
         self._sockets = tempfile.TemporaryDirectory(prefix="primerl-api-")
         return True
 
     @contextmanager
     def upstream(self) -> Generator[str]:
-        """Choose the least busy engine for one request: the path of its socket.
+        """Choose the least busy engine for one request, and yield the path of its socket.
 
         Raises EngineError, EngineLost.
         """
@@ -207,7 +210,7 @@ class HostedEngine:
             yield self._socket(number)
 
     def upstreams(self) -> list[str]:
-        """The sockets of all engines that work."""
+        """Return the sockets of all engines that work."""
         return [self._socket(number) for number, one in enumerate(self._replicas) if one.child]
 
     def _socket(self, number: int) -> str:
@@ -216,7 +219,7 @@ class HostedEngine:
 
     @contextmanager
     def _chosen(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
-        """Choose a replica for one request and count that. Raises EngineError, EngineLost."""
+        """Choose a replica for one request, and count the request. Raises EngineError, EngineLost."""
         replica = self._choose(group)
         child = replica.child if replica else None
         if replica is None or child is None:
@@ -228,7 +231,7 @@ class HostedEngine:
             replica.load -= 1
 
     def stats(self) -> EngineStats:
-        """See Engine. Raises EngineError when every engine was given up."""
+        """See Engine. Raises EngineError if every engine was given up."""
         fault = "" if self._fault else self._down()
         found = [replica.busy for replica in self._replicas]
         return EngineStats(
@@ -248,7 +251,7 @@ class HostedEngine:
     async def close(self) -> None:
         """End the processes, by force if need be; pending requests raise EngineError."""
         self._fault = CLOSED
-        # the engines first: pending requests then fail with the reason that the engine was closed
+        # close the engines first: pending requests then report that the engine was closed
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         for task in self._pending:
             task.cancel()
@@ -264,7 +267,7 @@ class HostedEngine:
             async with asyncio.TaskGroup() as tasks:
                 for replica in self._replicas:
                     tasks.create_task(replica.start(), name="engine start")
-        except BaseException as error:  # also when cancelled: half of them are of no use
+        except BaseException as error:  # also when cancelled: a part of them is useless
             await asyncio.gather(*(replica.close() for replica in self._replicas))
             if not isinstance(error, BaseExceptionGroup):
                 raise
@@ -289,7 +292,7 @@ class HostedEngine:
                     logger.warning("no engine has the new policy yet: %s", error)
 
     async def _wait_for_one(self) -> None:
-        """Wait until a replica works. Raises EngineError if none will."""
+        """Wait until a replica works. Raises EngineError if none ever will."""
         while not self._children():
             self._policy.replicas_changed.clear()
             self._require("")
@@ -297,7 +300,7 @@ class HostedEngine:
             await self._policy.replicas_changed.wait()
 
     async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
-        """Finish `work` also if the caller is cancelled: half of it would leave unknown weights."""
+        """Finish `work` even if the caller is cancelled: half of it would leave unknown weights."""
         task = asyncio.create_task(work)
         self._pending.add(task)
         task.add_done_callback(self._over)
@@ -311,7 +314,7 @@ class HostedEngine:
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._pending.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may be gone
+            task.exception()  # retrieve it: the caller may be gone
 
     # -- small parts -------------------------------------------------------------------------------
 
@@ -325,11 +328,11 @@ class HostedEngine:
             raise EngineError(f"the {self._title} engine holds no weights: call load() first")
 
     def _children(self) -> list[EngineChild]:
-        """The processes that work."""
+        """Return the processes that work."""
         return [child for replica in self._replicas if (child := replica.child)]
 
     def _down(self) -> str:
-        """Say why no replica works; empty if one does. Raises EngineError if none ever will."""
+        """Return why no replica works; empty if one does. Raises EngineError if none ever will."""
         if self._children():
             return ""
         hopeful = [replica for replica in self._replicas if not replica.given_up]
@@ -340,7 +343,7 @@ class HostedEngine:
         return hopeful[0].fault
 
     def _choose(self, group: bytes) -> EngineReplica | None:
-        """Choose the replica that has the group's prompt, else the least busy; None if all are down."""
+        """Choose the replica with the group's prompt, else the least busy; None if all are down."""
         if group and (known := self._groups.get(group)) is not None and known.child:
             self._groups.move_to_end(group)
             return known
@@ -355,7 +358,7 @@ class HostedEngine:
 
 
 def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Make the environment of each replica's process, with GPUs of its own where there are several.
+    """Make the environment of each replica's process; several replicas get separate GPUs.
 
     Raises UsageError if there are too few.
     """
@@ -376,6 +379,6 @@ def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[di
 
 
 def _cancelling() -> bool:
-    """Whether the running task itself was cancelled, and not only what it awaits."""
+    """Return whether the running task itself was cancelled, not only the task it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """Triton kernels for CUDA: the draw of sampler.py and the projection of boundary_states.py.
 
-- The noise must round as sampler.py's does, line by line, and is launched without floating-point fusion: an
-  auditor on other hardware draws each token again.
+- The noise must round exactly as in noise.py, operation by operation, and is launched without floating-point
+  fusion: an auditor on other hardware draws each token again.
 - Sums of a projection are in another order than torch's, so the last bits differ: fingerprints are rounded to
   eight bits, and comparisons allow for more (boundary_states.NEAR).
 """
@@ -34,7 +34,10 @@ WARPS = 8
 def draw_on_gpu(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, logprobs, scores and logsumexp of sampler.SampledTokens; two launches, no waiting."""
+    """Return the tokens, logprobs, scores and logsumexp of sampler.SampledTokens.
+
+    Makes two launches and does not wait for the device.
+    """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -59,7 +62,7 @@ def draw_on_gpu(
 
 
 def gumbel_on_gpu(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """sampler.gumbel() by the kernel's own noise: for tests."""
+    """Return noise.gumbel() as the kernel computes it, for tests."""
     values = torch.empty(len(seeds), vocabulary, dtype=torch.float32, device=seeds.device)
     with torch.cuda.device(seeds.device):
         _dump[(len(seeds), triton.cdiv(vocabulary, BLOCK))](
@@ -88,7 +91,10 @@ def _mix32(value):
 
 @triton.jit
 def _gumbel(seed, position, tokens):
-    """The noise of `tokens` int32 for one seed and position, int64; see sampler._gumbel_of_()."""
+    """Return the noise of `tokens` int32 for one seed and position, int64.
+
+    See noise._gumbel_of_().
+    """
     key = _mix64(seed.to(tl.uint64, bitcast=True))
     key = _mix64(key + position.to(tl.uint64, bitcast=True))
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
@@ -114,7 +120,7 @@ def _gumbel(seed, position, tokens):
 def _score(
     logits, stride, vocabulary, temperature, seeds, positions, parts, indices, BLOCK: tl.constexpr
 ):
-    """Of one row's block: greatest score and its token, greatest logit, sum of exponentials."""
+    """Reduce one row's block to its best score and token, greatest logit, sum of exponentials."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
@@ -137,7 +143,7 @@ def _score(
 def _choose(
     logits, stride, temperature, parts, indices, blocks, tokens, found, BLOCKS: tl.constexpr
 ):
-    """Of one row: the blocks' results put together. `minimum` keeps NaN from leading outside."""
+    """Combine the block results of one row. `minimum` keeps indices in range despite NaN."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lanes = tl.arange(0, BLOCKS)
     inside, at = lanes < blocks, row * blocks + lanes
@@ -170,9 +176,9 @@ PROJECT_WARPS = 4
 
 
 def project_on_gpu(states: Tensor, signs: Tensor, limit: float) -> Tensor:
-    """States [rows, width] of any float -> [rows, columns of `signs`] fp32, not waited for.
+    """Project states [rows, width] of any float type to [rows, n] fp32, without waiting.
 
-    `signs` [width, n], n at most 8, fp32; `limit` as boundary_states.LIMIT.
+    `signs` is [width, n] fp32 with n at most 8; `limit` as boundary_states.LIMIT.
     """
     states = states if states.stride(1) == 1 else states.contiguous()
     rows, width = states.shape
@@ -186,7 +192,7 @@ def project_on_gpu(states: Tensor, signs: Tensor, limit: float) -> Tensor:
 def launch_project(
     states: Tensor, signs: Tensor, limit: float, found: Tensor, grid: tuple[int], width: int
 ) -> None:
-    """The kernel alone: Triton's interpreter takes it without a GPU."""
+    """Launch the kernel alone: Triton's interpreter can run it without a GPU."""
     _project[grid](
         *(states, states.stride(0), width, signs, signs.shape[1], limit, found),
         BLOCK=PROJECT_BLOCK,
@@ -221,6 +227,6 @@ def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.cons
         known = inside[:, None] & (column[None, :] < columns)
         sums += cut[:, None] * tl.load(signs + places, mask=known, other=0.0)
     left = tl.sqrt(tl.sum(squares, axis=0))
-    # a row that is not finite stays so: its `length` is not finite either
+    # a row that is not finite stays so, since its `length` is not finite either
     stretch = tl.sqrt(length) / tl.maximum(left, 1.1754943508222875e-38)
     tl.store(found + row * columns + column, tl.sum(sums, axis=0) * stretch, mask=column < columns)

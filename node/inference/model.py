@@ -1,8 +1,8 @@
-"""A causal model of transformers as the hf engine and the hf auditor use it: one thread, no asyncio.
+"""Causal model of transformers for the hf engine and the hf auditor: one thread, no asyncio.
 
-A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
-Only update() changes a model, between sessions, and checks everything before it writes anything: a refused
-update leaves the old weights untouched.
+A hidden state here is always the head's input, after the last norm: fingerprints are made of these. Only
+update() changes a model, between sessions, and checks everything before it writes anything: a refused update
+leaves the old weights untouched.
 """
 
 import inspect
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE = 5
-"""Tokens that are read to see whether the head can be tapped."""
+"""Tokens read at the start to test whether the head can be tapped."""
 ROOMY = 2**10
-"""Tokens that keep a device busy; a larger batch does not pad short sequences to a long one."""
+"""Tokens that keep a device busy; larger batches do not pad short sequences to a long one."""
 FILLED = 0.75
-"""Least share of the longest one's width that each sequence of a batch fills."""
+"""Least share of a batch's longest width that each of its sequences fills."""
 
 
 class LayerHooks(Protocol):
-    """Sees the residual stream between layers, and may replace it."""
+    """Observer of the residual stream between layers, which may replace it."""
 
     @property
     def layers(self) -> frozenset[int]:
@@ -46,51 +46,52 @@ class LayerHooks(Protocol):
     def take(self, layer: int, x: Tensor) -> Tensor:
         """Read the residual stream `x` [T, d] after `layer` layers; return `x` or its replacement.
 
-        One pass may make several calls for a layer, each for the tokens after the last ones.
+        One pass may make several calls for a layer, each for the tokens after those of the call before.
         """
         ...
 
 
 class RouterHooks(Protocol):
-    """Sees what the routers of a mixture of experts choose."""
+    """Observer of the experts that the routers of a mixture of experts choose."""
 
     def take(self, layer: int, scores: Tensor, own: Tensor) -> None:
-        """Read the scores [T, E] by which layer number `layer` of those with experts ranks them, and its choice
-        `own` [T, k].
+        """Read a router's scores [T, E] and its choice `own` [T, k].
 
-        One pass may make several calls for a layer, each for the tokens after the last ones.
+        `layer` counts the layers with experts. One pass may make several calls for a layer, each for the tokens
+        after those of the call before.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says after the last token of B sequences."""
+    """Output of a model after the last token of each of B sequences."""
 
     hidden: Tensor | None
-    """[B, d], the state that led to `logits`; None where LanguageModel.hidden() raises EngineError."""
+    """Hidden states [B, d] that led to `logits`; None if the model does not show them."""
     logits: Tensor
-    """[B, V], of the next token."""
+    """Logits [B, V] of the next token."""
     routes: Tensor | None = None
-    """[B, layers with experts, k], the experts that read that token; None where they were not asked for."""
+    """Experts [B, layers with experts, k] that read the last token; None unless requested."""
 
 
 class LanguageModel:
-    """A transformers model in eval mode that was just made of `state`.
+    """A transformers model in eval mode, built from a state.
 
-    hidden() and logits() hold for a head (get_output_embeddings()) that is called once a pass with the
-    states as its first argument. Whatever the architecture does to the head's output (caps, scales) it
-    does itself, so nothing here knows it; that both together give the model's own logits is probed once.
+    hidden() and logits() need a head (get_output_embeddings()) that is called once per pass with the states as
+    its first argument. Anything else that the architecture does to the head's output (caps, scales) stays its
+    own task, so nothing here depends on it. A probe at the start checks that hidden() and logits() together
+    give the model's own logits.
     """
 
     def __init__(self, model: "PreTrainedModel", state: State) -> None:
         self._model: Any = model
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
         self._places = _places(model, state)
-        # models with relative position encodings of their own do not take positions
+        # models with relative position encodings of their own take no position_ids
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
-        # transformers 5.24 has renamed what it takes and returns
+        # transformers 5.24 has renamed this argument and output
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._tap = Tap()
         head: Any = model.get_output_embeddings()
@@ -102,7 +103,7 @@ class LanguageModel:
 
     @classmethod
     def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
-        """Build the model in `model_dir` with the weights `state`.
+        """Build the model of `model_dir` with the weights `state`.
 
         Raises EngineError if the tensors of `state` are not exactly those of the architecture.
         """
@@ -116,7 +117,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self._model.device
 
     def prefill(
@@ -124,16 +125,16 @@ class LanguageModel:
     ) -> tuple["Session", ModelOutput]:
         """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
 
-        Returns the session of these P sequences and what comes after each prompt; with `keep_routes` every
-        output of a mixture of experts has them.
+        Returns the session of these P sequences and the output after each prompt. With `keep_routes` every
+        output of a mixture of experts has routes.
         """
         session = Session(self, mask, keep_routes)
         return session, session.extend(tokens)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
+        """Return the states [B, T, d] that feed the head, for `tokens` [B, T].
 
-        Raises EngineError for an architecture that does not show them.
+        Padding on the right needs no mask. Raises EngineError for an architecture that does not show them.
         """
         self._check_shown()
         with self._tap.cut():  # logits of every position would be large and are not needed
@@ -147,11 +148,11 @@ class LanguageModel:
         taps: LayerHooks | None = None,
         routes: RouterHooks | None = None,
     ) -> Tensor:
-        """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
+        """Return the states [T, d] that feed the head, for sequences concatenated in `tokens` [T].
 
-        None of them sees another one: neighbours of like length are padded to one width, and causal attention
-        sees no padding. On a GPU nothing here waits for it. `taps` see the states between layers, `routes` what
-        routers of a mixture of experts choose. Raises as hidden().
+        `lengths` are their tokens. No sequence sees another one: neighbours of similar length are padded to one
+        width, and causal attention sees no padding. Does not wait for a GPU. `taps` observe the states between
+        layers, `routes` the experts that routers choose. Raises as hidden().
         """
         found: list[Tensor] = []
         rest = list(tokens.split(list(lengths)))
@@ -167,7 +168,7 @@ class LanguageModel:
 
     @contextmanager
     def _hooked(self, taps: LayerHooks, batch: Sequence[Tensor]) -> Generator[None]:
-        """Show `taps` the states between layers of the sequences of `batch`, which are padded."""
+        """Call `taps` with the states between layers of the padded sequences of `batch`."""
 
         def take(layer: int, states: Tensor) -> Tensor:
             seen = torch.cat(_unpadded(states, batch))
@@ -193,9 +194,9 @@ class LanguageModel:
                 handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of states [..., d], as the model makes them. Raises as hidden().
+        """Compute logits [..., V] of states [..., d] with the model's own head. Raises as hidden().
 
-        The model reads one token and finds `hidden` before its head.
+        The model reads one token, and its head gets `hidden` as input.
         """
         self._check_shown()
         with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
@@ -203,16 +204,16 @@ class LanguageModel:
         return found.view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
+        """Compute logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
         logits = self.read(tokens)
         self._tap.forget()
         return logits
 
     def update(self, state: State, changed: Changed) -> bool:
-        """Write those elements of `state` in place that `changed` names, see check_update().
+        """Write the elements of `state` that `changed` names in place; see check_update().
 
-        False, and nothing written, if a tensor has no place of its own because the model keeps it in another
-        layout, or if `state` does not fit: building another model reports the error. Sessions must be over.
+        Returns False, and writes nothing, if the model keeps a tensor in another layout, or if `state` does not
+        fit: building another model then reports the error. No session may be in progress.
         """
         if {name: tensor.shape for name, tensor in state.items()} != self._shapes:
             return False
@@ -223,13 +224,13 @@ class LanguageModel:
         return True
 
     def read(self, tokens: Tensor) -> Tensor:
-        """One plain pass: the model's own logits, and the tap is full."""
+        """Run one plain pass, which fills the tap; return the model's own logits."""
         return self._model(input_ids=tokens, use_cache=False).logits
 
     def run(
         self, tokens: Tensor, mask: Tensor, cache: Any, keep_routes: bool = False
     ) -> tuple[ModelOutput, Any]:
-        """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
+        """Append `tokens` [B, N] to `cache` under `mask` [B, all]; return last output and cache."""
         extra: dict[str, Any] = {self._cache_name: cache}
         if self._takes_positions:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)
@@ -247,7 +248,7 @@ class LanguageModel:
                 logits_to_keep=1,
                 **extra,
             )
-        # contiguous: not a view that keeps the whole prompt's
+        # a contiguous copy: a view would keep the states of the whole prompt
         hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
         routes = torch.stack(last, 1) if last else None
         return ModelOutput(hidden, output.logits[:, -1], routes), output[self._cache_name]
@@ -261,7 +262,7 @@ class LanguageModel:
 
 
 class Session:
-    """Sequences that are generated together, and the cache object that the model made for them."""
+    """Sequences that are generated together, and the cache that the model made for them."""
 
     def __init__(self, network: LanguageModel, mask: Tensor, keep_routes: bool) -> None:
         self._network = network
@@ -270,15 +271,15 @@ class Session:
         self._cache: Any = None
 
     def extend(self, tokens: Tensor) -> ModelOutput:
-        """Append `tokens` [B, N], already counted in the mask."""
+        """Append `tokens` [B, N], which the mask already counts."""
         output, self._cache = self._network.run(tokens, self._mask, self._cache, self._keep_routes)
         return output
 
     def select(self, rows: Tensor) -> None:
-        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
+        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be repeated."""
         self._mask = self._mask[rows]
         for layer in self._cache.layers:
-            # states of linear attention can only be reordered, which takes fewer rows, too (transformers 5.24)
+            # states of linear attention can only be reordered, which also allows fewer rows (transformers 5.24)
             select = getattr(layer, "batch_select_indices", layer.reorder_cache)
             select(rows)
 
@@ -289,7 +290,7 @@ class Session:
 
 
 class Tap:
-    """A pre-hook of the head: keeps what feeds it, and may feed it something else."""
+    """Pre-hook of the head that keeps the head's input and may replace it."""
 
     def __init__(self) -> None:
         self._seen: Tensor | None = None
@@ -297,14 +298,14 @@ class Tap:
         self._instead: Tensor | None = None
 
     def feed(self, head: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """The hook itself: what the head gets in place of `inputs`, None for those."""
+        """Return the head's arguments in place of `inputs`, or None to keep them: the hook itself."""
         if self._instead is not None:
             return (self._instead, *inputs[1:])
         self._seen = inputs[0]
         return (inputs[0][:, -1:], *inputs[1:]) if self._cut else None
 
     def taken(self) -> Tensor:
-        """What fed the head since the last call [B, N, d]. Raises LookupError if nothing did."""
+        """Return the head's input [B, N, d] since the last call. Raises LookupError without one."""
         seen, self._seen = self._seen, None
         if seen is None:
             raise LookupError("the head was not called")
@@ -316,7 +317,7 @@ class Tap:
 
     @contextmanager
     def cut(self) -> Generator[None]:
-        """Let the head see the last position only."""
+        """Give the head only the last position."""
         self._cut = True
         try:
             yield
@@ -325,7 +326,7 @@ class Tap:
 
     @contextmanager
     def put(self, hidden: Tensor) -> Generator[None]:
-        """Let the head see `hidden` [B, N, d] in place of the model's own."""
+        """Give the head `hidden` [B, N, d] in place of the model's own states."""
         self._instead = hidden
         try:
             yield
@@ -334,7 +335,7 @@ class Tap:
 
 
 def _shows(network: LanguageModel, tap: Tap) -> bool:
-    """Whether the head can be tapped, and what it makes of the states are the model's logits."""
+    """Return whether the head can be tapped and turns the states into the model's logits."""
     tokens = torch.arange(PROBE, device=network.device)[None] % network.vocab_size
     with torch.inference_mode():
         wanted = network.read(tokens)
@@ -357,12 +358,12 @@ def _take_unpadded(routes: RouterHooks, batch: Sequence[Tensor], layer: int, *se
 
 
 def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
-    """The rows [T, d] of `padded` [B, T, d], each as long as its tokens."""
+    """Return the rows of `padded` [B, T, d] without padding, each [tokens, d]."""
     return [row[: len(one)] for row, one in zip(padded, batch, strict=True)]
 
 
 def _alike(lengths: Sequence[int]) -> int:
-    """How many of the first sequences may be padded to one width."""
+    """Return how many of the first sequences may be padded to one width."""
     shortest = longest = lengths[0]
     for count, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
@@ -372,10 +373,10 @@ def _alike(lengths: Sequence[int]) -> int:
 
 
 def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:
-    """Checkpoint name -> its elements in the model, flat, where they are kept one by one.
+    """Map checkpoint names to flat views of the parameters that hold the same elements.
 
-    transformers may keep a checkpoint's tensor under another name, turned, or fused with others:
-    the parameter of the same name counts only if it holds the same elements in the same order.
+    transformers may keep a checkpoint's tensor under another name, transposed, or fused with others: the
+    parameter of the same name counts only if it holds the same elements in the same order.
     """
     places: dict[str, Tensor] = {}
     for name, own in model.state_dict().items():
@@ -388,7 +389,7 @@ def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is cuda where there is one, else cpu."""
+    """Return the torch device; `auto` is cuda where available, else cpu."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)

@@ -1,8 +1,8 @@
-"""Reproducible noise: a hash of (seed, position, token id), never of a generator's state.
+"""Reproducible noise: a hash of (seed, position, token id), not of a generator's state.
 
-Its bits are the same on every CPU and GPU, here and in kernels.py: integers, then fp32 operations
-that IEEE 754 rounds exactly, each on its own: no logarithm, no fused multiply-add, no change of order.
-Changing any of it changes every sampled token (tests hold golden values).
+Its bits are the same on every CPU and GPU, here and in kernels.py: integer operations, then separate fp32
+operations that IEEE 754 rounds exactly, without logarithms, fused multiply-adds or reordering. Any change here
+changes every sampled token (tests hold golden values).
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 GOLDEN64 = 0x9E3779B97F4A7C15
 MIX64_A = 0xBF58476D1CE4E5B9
 MIX64_B = 0x94D049BB133111EB
-"""splitmix64 (Steele, Lea, Flood 2014)."""
+"""Constants of splitmix64 (Steele, Lea, Flood 2014)."""
 GOLDEN32 = 0x9E3779B9
 MIX32_A = 0x85EBCA6B
 MIX32_B = 0xC2B2AE35
-"""MurmurHash3's 32-bit finaliser."""
+"""Constants of MurmurHash3's 32-bit finaliser."""
 
 LN2 = 0.6931471824645996
 HALF_LOG = (
@@ -26,9 +26,12 @@ HALF_LOG = (
     0.12522386014461517,
     0.49999675154685974,
 )
-"""-log(1 - w / 2) / w on [0, 1], highest power first: minimax, relative error 6.5e-6."""
+"""Coefficients of -log(1 - w / 2) / w on [0, 1], highest power first.
+
+Minimax, relative error 6.5e-6.
+"""
 SLOPE = -8.262958317573066e-08
-"""-ln(2) / 2**23: of the bits of a float, its negated logarithm but for CURVE."""
+"""-ln(2) / 2**23: maps the bits of a float to its negated logarithm, apart from CURVE."""
 CURVE = (
     0.01780770532786846,
     -0.19071859121322632,
@@ -38,19 +41,25 @@ CURVE = (
     -3.5440359115600586,
     1.414048194885254,
 )
-"""ln(2) (m - 1) - log(m) on [1, 2], highest power first: minimax, absolute error 1.3e-6."""
+"""Coefficients of ln(2) (m - 1) - log(m) on [1, 2], highest power first.
+
+Minimax, absolute error 1.3e-6.
+"""
 EXPONENT_OF_ONE = 0x3F800000
 MANTISSA = 0x7FFFFF
 
 CHUNK = {"cpu": 2**16, "cuda": 2**26}
-"""Values at a time in eager mode: what a cache, or the memory beside the weights, holds ten times."""
+"""Values processed at once in eager mode.
+
+A cache, or the memory beside the weights, holds ten times as many.
+"""
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise [B, vocabulary] fp32 of `seeds` [B] and `positions` [B] int64.
+    """Return standard Gumbel noise [B, vocabulary] fp32 of `seeds` [B], `positions` [B] int64.
 
-    For every one of the 2**32 hashes it is within 1.2e-5 of -log(-log(v)), where a hash h < 2**31
-    means 1 - v = (h + 0.5) / 2**32 and a hash 2**31 + h means v = (h + 0.5) / 2**32.
+    For each of the 2**32 hashes it is within 1.2e-5 of -log(-log(v)), where a hash h < 2**31 means 1 - v = (h +
+    0.5) / 2**32 and a hash 2**31 + h means v = (h + 0.5) / 2**32.
     """
     low, high = _keys(seeds, positions)
     width = max(1, chunk(seeds.device) // max(1, len(seeds)))
@@ -60,16 +69,16 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 def gumbel_at(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The noise [N] fp32 of single tokens [N], bit for bit that of gumbel()."""
+    """Return the noise [N] fp32 of single tokens [N], bitwise equal to that of gumbel()."""
     low, high = _keys(seeds, positions)
     return _gumbel_of_(_hash(low, high, tokens.to(torch.int32)))
 
 
 def hash_bits(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """The hash [B, vocabulary] int32 of (seed, position, token id); all 32 bits are used.
+    """Return the hash [B, vocabulary] int32 of (seed, position, token id); all 32 bits are used.
 
-    Each row has a 64-bit key; one half is mixed in before and one between two 32-bit finalisers.
-    32-bit arithmetic halves the memory traffic, which dominates the cost.
+    Each row has a 64-bit key: one half is mixed in before, and one between, two 32-bit finalisers. 32-bit
+    arithmetic halves the memory traffic, which dominates the cost.
     """
     low, high = _keys(seeds, positions)
     tokens = torch.arange(vocabulary, dtype=torch.int32, device=seeds.device)
@@ -77,7 +86,7 @@ def hash_bits(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 def chunk(device: torch.device) -> int:
-    """Values at a time on `device`."""
+    """Return how many values to process at once on `device`."""
     return CHUNK.get(device.type, CHUNK["cuda"])
 
 
@@ -89,7 +98,7 @@ def _float(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-# A number that is a tensor of the right type already saves torch a conversion every time it is used.
+# Constants that are tensors of the right type save torch a conversion at every use.
 _GOLDEN32, _MIX32_A, _MIX32_B = _int(GOLDEN32), _int(MIX32_A), _int(MIX32_B)
 _BITS16, _BITS19, _BITS31 = _int(0xFFFF), _int(0x7FFFF), _int(0x7FFFFFFF)
 _EXPONENT_OF_ONE, _MANTISSA, _MANTISSA_BITS = _int(EXPONENT_OF_ONE), _int(MANTISSA), _int(23)
@@ -99,11 +108,10 @@ _HALF_LOG, _CURVE = [_float(one) for one in HALF_LOG], [_float(one) for one in C
 
 
 def _gumbel_of_(bits: Tensor) -> Tensor:
-    """Noise of hashes [...] int32, which are overwritten: 31 bits give a number, the sign its side.
+    """Turn hashes [...] int32 into noise, in place: 31 bits give a number, the sign its side.
 
-    With v = m 2**e, -log(v) = (-1 - e) ln(2) + w HALF_LOG(w), w = 2 - m; for v near 1, where the
-    largest noise comes from, w = 2 (1 - v) keeps all bits. Then the logarithm of that, from exponent
-    and mantissa again.
+    With v = m 2**e, -log(v) = (-1 - e) ln(2) + w HALF_LOG(w), w = 2 - m; for v near 1, where the largest noise
+    comes from, w = 2 (1 - v) keeps all bits. The outer logarithm is again computed from exponent and mantissa.
     """
     far = bits >> _31  # all ones where the hash gives v, zero where it gives 1 - v
     value = bits.bitwise_and_(_BITS31).float().add_(_HALF)
@@ -128,7 +136,7 @@ def _polynomial(factors: list[Tensor], x: Tensor) -> Tensor:
 
 
 def _keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Both halves [B] int32 of the 64-bit key of (seed, position)."""
+    """Return both halves [B] int32 of the 64-bit key of (seed, position)."""
     keys = _mix64(_mix64(seeds) + positions)
     return _as_int32(keys), _as_int32(keys >> 32)
 
@@ -145,16 +153,16 @@ def _mix64(value: Tensor) -> Tensor:
 
 
 def _shift64(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts the sign in
+    return (value >> bits) & ((1 << (64 - bits)) - 1)  # torch's shift extends the sign
 
 
 def _mix32_(value: Tensor) -> Tensor:
-    """In place."""
+    """Apply the 32-bit finaliser in place."""
     value.bitwise_xor_((value >> _16).bitwise_and_(_BITS16)).mul_(_MIX32_A)
     value.bitwise_xor_((value >> _13).bitwise_and_(_BITS19)).mul_(_MIX32_B)
     return value.bitwise_xor_((value >> _16).bitwise_and_(_BITS16))
 
 
 def _as_int32(value: Tensor) -> Tensor:
-    """The low 32 bits, as a signed number."""
+    """Return the low 32 bits, as a signed number."""
     return (((value & 0xFFFFFFFF) ^ (1 << 31)) - (1 << 31)).to(torch.int32)

@@ -1,8 +1,8 @@
-"""What decides the bits that an engine computes, in words: two engines of one class have equal bits.
+"""Numerics classes in words: two engines of one class compute equal bits.
 
-A run whose numerics are exact has its class in the manifest, and every node compares it with its own before it
-takes part. The words are shown to operators, and nothing but their equality counts. Other runs bound the
-noise of each numerics class, which is coarser.
+A run with exact numerics has its class in the manifest, and every node compares it with its own before it takes
+part. The words are shown to operators; only their equality counts. Other runs bound the noise of each
+NumericsClass, which is coarser.
 """
 
 import json
@@ -36,10 +36,12 @@ NOT_KERNELS = (
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
 )
-"""What `engine.vllm` says of memory, of requests and of graphs. Tokens of a step are not among it: what is
-compiled is compiled for as many."""
+"""Options of `engine.vllm` about memory, requests and graphs, which select no kernels.
+
+Options that set the tokens of a step are not listed: kernels are compiled for that number.
+"""
 KERNELS = 2
-"""Number of what this package puts in the place of vLLM's batch-invariant kernels on a GPU (vllm_worker.py)."""
+"""Version of the replacements for vLLM's batch-invariant GPU kernels (vllm_worker.py)."""
 BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 """Flags of /proc/cpuinfo by which libraries choose their kernels, the widest first."""
@@ -48,9 +50,9 @@ CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 def engine_class(
     config: EngineConfig, release: str | None = None, device: Callable[[], str] | None = None
 ) -> str:
-    """Name the class of an engine of `config` on this machine, which asks nvidia-smi.
+    """Name the class of an engine of `config` on this machine; runs nvidia-smi.
 
-    `release` and `device` are those of this machine unless they are given.
+    `release` and `device` default to those of this machine.
     """
     gpus = visible_gpus(config)
     tp = tensor_parallel_on(config, gpus)
@@ -65,7 +67,7 @@ def engine_class(
 
 
 def kernel_options(vllm: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `engine.vllm` may choose kernels, also within compilation_config."""
+    """Return the options of `engine.vllm` that may select kernels, also in compilation_config."""
     found = {name: value for name, value in vllm.items() if name not in NOT_KERNELS}
     compilation = found.pop("compilation_config", None)
     if isinstance(compilation, dict):
@@ -78,27 +80,27 @@ def kernel_options(vllm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_family() -> str:
-    """Name the first GPU as far as the word with its number: "NVIDIA H100" of "NVIDIA H100 80GB HBM3"."""
+    """Name the first GPU up to its number: "NVIDIA H100" of "NVIDIA H100 80GB HBM3"."""
     names = [one.name for one in visible_memory()]
     return family_of(names[0]) if names else "GPU"
 
 
 def family_of(name: str) -> str:
-    """Cut the name of a GPU behind the first word that has a digit."""
+    """Cut the name of a GPU after the first word that has a digit."""
     words = name.replace("-", " ").split()
     last = next((at for at, word in enumerate(words) if re.search(r"\d", word)), len(words))
     return " ".join(words[: last + 1])
 
 
 def cpu_family() -> str:
-    """Name this machine's processor by the widest instructions that it has."""
+    """Name this machine's processor by its widest instruction set."""
     path = Path("/proc/cpuinfo")
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return f"{platform.machine()} CPU {widest(text)}".rstrip()
 
 
 def widest(cpuinfo: str) -> str:
-    """Find the first of CPU_LEVELS that the text of /proc/cpuinfo has; empty if none."""
+    """Return the first of CPU_LEVELS in the text of /proc/cpuinfo; empty if there is none."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.M)
     flags = line[1].split() if line else []
     return next((name for name in CPU_LEVELS if name in flags), "")
@@ -112,7 +114,7 @@ def numerics_of(
     device: Callable[[], str] = gpu_family,
     gpus: Callable[[EngineConfig], int] = visible_gpus,
 ) -> NumericsClass:
-    """State how an engine of `config` computes, for bounds of noise.
+    """Return the numerics class of an engine of `config`, for bounds of noise.
 
     `pipeline`: it is stage 0 of several nodes. Coarser than engine_class(): noise is measured, so engines that
     differ a little may share a class.
@@ -130,12 +132,12 @@ def numerics_of(
 
 
 def _label(text: str) -> str:
-    """Cut a text to what a NumericsClass may hold: printable ASCII."""
+    """Keep the printable ASCII of a text, at most as much as a NumericsClass may hold."""
     return "".join(letter for letter in text if " " <= letter <= "~")[:MAX_LABEL]
 
 
 def check_exact(config: EngineConfig, run: RunManifest) -> None:
-    """Raise UsageError if `config` on this machine cannot take part in `run`, whose numerics may be exact."""
+    """Raise UsageError if `run` needs exact numerics and `config` on this machine has others."""
     if run.proofs.numerics != "exact":
         return
     wanted = run.proofs.engine_class
@@ -149,7 +151,7 @@ def check_exact(config: EngineConfig, run: RunManifest) -> None:
 
 
 def check_routes(config: EngineConfig, run: RunManifest) -> None:
-    """Raise UsageError if an engine of `config` cannot record, or measure, the routes that `run` asks for."""
+    """Raise UsageError if an engine of `config` cannot record or measure the routes of `run`."""
     if run.routes is not None and config.type == "vllm" and config.pp > 1:
         raise UsageError(
             f"this run replays routes, and {STAGES_WITHOUT_ROUTES}: set engine.pp to 1"
@@ -157,7 +159,7 @@ def check_routes(config: EngineConfig, run: RunManifest) -> None:
 
 
 def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:
-    """`config` with the kernels and the routes that `run` asks for."""
+    """Return `config` with the kernels and the routes that `run` requires."""
     wanted: dict[str, Any] = {"enable_return_routed_experts": run.routes is not None}
     if run.proofs.numerics == "exact":
         wanted["batch_invariant"] = True

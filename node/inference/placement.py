@@ -1,8 +1,8 @@
-"""Where each element of a checkpoint's tensors is in a model's own parameters.
+"""Placement of each element of a checkpoint's tensors in a model's own parameters.
 
-Nothing is assumed about the model: its own weight loader is run once with writing turned off, and what
-it would copy where is noted. Fused projections, tied weights, shards and padding come out by themselves.
-A tensor that the loader does not copy as it is (but converts, say) has no place: write it whole.
+Nothing is assumed about the model: its weight loader runs once with writing turned off, and its copies are
+recorded instead. This covers fused projections, tied weights, shards and padding. A tensor that the loader does
+not copy unchanged (but converts, say) has no placement: write it whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,13 +21,13 @@ from ..weights.state import Tensor as StateTensor
 Shapes = dict[str, tuple[int, ...]]
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
-"""The model's loader: [(name, tensor)] -> anything."""
+"""Weight loader of a model: [(name, tensor)] -> anything."""
 
 _WRITES = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer dtype by the bytes of an element."""
 _FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
-"""What weight loaders raise for a tensor that does not fit."""
+"""Errors that weight loaders raise for a tensor that does not fit."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Dim:
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a checkpoint's tensor and where it is copied to."""
+    """A block of a checkpoint's tensor and the place that it is copied to."""
 
     flat: Tensor
-    """The whole storage of the parameter, [elements]."""
+    """Whole storage of the parameter, [elements]."""
     source: int
     """Position of the block's first element in the checkpoint's tensor."""
     target: int
-    """Position of the same in `flat`."""
+    """Position of the same element in `flat`."""
     dims: tuple[Dim, ...]
-    """Largest source stride first."""
+    """Dimensions of the block, largest source stride first."""
     whole: bool
-    """Whether the block is all of the checkpoint's tensor."""
+    """Whether the block is the whole tensor of the checkpoint."""
 
     @property
     def straight(self) -> bool:
@@ -62,7 +62,7 @@ class Part:
         return all((dim.source, dim.target) == (1, 1) for dim in self.dims)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Offsets in `flat` of those `positions` [N] int64 that are in the block.
+        """Return the offsets in `flat` of those `positions` [N] int64 that are in the block.
 
         Also returns a mask [N] of those positions, None if all are.
         """
@@ -83,7 +83,10 @@ class Part:
         return offsets[inside], inside
 
     def differing(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Offsets in `flat` where its bits are not those of the checkpoint's `tensor`, and its values there."""
+        """Find where `flat` differs bitwise from the checkpoint's `tensor`.
+
+        Returns the offsets in `flat`, and the values of `tensor` there.
+        """
         dims = self.dims or (Dim(1, 1, 1),)
         sizes = [dim.size for dim in dims]
         tensor = tensor.to(self.flat.dtype)
@@ -99,20 +102,20 @@ class Part:
 
 @dataclass(frozen=True)
 class PendingWrite:
-    """Values that wait to be written: `flat[offsets] = values`."""
+    """Values to be written: `flat[offsets] = values`."""
 
     flat: Tensor
     offsets: Tensor
     values: Tensor
 
     def run(self) -> None:
-        """Write them; order among several does not matter."""
+        """Write the values; the order of several writes does not matter."""
         device = self.flat.device
         self.flat.index_copy_(0, self.offsets.to(device), self.values.to(device))
 
 
 class ParameterPlacement:
-    """The places of all tensors of a model, as found by trace()."""
+    """Placement of all tensors of a model, as found by trace()."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class ParameterPlacement:
     ) -> None:
         self.shapes = shapes
         self.absent = absent
-        """Tensors that this part of the model does not hold; another rank has to."""
+        """Tensors that this rank's part of the model does not hold; another rank must."""
         self._parts = parts
         self._addresses = addresses
         self._device = next((p.flat.device for found in parts.values() for p in found), "cpu")
@@ -134,16 +137,16 @@ class ParameterPlacement:
         return sorted(self.shapes.keys() - self._parts.keys() - self.absent)
 
     def still_holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether the parameters still have their addresses: writes to old ones would be lost."""
+        """Return whether parameters still have their addresses: writes to old ones would be lost."""
         return self._addresses == _addresses(parameters)
 
     def prepare(
         self, spans: Iterable[tuple[str, int]], positions: Tensor, values: Tensor
     ) -> list[PendingWrite]:
-        """What writes `values` [N] to `positions` [N], both moved to the model's device.
+        """Prepare the writes of `values` [N] to `positions` [N], both moved to the model's device.
 
-        They belong to the tensors that `spans` names, `count` after `count`; positions must have been
-        checked. Raises KeyError for a tensor without a place.
+        They belong to the tensors of `spans` [(name, count)], `count` after `count`; positions must have been
+        checked. Raises KeyError for a tensor without a placement.
         """
         writes: list[PendingWrite] = []
         at = 0
@@ -159,9 +162,9 @@ class ParameterPlacement:
         return writes
 
     def differing(self, name: str, tensor: Tensor) -> list[PendingWrite] | None:
-        """What writes `tensor`, contiguous and on the model's device, where the model has other bits.
+        """Prepare the writes of `tensor` where the bits of the model differ.
 
-        None for a tensor without a place.
+        `tensor` is contiguous and on the model's device. Returns None for a tensor without a placement.
         """
         if name in self.absent:
             return []
@@ -176,10 +179,10 @@ def trace(
     parameters: Mapping[str, Tensor],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> ParameterPlacement | str:
-    """Send all `tensors` through `load` without writing; return their places, or an error.
+    """Pass all `tensors` through `load` without writing; return their placement, or an error.
 
-    Each tensor that is copied must be copied unbroadcast, and together they must fill every parameter.
-    A tensor copied nowhere is `absent`; if every rank lacks it, the model does not have it.
+    Each copied tensor must be copied without broadcasting, and together they must fill every parameter. A
+    tensor that is copied nowhere is `absent`; if it is absent on every rank, the model does not have it.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     absent: set[str] = set()
@@ -209,7 +212,7 @@ def trace(
 
 
 def difference(known: Shapes, shapes: Shapes) -> str:
-    """Say why a state of `shapes` does not fit where one of `known` shapes did; "" if it does."""
+    """Return why a state of `shapes` does not fit one of `known` shapes; "" if it does."""
     if missing := known.keys() - shapes.keys():
         return f"tensor {min(missing)!r} is missing"
     if extra := shapes.keys() - known.keys():
@@ -221,25 +224,25 @@ def difference(known: Shapes, shapes: Shapes) -> str:
 
 
 def write(flat: Tensor, tensor: StateTensor, positions: NDArray[np.int64] | None) -> None:
-    """Copy the elements of `tensor` at `positions`, all for None, into `flat` [numel], its place."""
+    """Copy the elements of `tensor` at `positions` (None: all) into its place `flat` [numel]."""
     if positions is None:
         flat.copy_(to_torch(tensor).view(-1))
         return
     bits = StateTensor(tensor.dtype, (len(positions),), tensor.data[positions])
     values = to_torch(bits, flat.device, flat.dtype)
-    owned = positions if positions.flags.writeable else positions.copy()  # as torch wants it
+    owned = positions if positions.flags.writeable else positions.copy()  # torch wants it writeable
     flat.index_copy_(0, torch.from_numpy(owned).to(flat.device), values)
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes in-place writes instead of doing them: a dry run of a model's weight loader."""
+    """Recorder of in-place writes, in place of doing them: a dry run of a weight loader."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """(target, source) views of what would have been copied since the list was cleared."""
+        """(target, source) views of the copies recorded since the list was cleared."""
         self.written: dict[int, int] = {}
-        """Storage address -> elements that would have been written."""
+        """Storage address -> number of elements that would have been written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -255,7 +258,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _part(tensor: Tensor, target: Tensor, source: Tensor) -> Part | None:
-    """What copying `source` to `target` does with the elements of `tensor`; None if unclear."""
+    """Describe the copy of `source` to `target` by the elements of `tensor`; None if unclear."""
     plain = tensor.is_contiguous() and source.dtype == tensor.dtype
     if not plain or _address(source) != _address(tensor):
         return None
@@ -274,7 +277,7 @@ def _part(tensor: Tensor, target: Tensor, source: Tensor) -> Part | None:
 
 
 def _merged(dims: list[Dim]) -> list[Dim] | None:
-    """The same dimensions, as few as possible; None if one position could be two elements."""
+    """Merge dimensions to as few as possible; None if one position could be two elements."""
     dims.sort(key=lambda dim: -dim.source)
     merged: list[Dim] = []
     extent = 1

@@ -1,7 +1,7 @@
-"""A whole policy as an engine's process reads it: a file of its tensors, or one of adapters on a base's files.
+"""Files of whole policies, read in an engine's process: tensors, or adapters on a base.
 
 Adapters are merged on the engine's device, tensor by tensor, so neither the base nor the merged weights are
-held a second time. The bits are those of weights/adapters.merge().
+held twice. The merged weights have the bits of weights/adapters.merge().
 """
 
 import json
@@ -20,43 +20,49 @@ from .handover import ADAPTERS
 BLOCK = 1 << 22
 """Elements merged at once, 20 bytes each."""
 PINNED_SHARE = 0.5
-"""Of the memory that this machine has left, for a base that every version is merged into."""
+"""Share of this machine's free memory for a base that every version is merged into."""
 
 
 class PolicyFile:
-    """Reads one; every method opens the files anew."""
+    """Reader of one policy file; every method opens the files anew."""
 
     def __init__(self, path: str, kept: "KeptBase | None" = None) -> None:
-        """Of a file that handover.py wrote. `kept`: tensors of the base that are in memory already."""
+        """Open a file that handover.py wrote. `kept`: base tensors that are already in memory."""
         self.path, self._kept = path, kept
         with safe_open(path, framework="pt") as reader:
             told = (reader.metadata() or {}).get(ADAPTERS)
         self._files, self._scale = [path], 0.0
         self.adapted = told is not None
-        """Whether it has adapters on a base."""
+        """Whether the file has adapters on a base."""
         if told is not None:
             base = json.loads(told)
             self._scale = float(base["scale"])
             self._files = sorted(map(str, Path(base["directory"]).glob("*.safetensors")))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor of the policy."""
+        """Return the shape of every tensor of the policy, by name."""
         return {name: tuple(reader.get_slice(name).get_shape()) for name, reader in self._readers()}
 
     def unmerged(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by name, without adapters: enough to see where each belongs."""
+        """Iterate over all tensors without adapters: enough to see where each belongs."""
         return ((name, reader.get_tensor(name)) for name, reader in self._readers())
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the policy by name; those with adapters on `device`, others on the CPU."""
+        """Iterate over all tensors of the policy; those with adapters are on `device`.
+
+        The others are on the CPU.
+        """
         return self._merged(device) if self.adapted else self.unmerged()
 
     def changing(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """On `device`, the tensors that have adapters: all in which two policies on one base can differ."""
+        """Iterate over the tensors with adapters, on `device`.
+
+        Two policies on one base can differ only in these.
+        """
         return self._merged(device, others=False)
 
     def _readers(self) -> Iterator[tuple[str, Any]]:
-        """The name of every tensor, and the open file that has it."""
+        """Iterate over the names of all tensors, each with the open file that has it."""
         for path in self._files:
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():
@@ -74,10 +80,10 @@ class PolicyFile:
                 yield name, reader.get_tensor(name)
 
     def _adapters(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """A and B on `device` by module; None where B has no bit set.
+        """Return A and B on `device` by module; None where no bit of B is set.
 
-        They are copied at once, and nothing is asked of the device: each copy or question for itself would wait
-        until others who use it have had their turn.
+        All are copied at once and without queries to the device: each separate copy or query would wait until
+        other users of the device have had their turn.
         """
         with safe_open(self.path, framework="pt") as reader:
             tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in reader.keys()}
@@ -102,18 +108,18 @@ class KeptBase:
     """Weights of one base in pinned memory, which a GPU reads several times as fast as a file."""
 
     def __init__(self, room: int = 0) -> None:
-        """`room`: bytes that may be kept; what exceeds them is read from its file every time."""
+        """`room`: bytes that may be kept; other tensors are read from their file every time."""
         self._room = room
         self._tensors: dict[str, Tensor] = {}
 
     @classmethod
     def for_device(cls, device: torch.device) -> "KeptBase":
-        """With as much room as this machine can spare; none where there is no GPU."""
+        """Make one with as much room as this machine can spare; none without a GPU."""
         spare = machine_memory().available if device.type == "cuda" else 0
         return cls(int(PINNED_SHARE * spare))
 
     def get(self, name: str, reader: Any) -> Tensor:
-        """A tensor of a base, which `reader` has open."""
+        """Return a tensor of the base, which `reader` has open."""
         if name in self._tensors:
             return self._tensors[name]
         tensor = reader.get_tensor(name)
@@ -125,9 +131,9 @@ class KeptBase:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The bits of weights/adapters.add_product(), by torch, where B has a bit set.
+    """Compute weights/adapters.add_product() with torch, to the same bits, for a nonzero B.
 
-    All bf16: W [out, in], A [rank, in], B [out, rank].
+    All are bf16: W [out, in], A [rank, in], B [out, rank].
     """
     rows, columns = weight.shape
     merged, left, right = torch.empty_like(weight), b.double(), a.double()

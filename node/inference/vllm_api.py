@@ -2,14 +2,14 @@
 
 The node in front of it (node/api/vllm_proxy.py) checks keys, hosts, sizes and routes; nothing here does.
 
-1. Every request that a route hands to the engine core is given a key and a seed here, whatever the client asked
-   for: the worker draws it with this package's sampler (vllm_sampling.py), and vLLM makes no generator of its
-   own, which dies on a CPU when a seeded prompt is computed in parts. vLLM applies grammars, penalties, biases
-   and min_p to the logits before the draw.
+1. Every request that a route sends to the engine core gets a key here, and a seed: the client's or a new one.
+   The worker draws it with this package's sampler (vllm_sampling.py), and vLLM makes no generator of its own,
+   which would crash on a CPU when a seeded prompt is computed in parts. vLLM applies grammars, penalties,
+   biases and min_p to the logits before the draw.
 2. A reply names the first and the last policy version that drew one of its tokens: in the header
    X-Policy-Version, and as `policy_version` in its JSON object or in each event that ends a choice of a stream.
    A token that was drawn beyond a stop string counts, too.
-3. vLLM's client API differs between releases where it was moved; only names that 0.25 to 0.33 share are used.
+3. Only names that vLLM 0.25 to 0.33 share are used, apart from one import that has moved.
 """
 
 import asyncio
@@ -41,20 +41,20 @@ ENDS_CHOICE = re.compile(rb'"finish_reason": ?"|"type": ?"response\.(completed|i
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Spans = Callable[[Sequence[int]], Awaitable[list[list[int]]]]
-"""The policy versions that drew tokens of each of these keys."""
+"""Function from request keys to the policy versions that drew their tokens."""
 
 _current: ContextVar["Reply | None"] = ContextVar("reply", default=None)
 
 
 class Reply:
-    """One HTTP request, and the engine's requests that it has led to."""
+    """One HTTP request, and the engine requests that it has led to."""
 
     def __init__(self) -> None:
         self.keys: list[int] = []
 
 
 class ApiServer:
-    """vLLM's app behind uvicorn; prepare() before the first request, start(), then close()."""
+    """vLLM's app behind uvicorn: prepare() before the first request, start(), then close()."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ApiServer:
         collector: "CompletionCollector",
         version: Callable[[], int],
     ) -> None:
-        """`keys` number the engine's own requests, too; `version` is the policy version that draws."""
+        """`keys` number the engine's own requests, too; `version` returns the version that draws."""
         self._llm = llm
         self._options = options
         self._meter = meter
@@ -79,7 +79,7 @@ class ApiServer:
         self._server: Any = None
 
     def prepare(self) -> None:
-        """Take hold of every request on its way to the engine core."""
+        """Intercept every request on its way to the engine core."""
         core = self._llm.engine_core
         add = core.add_request_async
 
@@ -97,7 +97,7 @@ class ApiServer:
         app = await _build_app(self._llm, self._options)
 
         class Server(uvicorn.Server):
-            """Leaves the signals of this process alone."""
+            """Server that leaves the signals of this process alone."""
 
             def capture_signals(self) -> Any:
                 return contextlib.nullcontext()
@@ -124,7 +124,7 @@ class ApiServer:
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """End the server; what it still answers is cut off."""
+        """End the server; unfinished answers are cut off."""
         for task in self._tasks[1:]:
             task.cancel()
         if self._server is not None:
@@ -133,7 +133,10 @@ class ApiServer:
             await asyncio.wait(self._tasks, timeout=STOP_S)
 
     async def _end_with_engine(self) -> None:
-        """End this process with its engine core, which the node notices; a request alone would not tell it."""
+        """End this process once its engine core has died, so that the node notices.
+
+        A failed request alone would not tell the node.
+        """
         while not self._llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_S)
         print("vLLM's engine core has died", file=sys.stderr, flush=True)
@@ -142,12 +145,12 @@ class ApiServer:
     # -- requests ----------------------------------------------------------------------------------
 
     def _take(self, request: Any, reply: Reply) -> None:
-        """Have the worker draw a request by its seed, or by a new one."""
+        """Make the worker draw a request by its seed, or by a new one."""
         params = request.sampling_params = copy.copy(request.sampling_params)
         key = next(self._keys)
         reply.keys.append(key)
         seed = secrets.randbits(63) if params.seed is None else params.seed % SEEDS
-        # the temperature is in the logits by then (vllm_sampling.py)
+        # the logits include the temperature by then (vllm_sampling.py)
         limits = (
             (1, 1.0) if params.temperature < GREEDY_BELOW else (max(0, params.top_k), params.top_p)
         )
@@ -182,7 +185,7 @@ class ApiServer:
 
 
 class Stamp:
-    """Sends an app's answer on, with the policy versions that it came from."""
+    """ASGI sender that adds policy versions to an app's answer."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class Stamp:
         self._streams = False
 
     async def __call__(self, message: Message) -> None:
-        """Take one ASGI message."""
+        """Handle one ASGI message."""
         if message["type"] == "http.response.start":
             self._head = message
             self._streams = _header(message, b"content-type").startswith(b"text/event-stream")
@@ -264,7 +267,7 @@ def _set_header(message: Message, name: bytes, value: bytes) -> None:
 
 
 async def _build_app(llm: Any, options: ApiOptions) -> Any:
-    """vLLM's FastAPI app with all its state. Raises EngineError, UsageError."""
+    """Build vLLM's FastAPI app with all its state. Raises EngineError, UsageError."""
     from vllm.entrypoints.openai import api_server  # pyright: ignore
     from vllm.reasoning import ReasoningParserManager  # pyright: ignore
     from vllm.tool_parsers import ToolParserManager  # pyright: ignore

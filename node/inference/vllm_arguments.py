@@ -1,8 +1,8 @@
-"""Choose what vLLM is started with: the arguments that users may set, its GPUs, its environment.
+"""Choose vLLM's engine arguments, its GPUs and its environment.
 
-- `engine.vllm` goes to vLLM as it is, except for REFUSALS: arguments that another key sets, and those that
+- `engine.vllm` goes to vLLM unchanged, except for REFUSALS: arguments that another key sets, and those that
   would change a token, a proof or the meaning of a version.
-- Commands read this at once, also for a dry run: nothing here imports vLLM; where it is installed, its
+- Commands check this at once, also in a dry run: nothing here imports vLLM. Where it is installed, its
   arguments and its release are read from its source.
 """
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
-"""Releases: 0.25.1 was run on an H200, 0.32 on CPUs, the others are known by their source."""
+"""Supported releases: 0.25.1 was run on an H200, 0.32 on CPUs.
+
+The others are known by their source.
+"""
 RANGE = "vLLM 0.25.1 to 0.33"
 NOT_INSTALLED = (
     "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
@@ -39,7 +42,7 @@ NOT_INSTALLED = (
 
 
 class RefusedArguments(NamedTuple):
-    """Engine arguments that `engine.vllm` may not set: why, and what to do instead."""
+    """Engine arguments that `engine.vllm` may not set, the reason, and an alternative."""
 
     names: tuple[str, ...]
     reason: str
@@ -182,9 +185,9 @@ REFUSALS = (
 )
 
 REFUSED = {name: refusal for refusal in REFUSALS for name in refusal.names}
-"""Engine argument -> why it is refused."""
+"""Refusal of each refused engine argument."""
 UNPROVEN = ("kv_cache_dtype", "kv_cache_dtype_skip_layers")
-"""Allowed where nothing is proved: in a stand-alone server and an evaluation."""
+"""Arguments allowed where nothing is proved: in a stand-alone server and an evaluation."""
 _PLAIN = {
     "kv_cache_dtype": ("auto", "float32", "bfloat16"),
     "kv_offloading_backend": ("native",),
@@ -193,21 +196,25 @@ _PLAIN = {
 _OFFLOADING = "OffloadingConnector"
 
 _NGRAM = {"num_speculative_tokens": 128, "prompt_lookup_min": 128, "prompt_lookup_max": 128}
-"""Keys of speculative_config beside its method -> the most that each may be; of drafts it is vLLM's own."""
+"""Keys of speculative_config beside its method -> largest value of each.
+
+The limit of draft tokens is vLLM's own.
+"""
 _DRAFTERS = {
     "draft_model": "a draft model is a second model, which no version of the run updates",
     "mtp": "an MTP head has weights of its own, which no version of the run updates",
     "eagle": "an EAGLE head has weights of its own, which no version of the run updates",
     "ngram_gpu": "it drafts for asynchronous scheduling, whose positions this package's sampler does not know",
 }
-"""Methods of vLLM, or how their names begin or end -> why they are refused."""
+"""Beginning or end of vLLM's method names -> reason for their refusal."""
 _ONLY_NGRAM = 'set method = "ngram", which drafts from the text so far and has no weights'
 
 
 def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> None:
-    """Raise UsageError for what `engine.vllm` may not say: with the reason, and what to do instead.
+    """Raise UsageError for settings that `engine.vllm` may not have.
 
-    `proven` is False where nothing that is generated has to be proved. None is vLLM's default for anything.
+    The error gives the reason and an alternative. `proven` is False where no generated token has to be proved.
+    The value None is vLLM's default for any argument.
     """
     _check_speculation(overrides.get(SPECULATIVE))
     for name, value in overrides.items():
@@ -218,7 +225,7 @@ def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> Non
 
 
 def _check_speculation(config: Any) -> None:
-    """Raise UsageError for an `engine.vllm.speculative_config` that is not n-gram drafts; None passes."""
+    """Raise UsageError unless `engine.vllm.speculative_config` is None or for n-gram drafts."""
     if config is None:
         return
     key = f"engine.vllm.{SPECULATIVE}"
@@ -251,7 +258,7 @@ def _check_speculation(config: Any) -> None:
 
 
 def check_names(overrides: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise UsageError for an argument that the installed vLLM does not have; `known` empty: not asked."""
+    """Raise UsageError for an argument that the installed vLLM lacks; skip if `known` is empty."""
     for name in overrides:
         if known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -261,9 +268,9 @@ def check_names(overrides: Mapping[str, Any], known: frozenset[str]) -> None:
 
 @cache
 def installed_arguments() -> frozenset[str]:
-    """Names of the engine arguments of the vLLM that is installed here; empty where none is.
+    """Return the names of the installed vLLM's engine arguments; empty if none is installed.
 
-    Read from its source in 0.1 s; importing vLLM takes seconds, and torch.
+    They are read from its source in 0.1 s; importing vLLM takes seconds, and torch.
     """
     for place in _places():
         path = Path(place, "engine", "arg_utils.py")
@@ -273,7 +280,7 @@ def installed_arguments() -> frozenset[str]:
 
 
 def read_arguments(source: str) -> frozenset[str]:
-    """The fields of vLLM's classes of engine arguments, by the source of that module."""
+    """Return the fields of vLLM's classes of engine arguments, from the source of their module."""
     classes = [
         node
         for node in ast.parse(source).body
@@ -288,7 +295,7 @@ def read_arguments(source: str) -> frozenset[str]:
 
 
 def installed_release() -> str:
-    """The release of the vLLM that is installed here; "" where none is, or where it does not say."""
+    """Return the release of the installed vLLM; "" if there is none, or it is not stated."""
     for place in _places():
         path = Path(place, "_version.py")
         if path.is_file():
@@ -300,7 +307,7 @@ def installed_release() -> str:
 
 
 def check_release(release: str) -> None:
-    """Raise EngineError for a vLLM that this package does not know, naming the range that it does."""
+    """Raise EngineError for a vLLM outside the supported range, naming the range."""
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
     found = tuple(int(part or 0) for part in numbers.groups()) if numbers else ()
     if found < OLDEST or found[:2] > NEWEST[:2]:
@@ -316,23 +323,26 @@ def check_installed() -> None:
 
 
 def is_installed() -> bool:
-    """Whether there is a vLLM here, without importing it."""
+    """Return whether vLLM is installed, without importing it."""
     return bool(_places())
 
 
 def _places() -> list[str]:
-    """Where vLLM is installed, without importing it."""
+    """Return the directories of the installed vLLM, without importing it."""
     found = importlib.util.find_spec("vllm")
     return list(found.submodule_search_locations or ()) if found else []
 
 
 def keeps_elsewhere(overrides: Mapping[str, Any]) -> bool:
-    """Whether keys and values are kept outside vLLM's own cache too, which an update has to empty."""
+    """Return whether keys and values are also kept outside vLLM's own cache.
+
+    An update has to empty that place too.
+    """
     return any(overrides.get(name) for name in ("kv_offloading_size", "kv_transfer_config"))
 
 
 def _harmless(name: str, value: Any) -> bool:
-    """Whether this value of a refused argument changes nothing that matters."""
+    """Return whether this value of a refused argument is harmless."""
     if value is None or value in _PLAIN.get(name, ()):
         return True
     if name != "kv_transfer_config" or not isinstance(value, dict):
@@ -344,9 +354,9 @@ def _harmless(name: str, value: Any) -> bool:
 def resolve_parallel(
     config: EngineConfig, shape: Mapping[str, Any], gpus: int | None = None
 ) -> EngineConfig:
-    """`config` with engine.tp a number that this model and machine allow. `shape` is config.json.
+    """Return `config` with engine.tp as a number that this model and machine allow.
 
-    `gpus`: how many are visible, 0 for a CPU; None asks. Raises UsageError.
+    `shape` is config.json. `gpus`: number of visible GPUs, 0 for a CPU; None counts them. Raises UsageError.
     """
     count = visible_gpus(config) if gpus is None else gpus
     others = config.pp * config.dp
@@ -367,9 +377,10 @@ def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
 
 
 def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:
-    """Raise UsageError if the model cannot be cut like that; engine.tp "auto" is not looked at.
+    """Raise UsageError if the model cannot be divided by engine.tp and engine.pp.
 
-    As vLLM cuts: heads, the width of the inner layer, and key-value heads or else copies of them.
+    engine.tp "auto" is not checked. vLLM divides heads, the width of the inner layer, and key-value heads, or
+    else copies these.
     """
     layers = int(shape["num_hidden_layers"])
     if config.pp > layers:
@@ -385,16 +396,22 @@ def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:
 
 
 def visible_gpus(config: EngineConfig) -> int:
-    """How many GPUs an engine of this config can join; CUDA is not started. 0: it computes on the CPU."""
+    """Count the GPUs that an engine of this config can use; 0 means that it runs on the CPU.
+
+    CUDA is not started.
+    """
     if config.device == "cpu":
         return 0
     names = visible(os.environ)
-    # CUDA gives a process one slice of a GPU, and not another GPU beside it
+    # CUDA gives a process one slice of a GPU, and no other GPU beside it
     return 1 if any(map(is_slice, names)) else len(names)
 
 
 def read_shape(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json. Raises EngineError if it does not describe a causal language model."""
+    """Read the model's config.json.
+
+    Raises EngineError if it does not describe a causal language model.
+    """
     path = model_dir / "config.json"
     try:
         shape = json.loads(path.read_bytes())
@@ -408,11 +425,11 @@ def read_shape(model_dir: Path) -> dict[str, Any]:
 
 
 def shared_model_dir(model_dir: Path, cache_root: Path) -> Path:
-    """A directory with the config.json of `model_dir` that all models of the same one share; `model_dir` itself
-    where it cannot be made.
+    """Make a directory with the config.json of `model_dir`, shared by all models with that one.
 
-    vLLM files what it compiles under the path of the model, and a run has a directory of its own: the next run,
-    or the trainer's auditor after a worker, would compile the same again for half a minute.
+    Returns `model_dir` itself if the directory cannot be made. vLLM caches compiled code by the path of the
+    model, and each run has a directory of its own: the next run, or the trainer's auditor after a worker, would
+    compile the same code again for half a minute.
     """
     config = (model_dir / "config.json").read_bytes()
     shared = cache_root / "primerl" / hashlib.sha256(config).hexdigest()[:16]
@@ -428,16 +445,16 @@ def shared_model_dir(model_dir: Path, cache_root: Path) -> Path:
 
 
 def head_size(shape: Mapping[str, Any]) -> int:
-    """Elements of one attention head, by config.json."""
+    """Return the elements of one attention head, by config.json."""
     return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
 
 
 WITHIN_OTHERS = ("qwen3_5_text",)
-"""Model types whose config vLLM (0.25.1) takes for that of the model around them, and stops."""
+"""Model types whose config vLLM 0.25.1 takes for that of an enclosing model, and fails."""
 
 
 def has_experts(shape: Mapping[str, Any]) -> bool:
-    """Whether it is a mixture of experts, by config.json."""
+    """Return whether the model is a mixture of experts, by config.json."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(int(shape.get(name) or 0) for name in names)
 
@@ -475,7 +492,7 @@ def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> Non
 
 
 def kv_heads(shape: Mapping[str, Any]) -> int:
-    """Attention heads of keys and values, by config.json."""
+    """Return the number of heads of keys and values, by config.json."""
     return int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
 
 
@@ -488,21 +505,29 @@ def _cuts(tp: int, shape: Mapping[str, Any], whole_experts: bool) -> bool:
 
 
 SAMPLING = "primerl"
-"""Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
-[key of the request, seed, temperature, top_k, top_p, group]; without a group it may be left out."""
+"""Key of SamplingParams.extra_args, read by vllm_sampling.py.
+
+Its value is [key of the request, seed, temperature, top_k, top_p, group]; group may be left out.
+"""
 
 SERVED = "primerl_served"
-"""Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
+"""Key of SamplingParams.extra_args for a request of vLLM's own server.
+
+vLLM's processors change the logits of such a request.
+"""
 
 GREEDY_BELOW = 1e-5
-"""A temperature below it takes the likeliest token, as in vLLM."""
+"""Temperature below which the likeliest token is taken, as in vLLM."""
 
 INVARIANT = "VLLM_BATCH_INVARIANT"
+"""Environment variable: vLLM computes each row by the same operations in any batch.
+
+GPUs only: on a CPU it always does.
+"""
 ROUTES = "PRIMERL_ROUTES"
-"""Tells vllm_worker.py in vLLM's processes that routes are recorded: ROUTES_RECORDED, or ROUTES_AUDITED."""
+"""Environment variable that makes vLLM's processes record routes (vllm_worker.py)."""
 ROUTES_RECORDED, ROUTES_AUDITED = "recorded", "audited"
-"""Environment variable: vLLM computes each row by the same operations whatever is beside it. GPUs only: on a
-CPU it always does."""
+"""Values of ROUTES."""
 
 INVARIANTS = {
     INVARIANT: "1",
@@ -510,25 +535,28 @@ INVARIANTS = {
     "CUBLASLT_WORKSPACE_SIZE": "1",
     "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
-"""Environment variables of batch-invariant kernels. Too small a workspace for split sums in cuBLAS, before
-anything multiplies; no kernels that inductor picks by the clock, which differ from process to process."""
+"""Environment variables of batch-invariant kernels.
+
+They make cuBLAS's workspace too small for split sums, before the first product, and keep inductor from choosing
+kernels by timing, which differs from process to process.
+"""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 NO_DOMAIN = "media.invalid"
-"""A domain that no host has: a client's messages must not make this machine fetch the URLs in them."""
+"""Domain that no host has: this machine must not fetch the URLs in a client's messages."""
 
 _CPU_STEP_TOKENS = 4096
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Variable(NamedTuple):
-    """One environment variable, set before vLLM is imported unless the operator has set it."""
+    """Environment variable, set before vLLM is imported unless the operator has set it."""
 
     name: str
     value: str
     where: str
-    """`both`, `cpu` or `gpu`."""
+    """Builds that it applies to: `both`, `cpu` or `gpu`."""
     why: str
 
 
@@ -589,7 +617,7 @@ ENVIRONMENT = (
 
 
 def check_device(device: str, *, cpu: bool) -> None:
-    """Raise UsageError if `engine.device` is not what this vLLM computes on."""
+    """Raise UsageError if `engine.device` is not the device that this vLLM is built for."""
     built = "cpu" if cpu else "cuda"
     if device not in ("auto", built):
         raise UsageError(
@@ -599,8 +627,11 @@ def check_device(device: str, *, cpu: bool) -> None:
 
 
 def set_environment(*, cpu: bool, invariant: bool = False, drafts: bool = False) -> None:
-    """Set the variables of ENVIRONMENT that are not set yet; `invariant`: also those of INVARIANTS, whatever
-    they were; `drafts`: also the model runner whose drafts this package verifies."""
+    """Set the variables of ENVIRONMENT that are not set yet.
+
+    `invariant`: on a GPU, also overwrite those of INVARIANTS. `drafts`: also select the model runner whose
+    drafts this package verifies.
+    """
     if drafts:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not cpu and invariant:
@@ -618,10 +649,10 @@ def engine_arguments(
     cpu: bool,
     api: "ApiOptions | None" = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
+    """Return keyword arguments of AsyncEngineArgs for one engine.
 
-    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and
-    resolve_parallel().
+    `shape` is the model's config.json. With `api` vLLM serves text, too. `engine.vllm` overrides the arguments:
+    call check_overrides() and resolve_parallel() first.
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -642,11 +673,11 @@ def engine_arguments(
         arguments |= {
             "enforce_eager": True,
             "max_num_batched_tokens": max(config.max_batch, _CPU_STEP_TOKENS),
-            # without it vLLM takes most of the machine's memory
+            # otherwise vLLM takes most of the machine's memory
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }
     elif has_experts(shape):
-        arguments["moe_backend"] = "triton"  # others turn the weights into a form of their own
+        arguments["moe_backend"] = "triton"  # others store the weights in their own layout
     if api is not None:
         arguments |= {
             "skip_tokenizer_init": False,
@@ -658,8 +689,8 @@ def engine_arguments(
     arguments |= config.vllm
     compilation = arguments.get("compilation_config") or {}
     if config.batch_invariant and not cpu and isinstance(compilation, dict):
-        # inductor's sums depend on the shapes that it was shown: norms are vLLM's own kernels. Whether it joins
-        # kernels would be decided by the clock.
+        # inductor's sums depend on the shapes that it was shown, so norms use vLLM's own kernels; combining
+        # kernels would be decided by timing
         operations = ["+rms_norm", *compilation.get("custom_ops", [])]
         inductor = {"combo_kernels": False, **compilation.get("inductor_compile_config", {})}
         arguments["compilation_config"] = {
@@ -671,7 +702,10 @@ def engine_arguments(
 
 
 def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
-    """Of one rank. Bytes of a token in a layer = 2 (key and value) x heads x head size x element size."""
+    """Return the bytes of the KV cache of one rank.
+
+    Bytes of a token in a layer = 2 (key and value) x heads x head size x element size.
+    """
     heads = -(-kv_heads(shape) // tensor_parallel(config))
     token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,13 +1,13 @@
-"""How prompts are measured inside vLLM's worker: rows of all claimed places, between the model and its sampler.
+"""Measure prompts inside vLLM's worker, between the model and its sampler.
 
 vLLM leaves the hidden states of every token of a step between execute_model() and sample_tokens(), outside of
-compiled code and CUDA graphs. Of the packed batch this takes the rows that led to claimed places:
+compiled code and CUDA graphs. PromptReader takes from this packed batch the rows that led to claimed places:
 
     row = first row of the request + (place - 1) - tokens of it that were computed before
 
 A prompt that is read in parts gives the rows of each part. A prefix whose keys and values are in vLLM's cache
 is not computed again, so it gives none: the caller asks for those once more, with a salt. Both model runners
-are known (see vllm_sampling.py). Nothing here imports vLLM, so tests drive it with a runner of their own.
+are supported (see vllm_sampling.py). Nothing here imports vLLM, so tests use a runner of their own.
 """
 
 from collections.abc import Sequence, Set
@@ -27,7 +27,7 @@ from .sampler import weigh
 from .vllm_sampling import HiddenProjection, RouteBuffer, is_second
 
 LOGITS = 2**27
-"""Logits at a time (512 MiB of fp32, half of it in bf16)."""
+"""Logits computed at once (512 MiB of fp32, half of it in bf16)."""
 TILE = 128
 """Rows that a GPU multiplies at once: a few more would cost as much as a whole tile."""
 
@@ -35,28 +35,28 @@ Ints = NDArray[np.int64]
 
 
 class StepRows(NamedTuple):
-    """One request's rows in a step."""
+    """Rows of one request in a step."""
 
     id: str
     """vLLM's own request id."""
     first: int
     """Its first row."""
     before: int
-    """Tokens of it that were computed before."""
+    """Tokens of the request that were computed before."""
     rows: int
-    """How many rows it has."""
+    """Number of its rows."""
 
 
 @dataclass
 class ClaimedText:
-    """A text on its way through the engine."""
+    """A text in progress in the engine, with its measurements."""
 
     key: int
     temperature: float
     claims: Claims
-    """[N]"""
+    """Claims [N]."""
     rows: NDArray[np.float32] = field(init=False)
-    """[N, COLUMNS]; NaN until computed."""
+    """Measurements [N, COLUMNS]; NaN until computed."""
 
     def __post_init__(self) -> None:
         self.rows = np.full((len(self.claims), COLUMNS), np.nan, np.float32)
@@ -67,7 +67,7 @@ class _Part(NamedTuple):
 
     text: ClaimedText
     claims: Ints
-    """Their indices among its own."""
+    """Indices of these claims among the text's claims."""
     rows: Ints
     """Their rows in the step."""
 
@@ -77,18 +77,18 @@ class _Copy(NamedTuple):
 
     parts: list[_Part]
     found: Tensor
-    """[rows, COLUMNS] fp32, not scaled."""
+    """Rows [rows, COLUMNS] fp32, not scaled yet."""
     mark: Mark
 
     def has(self, keys: Set[int]) -> bool:
-        """Whether rows of one of these texts are among them."""
+        """Return whether rows of one of these texts are included."""
         return any(part.text.key in keys for part in self.parts)
 
 
 class PromptReader:
-    """Wraps one model runner: install() first, outside of any step.
+    """Wrapper of one model runner that measures prompts; call install() first, between steps.
 
-    All ranks that have the head compute the same logits together; those with `collecting` keep them.
+    All ranks that have the head compute the same logits together; those with `collecting` keep the results.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PromptReader:
         vocab_size: int,
         routes: tuple[RouteBuffer, RouteShape] | None = None,
     ) -> None:
-        """`routes`: where routers tell what claimed routes are compared with, and the shape of those."""
+        """`routes`: buffer of the routers' choices, and the shape of the claimed routes."""
         self._runner = runner
         self._routes = routes
         self._route_bytes = 0 if routes is None else routes[1].token_bytes
@@ -113,7 +113,7 @@ class PromptReader:
         self.collecting = True
 
     def install(self) -> None:
-        """Wrap its two methods. Raises RuntimeError for a runner that does not say where its rows are."""
+        """Wrap two methods of the runner. Raises RuntimeError for one without row offsets."""
         runner = self._runner
         if not self._second and not hasattr(runner, "query_start_loc"):
             raise RuntimeError("this vLLM's model runner has no query_start_loc: use 0.25 to 0.33")
@@ -124,16 +124,16 @@ class PromptReader:
         """Return [key, rows as bytes] of each text that was read, and forget it."""
         wanted = set(keys)
         steps = enumerate(self._copies, start=1)
-        # no later ones: the device is still busy with those
+        # later steps are left out: the device is still busy with them
         self._settle(max((at for at, copy in steps if copy.has(wanted)), default=0))
         for name in [name for name, one in self._reading.items() if one.key in wanted]:
-            del self._reading[name]  # it was given up
+            del self._reading[name]  # it was abandoned
         found = [self._read.pop(key) for key in keys if key in self._read]
         return [[one.key, one.rows.tobytes()] for one in found] if self.collecting else []
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         for ended in scheduler_output.finished_req_ids:
-            self._reading.pop(ended, None)  # it was given up
+            self._reading.pop(ended, None)  # it was abandoned
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if PREFILL in extra and new.req_id not in self._reading:
@@ -177,7 +177,7 @@ class PromptReader:
             self._copies.append(_Copy(parts, host, Mark(self._runner.device)))
 
     def _parts(self, state: Any) -> list[_Part]:
-        """What of the texts this step has computed; those that are complete with it are filed as read."""
+        """Find the claims that this step has computed; texts that are complete are filed as read."""
         parts: list[_Part] = []
         for step in step_rows(self._runner, state):
             text = self._reading.get(step.id)
@@ -192,21 +192,21 @@ class PromptReader:
         return parts
 
     def _weighed(self, led: Tensor, claims: Claims, temperatures: NDArray[np.float32]) -> Tensor:
-        """Margins and logprobs [2, N] of `claims` [N], to which `led` [N, d] led."""
+        """Return margins and logprobs [2, N] of `claims` [N], to which the states `led` [N, d] led."""
         columns = np.stack([claims[name] for name in ("seeds", "places", "tokens")])
         seeds, places, tokens = upload_array(columns, led.device)
         heat = upload_array(temperatures, led.device)
 
         def logits(rows: slice) -> Tensor | None:
             found = self._runner.model.compute_logits(led[rows])
-            # V1's sampler sees them as fp32; V2's keep the model's type; vLLM gathers them on one rank
+            # V1's sampler gets fp32, V2's the model's dtype; vLLM gathers the logits on one rank
             return found if found is None or self._second else found.float()
 
         greedy = not temperatures.any()  # all texts are of one run
         return weigh(logits, self._at_once, heat, seeds, places, tokens, greedy=greedy)
 
     def _compared(self, rows: Ints, claims: Claims) -> Tensor:
-        """off_routes() [N, 2] of the routes of `claims` [N], for the tokens in these rows of the step."""
+        """Return off_routes() [N, 2] of the routes of `claims` [N]; `rows` are their step rows."""
         if self._routes is None:
             raise RuntimeError("a route is claimed where none are measured")
         buffer, shape = self._routes
@@ -215,7 +215,7 @@ class PromptReader:
         return buffer.compare(at, routes, shape)
 
     def _settle(self, steps: int) -> None:
-        """File the rows of the first `steps` that are on their way. Waits for the device."""
+        """File the rows of the first `steps` pending copies. Waits for the device."""
         for copy in self._copies[:steps]:
             copy.mark.wait()
             rows = copy.found.numpy().copy()
@@ -228,7 +228,7 @@ class PromptReader:
 
 
 def step_rows(runner: Any, state: Any) -> list[StepRows]:
-    """The rows of each request in a batch that a runner has computed and not sampled yet."""
+    """Return the rows of each request in a batch that is computed and not sampled yet."""
     if is_second(runner):
         batch = state.input_batch
         starts, before = batch.query_start_loc_np, batch.num_computed_tokens_np

@@ -1,17 +1,17 @@
-"""How tokens are drawn inside vLLM's worker: its sampler replaced by ours, at a boundary of plain Python.
+"""Draw tokens inside vLLM's worker: replace its sampler by ours, in plain Python code.
 
-vLLM runs a step as execute_model() (the model, compiled or as a CUDA graph) and then sample_tokens().
-Both are wrapped, and the sampler's sample() is replaced, all as attributes of one model runner, after
-vLLM has captured its graphs. Hooks.install() refuses a
-runner that it does not know, and a step that draws without our sampler raises. Two runners are known
-(vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2 (`gpu.model_runner`, CUDA only).
+vLLM runs a step as execute_model() (the model, compiled or as a CUDA graph) and then sample_tokens(). Both are
+wrapped, and the sampler's sample() is replaced, all as attributes of one model runner, after vLLM has captured
+its graphs. Hooks.install() refuses a runner that it does not know, and a step that draws without our sampler
+raises. Two runners are known (vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2
+(`gpu.model_runner`, CUDA only).
 
-With speculative decoding (V1 only) a request has one row of logits for each draft token and one more. Every
-row is drawn with the noise of its own position; a draft is accepted if it is the token drawn there. So the
-rejection sampler's forward() is replaced as well, and nothing is ever rejected by chance. Requests of one group
-have to draw in step all the same (see engine.py): none gets ahead of one that began before it.
+With speculative decoding (V1 only) a request has one row of logits for each draft token and one more. Every row
+is drawn with the noise of its own position; a draft is accepted if it is the token drawn there. So the
+rejection sampler's forward() is replaced as well, and no draft is rejected at random. Requests of one group
+still have to draw in step (see engine.py): none gets ahead of one that began before it.
 
-Nothing here imports vLLM, so tests drive it with a runner of their own.
+Nothing here imports vLLM, so tests use a runner of their own.
 """
 
 import inspect
@@ -38,36 +38,36 @@ Ints = NDArray[np.int64]
 
 _USE = "use vLLM 0.25 to 0.33"
 _TILE = 128
-"""Rows of a product that is the same whatever is beside a row."""
+"""Rows of a product in which no row's result depends on the others."""
 _PROJECTED_AT_ONCE = 2**26
-"""Numbers of hidden states that are projected at a time, in fp32 (256 MiB)."""
+"""Numbers of hidden states projected at once, in fp32 (256 MiB)."""
 
 
 class SampledStep(NamedTuple):
-    """One batch, in the order of its rows of logits: one a request, and with drafts one more for each draft."""
+    """One batch in the order of its rows of logits: one per request and one more per draft."""
 
     ids: list[str]
-    """vLLM's own request ids; a request with drafts has several rows in turn."""
+    """vLLM's own request ids; a request with drafts has several consecutive rows."""
     positions: NDArray[np.int64]
-    """How long each sequence is, drafts included, and so the position of the token that is drawn now."""
+    """Length of each sequence with drafts, which is the position of the token drawn now."""
     sampling: NDArray[np.bool_]
-    """False for a part of a prompt: its row of logits is sampled, but the token is not used."""
+    """False for a part of a prompt: its row of logits is sampled, but the token is discarded."""
     hidden: Tensor
-    """[n, width]: what feeds the head."""
+    """Inputs of the head, [n, width]."""
     drafts: NDArray[np.int64]
-    """How many drafts of its request each row comes after: 0 in its first row."""
+    """Number of drafts of its request that each row comes after: 0 in its first row."""
     places: NDArray[np.int64] | None = None
-    """Where each row is among all tokens of the step; None where nothing asks for it."""
+    """Index of each row among all tokens of the step; None if it is not needed."""
 
     @property
     def first(self) -> NDArray[np.bool_]:
-        """The rows that come after no draft: one for each request."""
+        """Rows that come after no draft: one for each request."""
         return self.drafts == 0
 
 
 @dataclass
 class RequestSlots:
-    """The requests that were not collected yet, each at its index of every array; all grow together."""
+    """Slots of the requests not collected yet: one index into all arrays, which grow together."""
 
     size: int
     of: dict[str, int] = field(default_factory=dict[str, int])
@@ -80,9 +80,9 @@ class RequestSlots:
         self.top_ps = np.ones(self.size, np.float64)
         self.prompts = np.zeros(self.size, np.int64)
         self.drawn = np.zeros(self.size, np.int64)
-        """Tokens whose drawing was begun."""
+        """Tokens whose draw was begun."""
         self.filed = np.zeros(self.size, np.int64)
-        """Tokens whose rows have come."""
+        """Tokens whose rows have arrived."""
         self.versions = np.zeros(self.size, np.int64)
         self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
         self.groups = [b""] * self.size
@@ -90,7 +90,7 @@ class RequestSlots:
         self._free = list(range(self.size - 1, -1, -1))
 
     def take(self, request_id: str, key: int) -> int:
-        """A slot with nothing drawn; call grow() first if full()."""
+        """Take a slot with nothing drawn; call grow() first if full()."""
         slot = self._free.pop()
         self.of[request_id], self.ids[key], self.keys[slot] = slot, request_id, key
         self.drawn[slot] = self.filed[slot] = 0
@@ -104,11 +104,11 @@ class RequestSlots:
             self._free.append(self.of.pop(request_id))
 
     def full(self) -> bool:
-        """Whether there is no slot to take."""
+        """Return whether no slot is free."""
         return not self._free
 
     def grow(self) -> None:
-        """Twice as many slots."""
+        """Double the number of slots."""
         more = RequestSlots(self.size)
         for name, column in list(vars(self).items()):
             if isinstance(column, np.ndarray):
@@ -119,8 +119,11 @@ class RequestSlots:
         self.size *= 2
 
     def in_step(self, slots: Ints, drawn: Ints, more: Ints) -> Ints:
-        """How many of the `more` tokens that each request has drawn, one at least, it may have without getting
-        ahead of one of its group that began before it. `drawn`: how many it had."""
+        """Return how many of the `more` tokens that each request has drawn it may have.
+
+        No request may get ahead of one of its group that began before it; each may have at least one token.
+        `drawn`: tokens that each request had before.
+        """
         allowed = more.copy()
         least: dict[bytes, int] = {}
         for at in np.argsort(self.keys[slots]).tolist():
@@ -132,18 +135,18 @@ class RequestSlots:
         return allowed
 
     def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
-        """Begin a span for each request whose token at `rows` is the first of its under `version`."""
+        """Begin a span for each request whose token at `rows` is its first under `version`."""
         for index in np.flatnonzero(self.versions[slots] != version).tolist():
             slot, row = int(slots[index]), int(rows[index])
             spans = self.spans[slot]
             while spans and spans[-1][0] >= row:
-                spans.pop()  # of tokens that vLLM has thrown away, and that are drawn again now
+                spans.pop()  # of tokens that vLLM has discarded and that are drawn again now
             spans.append([row, version])
             self.versions[slot] = version
 
 
 MOST_PENDING = 64
-"""Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
+"""Most copies on their way to the host; vLLM itself is never more than a few steps ahead."""
 
 
 @dataclass
@@ -153,7 +156,7 @@ class StepRequests:
     ids: list[str]
     slots: Ints
     last: Ints
-    """Positions of the latest step."""
+    """Positions in the latest step."""
     seeds: Tensor
     temperatures: Tensor
     positions: Tensor
@@ -162,29 +165,33 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy on its way to the host, and what to do with it there."""
+    """A copy on its way to the host, and the function that files it there."""
 
     event: Any
-    """torch.cuda.Event; None if the data is on the host already."""
+    """torch.cuda.Event; None if the data are on the host already."""
     file: Callable[[], None]
 
 
 class HiddenProjection:
-    """Projects hidden states as fingerprints do, on their device: worker and auditor by the same operations."""
+    """Projection of hidden states on their device, as in fingerprints.
+
+    Worker and auditor use the same operations.
+    """
 
     def __init__(self, device: torch.device, width: int, dtype: torch.dtype) -> None:
-        """`width` and `dtype` of a hidden state."""
+        """`width` and `dtype` are those of a hidden state."""
         self._tiled = device.type == "cuda" and os.environ.get(INVARIANT) == "1"
-        """cuBLAS adds up fp32 in another order for 16 rows and fewer: it gets as many rows every time."""
-        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
+        """Whether rows are multiplied in tiles of one size, as cuBLAS sums fp32 in another order for
+        16 rows and fewer."""
+        # one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
         self._at_once = device.type == "cuda" and dtype == torch.bfloat16 and not self._tiled
         kind = dtype if self._at_once else torch.float32
         self._signs = _padded_signs(width).to(device, kind)
         self.scale = np.float32(1 / np.sqrt(width))
-        """Factor that the numbers still lack."""
+        """Factor still to be applied to the numbers."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[n, 1 + NUMBERS] fp32 of states [n, width]; the first column is free."""
+        """Project states [n, width] to [n, 1 + NUMBERS] fp32; the first column is free."""
         if self._at_once:
             return torch.mm(hidden, self._signs, out_dtype=torch.float32)
         if self._tiled:
@@ -196,13 +203,14 @@ class HiddenProjection:
 
 
 class RouteBuffer:
-    """The experts that read each token of the latest step, on the device: vLLM's routers tell them by hook().
+    """Device buffer of the experts that read each token of the latest step.
 
-    vLLM's graphs write into it, too: it has its full size before they are captured.
+    vLLM's routers write it through hook(), also inside vLLM's graphs, so it has its full size before they are
+    captured.
     """
 
     def __init__(self, *, keeps_logits: bool = False) -> None:
-        """With `keeps_logits` of all experts, for an auditor."""
+        """`keeps_logits`: also keep the logits of all experts, for an auditor."""
         self._keeps_logits = keeps_logits
         self._routers: list[Any] = []
         self._chosen: Tensor | None = None
@@ -210,11 +218,11 @@ class RouteBuffer:
 
     @property
     def layers(self) -> int:
-        """Routers that have a hook, the lowest first."""
+        """Number of routers with a hook."""
         return len(self._routers)
 
     def hook(self, router: Any) -> Callable[[Tensor, Tensor], None]:
-        """What the next router tells its logits [tokens, E] and its choice [tokens, k]."""
+        """Return a hook that takes the next router's logits [tokens, E] and choice [tokens, k]."""
         layer = self.layers
         self._routers.append(router)
 
@@ -232,9 +240,10 @@ class RouteBuffer:
         return held
 
     def read(self, places: Tensor, shape: RouteShape) -> Tensor:
-        """Routes as they travel, of the tokens at `places` [n]: the bits of fp32 numbers [n, route_columns()].
+        """Return the routes of the tokens at `places` [n] as they travel.
 
-        Raises RuntimeError if the routers of the model have told another shape.
+        The result holds their bits as fp32 numbers [n, route_columns()]. Raises RuntimeError if the routers of
+        the model have another shape.
         """
         found = self._told(shape).index_select(1, places).transpose(0, 1).flatten(1)
         found = found.to(torch.uint8) if shape.dtype == "<u1" else found.contiguous()
@@ -243,9 +252,9 @@ class RouteBuffer:
         return torch.nn.functional.pad(raw, (0, missing)).contiguous().view(torch.float32)
 
     def compare(self, places: Tensor, claimed: Tensor, shape: RouteShape) -> Tensor:
-        """off_routes() [n, 2] of routes `claimed` [n, layers, k] for the tokens at `places` [n].
+        """Return off_routes() [n, 2] of routes `claimed` [n, layers, k] of tokens at `places` [n].
 
-        Raises RuntimeError as read(), and where it keeps no logits.
+        Raises RuntimeError as read(), and if no logits are kept.
         """
         chosen, logits = self._told(shape), self._logits
         if logits is None or logits.shape[2] != shape.experts:
@@ -268,10 +277,10 @@ class RouteBuffer:
 
 
 class Recorder:
-    """Keeps a row of numbers for every token that is drawn: [logprob, projected hidden state, route's bits].
+    """Rows of numbers of every drawn token: [logprob, projected hidden state, route's bits].
 
-    The rows of a whole batch are computed and copied to the host in stream order, never waited for in a step,
-    and filed under their requests by numpy once the copy has arrived. No Python runs for each request in a
+    The rows of a whole batch are computed and copied to the host in stream order, without waiting in a step,
+    and numpy files them under their requests once the copy has arrived. No Python code runs per request in a
     step whose batch is that of the step before. A request keeps its slot until the node has collected it.
     """
 
@@ -286,8 +295,11 @@ class Recorder:
         length: int,
         drafts: int = 0,
     ) -> None:
-        """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one, and most draft
-        tokens of one in a step."""
+        """`width` and `dtype` are those of a hidden state.
+
+        `requests`: most requests at once; `length`: most tokens of one; `drafts`: most draft tokens of one in a
+        step.
+        """
         self._device, self._requests, self._length = device, requests, length
         self._step_rows = requests * (1 + drafts)
         self._slots = RequestSlots(requests)
@@ -301,24 +313,24 @@ class Recorder:
         self._batch: StepRequests | None = None
         self._step: SampledStep | None = None
         self.version = -1
-        """The policy version that draws."""
+        """Policy version that draws."""
         self.collecting = True
-        """False on the ranks that the node collects nothing from."""
+        """Whether the node collects records from this rank."""
         self._routes: tuple[RouteBuffer, RouteShape] | None = None
 
     @property
     def wants_places(self) -> bool:
-        """Whether begin() has to be told SampledStep.places."""
+        """Whether begin() needs SampledStep.places."""
         return self._routes is not None
 
     def record_routes(self, buffer: RouteBuffer, shape: RouteShape) -> None:
-        """Keep the routes that led to each token, too; before the first step."""
+        """Also keep the routes that led to each token; call before the first step."""
         self._routes = buffer, shape
         self._columns = self._numbers + route_columns(shape)
         self._rows = np.empty((*self._rows.shape[:2], self._columns), np.float32)
 
     def warm_up(self, logits: Tensor, hidden: Tensor) -> None:
-        """Run a step's computations once, on two rows, so that compilation happens now."""
+        """Run a step's computations once, so that compilation happens now."""
         with torch.inference_mode():
             numbers = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
             drawn = draw(logits, numbers.float() + 1, numbers, numbers)
@@ -337,8 +349,10 @@ class Recorder:
         top_p: float = 1.0,
         group: bytes = b"",
     ) -> None:
-        """Take in a request of `prompt` tokens that starts or goes on; `temperature` > 0. Those of one `group`
-        begin in the order of their keys."""
+        """Add a request of `prompt` tokens that starts or goes on; `temperature` > 0.
+
+        Requests of one `group` begin in the order of their keys.
+        """
         slots = self._slots
         if request_id in slots.of:
             return  # it was preempted
@@ -348,7 +362,7 @@ class Recorder:
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot], slots.groups[slot] = prompt, group
-        self._batch = None  # a new request may bear an old one's id
+        self._batch = None  # a new request may have the id of an old one
 
     def begin(self, step: SampledStep) -> None:
         """Prepare the draw for a batch that the model has computed."""
@@ -364,7 +378,7 @@ class Recorder:
         self._step = step
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Draw the tokens [n] int64 of the batch with these logits [n, vocabulary], without waiting."""
+        """Draw the tokens [n] int64 of the batch from `logits` [n, vocabulary], without waiting."""
         batch, step, drawn = self._drawn(logits)
         if not step.first.all():
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
@@ -377,14 +391,14 @@ class Recorder:
 
         `rows` [drafts]: the row in which each of the draft tokens `drafts` should be drawn; the row after it
         assumes that it was. Returns tokens [requests, 1 + most drafts of one] int32: those of each request up
-        to the first that is not its draft, or to where its group is, then -1. Only these are recorded. Waits
-        for the device.
+        to the first that differs from its draft, or up to the limit of its group, then -1. Only these are
+        recorded. Waits for the device.
         """
         batch, step, drawn = self._drawn(logits)
         with torch.inference_mode():
             found = torch.stack([drawn.tokens, torch.zeros_like(drawn.tokens)])
             found[1, rows] = (drawn.tokens[rows] != drafts).long()
-            tokens, wrong = found.cpu().numpy()  # where vLLM waits for its tokens, too
+            tokens, wrong = found.cpu().numpy()  # vLLM waits for its tokens here, too
             accepted = self._in_step(batch, step, _accepted(wrong, step.drafts))
             shape = (int(step.first.sum()), 1 + int(step.drafts.max()))
             told = np.full(shape, -1, np.int32)
@@ -397,11 +411,11 @@ class Recorder:
     def _in_step(
         self, batch: StepRequests, step: SampledStep, accepted: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """What of the `accepted` rows each request may have: see RequestSlots.in_step()."""
+        """Reduce `accepted` to the rows that each request may have; see RequestSlots.in_step()."""
         first = np.flatnonzero(step.first)
         where = batch.slots[first]
         more = np.add.reduceat(accepted.astype(np.int64), first)
-        sampling = step.sampling[first]  # the others draw nothing yet, and hold nobody back
+        sampling = step.sampling[first]  # the others draw nothing yet, and limit no request
         drawn = step.positions[first] - self._slots.prompts[where]
         more[sampling] = self._slots.in_step(where[sampling], drawn[sampling], more[sampling])
         return accepted & (step.drafts < more[np.cumsum(step.first) - 1])
@@ -442,7 +456,10 @@ class Recorder:
         )
 
     def _narrowed(self, where: Ints) -> Narrowed | None:
-        """The rows whose requests may not draw any token; no lease has such."""
+        """Return the rows whose requests limit top_k or top_p; None if there are none.
+
+        No lease limits them.
+        """
         top_ks, top_ps = self._slots.top_ks[where], self._slots.top_ps[where]
         rows = np.flatnonzero((top_ks > 0) | (top_ps < 1))
         if not len(rows):
@@ -458,7 +475,7 @@ class Recorder:
         rows = step.positions[chosen] - slots.prompts[where]
         if (rows - drafts > slots.drawn[where]).any() or (rows < drafts).any():
             raise RuntimeError(f"vLLM drew a token out of turn: {_USE}")
-        slots.drawn[where] = rows + 1  # of the rows of one request the last counts
+        slots.drawn[where] = rows + 1  # the last row of a request counts
         first = drafts == 0
         slots.stamp(where[first], rows[first], self.version)
         if not self.collecting or not len(where):
@@ -469,7 +486,7 @@ class Recorder:
         self._later(lambda: self._file(buffer, len(columns), chosen, where, rows))
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
-        """[n, columns]: the logprob, then what the fingerprint keeps of each token."""
+        """Return [n, columns]: the logprob, then the projected state of each token if it is proved."""
         if self._projection is None:
             return logprobs[:, None]
         columns = self._projection(hidden)
@@ -488,7 +505,7 @@ class Recorder:
     # -- finished copies ---------------------------------------------------------------------------
 
     def settle(self, *, all_of_it: bool = False) -> None:
-        """File the copies that have come; `all_of_it` waits for the others."""
+        """File the copies that have arrived; `all_of_it` waits for the others."""
         while self._pending:
             event = self._pending[0].event
             if event is not None and not event.query():
@@ -498,7 +515,7 @@ class Recorder:
             self._pending.popleft().file()
 
     def _later(self, file: Callable[[], None]) -> None:
-        """Call `file` once everything enqueued until now is done."""
+        """Call `file` once all work enqueued until now is done."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -506,7 +523,7 @@ class Recorder:
         self._pending.append(PendingCopy(event, file))
 
     def _buffer(self, rows: int) -> Tensor:
-        """Where the device puts the rows of a step; used again once they are filed."""
+        """Return a host buffer for the rows of a step; it is used again once they are filed."""
         while self._buffers:
             if len(buffer := self._buffers.pop()) >= rows:
                 return buffer
@@ -529,7 +546,7 @@ class Recorder:
     # -- collecting --------------------------------------------------------------------------------
 
     def versions(self, keys: Sequence[int]) -> list[list[int]]:
-        """The policy versions that have drawn tokens for each of the requests `keys`, in turn."""
+        """Return the policy versions that have drawn tokens for each of the requests `keys`."""
         slots = self._slots
         found = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
         return [[version for _, version in slots.spans[slot]] for slot in found]
@@ -537,8 +554,8 @@ class Recorder:
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
 
-        Each is [key, rows as bytes, [[token, version], ...]]; it is kept until it is in `forget`, so that an
-        answer that was lost can be asked for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...]]. It is kept until its key is in `forget`, so that
+        a lost answer can be asked for again. Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -562,14 +579,16 @@ class Recorder:
 
 
 def _accepted(wrong: Ints, drafts: Ints) -> NDArray[np.bool_]:
-    """The rows [n] whose request has drawn all drafts that they come after; `wrong` [n]: 1 where a row's own
-    draft was not drawn."""
+    """Return which rows [n] come after drafts that were all drawn.
+
+    `wrong` [n] is 1 where a row's own draft was not drawn; `drafts` [n] counts the drafts before each row.
+    """
     before = np.cumsum(wrong) - wrong
     return before == before[np.arange(len(wrong)) - drafts]
 
 
 def _padded_signs(width: int) -> Tensor:
-    """signs(width) as +-1, exact in any type, behind a column of zeros that the logprob replaces."""
+    """Return signs(width) as +-1, exact in any type, after a column of zeros for the logprob."""
     return torch.from_numpy(np.pad(np.sign(signs(width)), ((0, 0), (1, 0))))
 
 
@@ -578,33 +597,33 @@ _WANTED_V1 = ("input_batch", "discard_request_mask")
 
 
 class VerifiedTokens(NamedTuple):
-    """What vLLM reads of the output of its rejection sampler."""
+    """Fields that vLLM reads from the output of its rejection sampler."""
 
     sampled_token_ids: Tensor
-    """[requests, 1 + most drafts of one] int32; -1 behind the last token of each."""
+    """Tokens [requests, 1 + most drafts of one] int32; -1 after the last token of each."""
     logprobs_tensors: Any
 
 
 class RankPlace(NamedTuple):
-    """Where a rank is: ranks are numbered stage by stage (vLLM 0.25 to 0.33)."""
+    """Place of a rank; ranks are numbered stage by stage (vLLM 0.25 to 0.33)."""
 
     first: bool
-    """In the stage that reads tokens."""
+    """Whether the rank is in the stage that reads tokens."""
     last: bool
-    """In the stage that draws them."""
+    """Whether the rank is in the stage that draws tokens."""
     collecting: bool
-    """The one of these that vLLM takes its outputs from."""
+    """Whether vLLM takes its outputs from this rank, one of the last stage."""
 
     @classmethod
     def of(cls, rank: int, parallel: Any) -> "RankPlace":
-        """The place of `rank`, by vLLM's parallel_config."""
+        """Return the place of `rank`, by vLLM's parallel_config."""
         stage = int(parallel.tensor_parallel_size)
         last = stage * (int(parallel.pipeline_parallel_size) - 1)
         return cls(rank < stage, rank >= last, rank == last)
 
 
 class Hooks:
-    """Wraps one model runner."""
+    """Hooks into one model runner that draw its tokens with a Recorder."""
 
     def __init__(self, runner: Any, recording: Recorder) -> None:
         self._runner = runner
@@ -619,11 +638,11 @@ class Hooks:
 
     @property
     def second(self) -> bool:
-        """Whether this is the V2 runner, whose logits keep the model's type; V1's are float32."""
+        """Whether this is the V2 runner, whose logits keep the model's dtype; V1's are float32."""
         return is_second(self._runner)
 
     def install(self) -> None:
-        """Replace the methods. Raises RuntimeError for a runner that is not known."""
+        """Replace the methods. Raises RuntimeError for an unknown runner."""
         if fault := _unknown(self._runner):
             raise RuntimeError(
                 f"this vLLM's model runner {fault}: seeded sampling needs vLLM 0.25 to 0.33"
@@ -642,7 +661,7 @@ class Hooks:
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if SAMPLING not in extra:
-                continue  # of vLLM's own dummy runs; a real one is missed by begin()
+                continue  # a dummy run of vLLM; begin() notices a real one
             self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
             if SERVED in extra:
                 self._served.add(new.req_id)
@@ -671,7 +690,7 @@ class Hooks:
             return self._sample(logits, *arguments, **named)
         second = is_second(self._runner)
         if not self._serves:
-            # the latter is what logprobs are read from, which no request of the node asks for
+            # vLLM reads logprobs from the second value, and the node's requests ask for none
             return self._recording.draw(logits), logits if second else None
         with torch.inference_mode():
             if second:
@@ -687,7 +706,7 @@ class Hooks:
             return tokens, torch.log_softmax(logits, -1) if told else None
 
     def _verified(self, drafts: Any, probabilities: Any, logits: Tensor, metadata: Any) -> Any:
-        """vLLM's RejectionSampler.forward(); `drafts` is its SpecDecodeMetadata."""
+        """Replace vLLM's RejectionSampler.forward(); `drafts` is its SpecDecodeMetadata."""
         if not self._inside:  # one of vLLM's dummy runs
             return self._verify(drafts, probabilities, logits, metadata)
         rows, last = drafts.target_logits_indices, drafts.bonus_logits_indices
@@ -716,7 +735,7 @@ class Hooks:
 
 
 def read_step(runner: Any, state: Any) -> SampledStep:
-    """The batch that a runner has computed and not sampled yet."""
+    """Return the batch that a runner has computed and not sampled yet."""
     if is_second(runner):
         batch = state.input_batch
         count = batch.num_reqs
@@ -752,7 +771,7 @@ def read_step(runner: Any, state: Any) -> SampledStep:
 
 
 def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
-    """Where the rows of `step` are among all tokens that a runner has computed."""
+    """Return the index of each row of `step` among all tokens that a runner has computed."""
     if is_second(runner):
         return state.input_batch.query_start_loc_np[1 : len(step.ids) + 1].astype(np.int64) - 1
     batch, first = runner.input_batch, step.first
@@ -764,14 +783,15 @@ def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
 
 
 def drafts_of(runner: Any) -> int:
-    """Most draft tokens of a request in a step of this runner."""
+    """Return the most draft tokens of a request in a step of this runner."""
     return int(getattr(runner, "num_spec_tokens", 0))
 
 
 def _scaled(logits: Tensor, metadata: Any) -> Tensor:
-    """What vLLM's own sample() of V1 draws from, but for top_k and top_p: logits / temperature after min_p.
+    """Scale logits as vLLM's own sample() of V1 does before top_k and top_p.
 
-    Temperature 0 is left as it is: those rows take the likeliest token, or are the node's own.
+    That is logits / temperature, then min_p. Temperature 0 is left as it is: those rows take the likeliest
+    token, or are the node's own.
     """
     scaled = logits.float()
     if metadata.temperature is not None:
@@ -782,23 +802,23 @@ def _scaled(logits: Tensor, metadata: Any) -> Tensor:
 
 
 def _factor(temperature: Tensor) -> Tensor:
-    """[n, 1] of temperatures [n]."""
+    """Return the factors [n, 1] of temperatures [n]; 1 for those below GREEDY_BELOW."""
     return temperature.masked_fill(temperature < GREEDY_BELOW, 1.0).reciprocal()[:, None]
 
 
 def is_second(runner: Any) -> bool:
-    """Whether this is the V2 runner."""
+    """Return whether this is the V2 runner."""
     return hasattr(runner, "req_states")
 
 
 def _unknown(runner: Any) -> str:
-    """What this runner lacks; "" if nothing."""
+    """Return what this runner lacks, or has otherwise; "" if nothing."""
     wanted = _WANTED if is_second(runner) else _WANTED + _WANTED_V1
     for name in wanted:
         if not hasattr(runner, name):
             return f"has no {name}"
     unlike = drafts_of(runner) and not hasattr(runner, "rejection_sampler")
-    if unlike or getattr(runner, "num_speculative_steps", 0):  # V2's name of it
+    if unlike or getattr(runner, "num_speculative_steps", 0):  # V2's name of the draft count
         return "verifies drafts in a way of its own"
     sample = getattr(runner.sampler, "sample", None)
     if not callable(sample) or next(iter(inspect.signature(sample).parameters), "") != "logits":

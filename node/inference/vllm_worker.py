@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker process: the model's weights replaced in place, and tokens drawn our way.
+"""Extension of vLLM's worker: replaces weights in place, and draws tokens with our sampler.
 
-vLLM imports this module there by name (`worker_extension_cls`) before it builds the model; nothing
-else may import it, which is why it may import vLLM and torch at the top. All its names start with
-`primerl_`: vLLM refuses an extension whose names meet its own worker's.
+vLLM imports this module in its worker process by name (`worker_extension_cls`) before it builds the model;
+otherwise only the extension of a pipeline stage imports it. All its names start with `primerl_`: vLLM refuses
+an extension whose names collide with its own worker's.
 """
 
 import itertools
@@ -40,18 +40,18 @@ from .vllm_sampling import (
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-"""After which a thread that runs Python gives way to another; Python's own 5 ms are half a step."""
+"""Time after which a thread yields the GIL to another; Python's 5 ms are half a step."""
 ROOM = 2**30
-"""Bytes of a device that an update leaves free."""
+"""Device memory that an update leaves free, bytes."""
 
 
 def _keep_plain_weights() -> None:
     """On a CPU, keep the weights of linear layers and of experts where they can be replaced.
 
-    vLLM moves those of a linear layer into an opaque oneDNN handler and leaves an empty tensor behind: a later
-    update would fail, or for the output head silently do nothing. It packs those of experts. The plain
-    products give the same fp32 numbers, of linear layers at the same speed. There is no option for this, so
-    the dispatcher and the methods of the experts are replaced.
+    vLLM moves the weights of a linear layer into an opaque oneDNN handler and leaves an empty tensor behind: a
+    later update would fail or, for the output head, silently do nothing. It packs the weights of experts. Plain
+    products give the same fp32 numbers, for linear layers at the same speed. vLLM has no option for this, so
+    its dispatcher and the methods of the experts are replaced.
     """
     from vllm.platforms import current_platform  # pyright: ignore
 
@@ -88,9 +88,9 @@ def _plain_experts(
     apply_router_weight_on_input: bool,
     **_: Any,
 ) -> None:
-    """Write the weighted sum of the outputs of each token's experts into `output` [N, d]: those of this rank.
+    """Write the weighted sum of each token's experts on this rank into `output` [N, d].
 
-    Summed in the order of the experts, whatever other tokens are beside a token.
+    Sums are in the order of the experts, whatever other tokens are beside a token.
     """
     here = topk_ids if expert_map is None else expert_map[topk_ids.long()]
     total = torch.zeros_like(output, dtype=torch.float32)
@@ -109,10 +109,11 @@ def _plain_experts(
 
 
 def _keep_rows_apart() -> None:
-    """With batch-invariant kernels, use one for any number of rows where vLLM 0.25 to 0.33 does not.
+    """Make vLLM's batch-invariant kernels independent of the number of rows where they are not.
 
-    Its norm of a residual sum adds up in another order from 256 rows on. On Hopper, where it keeps cuBLAS from
-    splitting sums, cuBLAS has the same bits for any number of rows, and more speed than vLLM's own product.
+    In vLLM 0.25 to 0.33 the norm of a residual sum adds up in another order from 256 rows on. On Hopper, where
+    vLLM keeps cuBLAS from splitting sums, cuBLAS has the same bits for any number of rows, and more speed than
+    vLLM's own product.
     """
     if os.environ.get(INVARIANT) != "1":
         return
@@ -134,14 +135,14 @@ def _keep_rows_apart() -> None:
 
 
 ROUTE_BUFFER = RouteBuffer(keeps_logits=os.environ.get(ROUTES) == ROUTES_AUDITED)
-"""What this process's routers choose."""
+"""Choices of this process's routers."""
 
 
 def _watch_routers() -> None:
-    """With ROUTES in the environment, have every router tell ROUTE_BUFFER what it chooses.
+    """With ROUTES in the environment, make every router report its choices to ROUTE_BUFFER.
 
-    From its making on, so that CUDA graphs have it. vLLM's own return of routes is another in each release, and
-    travels with its outputs.
+    Routers do so from their construction on, so that CUDA graphs include it. vLLM's own return of routes
+    differs between releases, and travels with its outputs.
     """
     if ROUTES not in os.environ:
         return
@@ -172,7 +173,7 @@ _watch_routers()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; its methods are called by name through collective_rpc."""
+    """Mixin of vLLM's worker class; its methods are called by name through collective_rpc."""
 
     model_runner: Any
     vllm_config: Any
@@ -180,7 +181,7 @@ class WorkerExtension:
     _primerl_recorder: Recorder | None
     _primerl_reader: PromptReader | None
     _primerl_placement: ParameterPlacement
-    """Of the weights that were loaded last; until then, of those that were checked last."""
+    """Placement of the weights that were loaded last; until then, of those checked last."""
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
     _primerl_base: KeptBase | None = None
@@ -189,7 +190,7 @@ class WorkerExtension:
 
     def primerl_attach(self, node_pid: int) -> int:
         """Make this process end with the node's, however that ends. Returns this process's id."""
-        # threads that read a new version must not keep the one that runs steps waiting for long
+        # threads that read a new version must not delay the one that runs steps for long
         sys.setswitchinterval(SWITCH_S)
         # a daemon thread: it must die with the process, and has nothing to clean up
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
@@ -198,7 +199,7 @@ class WorkerExtension:
     def primerl_routes(self, shape: bytes) -> str:
         """Record routes of this shape (RouteShape) with every token; after primerl_record().
 
-        Returns what speaks against it; "" if nothing.
+        Returns the reason why that is impossible; "" if there is none.
         """
         wanted = msgspec.msgpack.decode(shape, type=RouteShape)
         if wanted.layers != ROUTE_BUFFER.layers:
@@ -212,10 +213,10 @@ class WorkerExtension:
         return ""
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
-        """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs. `served`: for
-        requests of vLLM's own server, too.
+        """Draw tokens with this node's sampler from now on, and record their fingerprints.
 
-        Returns what speaks against it; "" if nothing. Of a pipeline only the last stage draws.
+        `served`: also for requests of vLLM's own server. In a pipeline only the last stage draws. Returns the
+        reason why that is impossible; "" if there is none.
         """
         runner, model = self.model_runner, self.vllm_config.model_config
         self._primerl_recorder, self._primerl_loaded = None, False
@@ -244,7 +245,7 @@ class WorkerExtension:
         except RuntimeError as error:
             return one_line(error)
         kinds = {model.dtype if hooks.second else torch.float32}
-        kinds |= {torch.float32} if served else set()  # what vLLM makes of logits for those
+        kinds |= {torch.float32} if served else set()  # vLLM converts the logits of these to fp32
         for rows, kind in itertools.product((1, 2, 16), kinds):  # triton compiles for each of these
             recorder.warm_up(
                 torch.zeros((rows, model.get_vocab_size()), dtype=kind, device=runner.device),
@@ -254,21 +255,21 @@ class WorkerExtension:
         return ""
 
     def primerl_collect(self, wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
-        """See Recorder.collect(); nothing on the ranks that keep nothing."""
+        """See Recorder.collect(); empty on the ranks that keep no records."""
         if self._primerl_recorder is None:
             return []
         found = self._primerl_recorder.collect(wanted, forget)
         return found if self._primerl_recorder.collecting else []
 
     def primerl_versions(self, keys: list[int]) -> list[list[int]]:
-        """See Recorder.versions(); nothing on the ranks that keep nothing."""
+        """See Recorder.versions(); empty on the ranks that keep no records."""
         recorder = self._primerl_recorder
         return recorder.versions(keys) if recorder is not None and recorder.collecting else []
 
     def primerl_read(self) -> str:
-        """Measure prompts that ask for it from now on; after primerl_record(), and no step may run.
+        """Measure prompts that ask for it from now on; after primerl_record(), between steps.
 
-        Returns what speaks against it; "" if nothing.
+        Returns the reason why that is impossible; "" if there is none.
         """
         model = self.vllm_config.model_config
         place = RankPlace.of(self.rank, self.vllm_config.parallel_config)
@@ -293,7 +294,7 @@ class WorkerExtension:
         return [] if self._primerl_reader is None else self._primerl_reader.collect(keys)
 
     def primerl_check(self, path: str) -> list[Any]:
-        """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""
+        """Check a safetensors file of weights on this rank; see judge(). Writes nothing."""
         if self._primerl_loaded:
             known = self._primerl_placement
             fault = difference(known.shapes, PolicyFile(path).shapes())
@@ -306,8 +307,11 @@ class WorkerExtension:
         return ["", sorted(found.absent), found.placeless]
 
     def primerl_load(self, version: int, path: str) -> None:
-        """Copy the weights of a file that primerl_check() found right into the model: only those that adapters
-        can change where it has their base."""
+        """Copy the weights of a file that passed primerl_check() into the model.
+
+        If the model already has the base of the file's adapters, only weights that adapters can change are
+        copied.
+        """
         device, policy = self.model_runner.device, self._primerl_policy(path)
         with torch.no_grad():
             again = self._primerl_loaded and policy.adapted
@@ -317,20 +321,20 @@ class WorkerExtension:
         self._primerl_written(version)
 
     def primerl_stage(self, path: str) -> None:
-        """Begin to get an update ready, in a thread beside generation; see primerl_staged()."""
+        """Begin to prepare an update, in a thread beside generation; see primerl_staged()."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="primerl-stage")
         self._primerl_staging = pool.submit(self._primerl_prepare, path)
         pool.shutdown(wait=False)
 
     def primerl_staged(self) -> str | None:
-        """None while the update is being got ready, then what went wrong; "" if nothing."""
+        """Return None while the update is being prepared, then the error; "" if there is none."""
         if not self._primerl_staging.done():
             return None
         error = self._primerl_staging.exception()
         return "" if error is None else named_line(error)
 
     def primerl_write(self, version: int) -> int:
-        """Write the update that is ready, while no step runs. Returns how many elements it wrote."""
+        """Write the prepared update, while no step runs. Returns how many elements it wrote singly."""
         staged = self._primerl_staging.result(timeout=0)
         del self._primerl_staging
         self._primerl_put(staged)
@@ -372,7 +376,7 @@ class WorkerExtension:
 
 @dataclass(frozen=True)
 class Staged:
-    """An update that is ready to be written."""
+    """A prepared update."""
 
     writes: list[PendingWrite]
     whole: list[tuple[str, torch.Tensor]]
@@ -397,7 +401,7 @@ def _stage(placement: ParameterPlacement, policy: PolicyFile, device: torch.devi
 def _stage_adapted(
     placement: ParameterPlacement, policy: PolicyFile, device: torch.device
 ) -> Staged:
-    """What differs from the weights that the model has now."""
+    """Collect the differences from the weights that the model has now."""
     staged = Staged([], [])
     for name, tensor in policy.changing(device):
         writes = placement.differing(name, tensor)
@@ -411,14 +415,14 @@ def _stage_adapted(
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` until it is written: on the host where the device has little room left."""
+    """Return `tensor`, on the host if the device has little memory left, until it is written."""
     if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < ROOM:
         return tensor.cpu()
     return tensor
 
 
 def _outlives(transfer: Any) -> str:
-    """Why keys and values that vLLM keeps elsewhere would outlive an update; "" if they do not."""
+    """Return why keys and values kept outside vLLM would outlive an update; "" if they do not."""
     if transfer is None or transfer.kv_connector is None:
         return ""
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # pyright: ignore
@@ -438,7 +442,10 @@ def _outlives(transfer: Any) -> str:
 
 
 def _make_room(runner: Any) -> None:
-    """Buffers for what the stage before sends: vLLM makes them when it profiles, which on a CPU it does not."""
+    """Make buffers for the output of the stage before.
+
+    vLLM makes them when it profiles, which on a CPU it does not.
+    """
     if getattr(runner, "intermediate_tensors", "none") is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device

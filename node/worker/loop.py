@@ -1,7 +1,7 @@
-"""The loop of a worker: ask for leases, generate their rollouts, upload them.
+"""Loop of a worker: ask for leases, generate their rollouts, upload them.
 
-Invariants: a worker generates only under a policy whose digest it has proved, and only what a lease asks for.
-A submission stays on disk until the trainer's receipt is here.
+Invariants: a worker generates only under a policy whose digest it has proved, and only what a lease asks for. A
+submission stays on disk until the trainer's receipt has arrived.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 VERDICT_TIMEOUT_S = 10.0
 MAX_ROUNDS = 256
-"""Replies of one fetch: more verdicts than a trainer keeps."""
+"""Most replies of one fetch: more verdicts than a trainer keeps."""
 CURSOR = "verdicts"
 """Ledger key of the number of the last verdict that was fetched."""
 BAN_PAUSE_S = 60.0
@@ -60,7 +60,7 @@ MAX_BAN_PAUSE_S = 900.0
 
 
 class VerdictLog:
-    """Collects the trainer's verdicts on this node's work."""
+    """Collector of the trainer's verdicts on this node's work."""
 
     def __init__(self, services: NodeServices, explain: str = "primerl-node explain") -> None:
         """`explain` is the command that shows these verdicts to the operator."""
@@ -71,7 +71,7 @@ class VerdictLog:
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
         self.bounds: ClassBounds | None = None
-        """The bounds of noise that judge this node, in a run that measures them; None until they are known."""
+        """Noise bounds that judge this node, in a run that measures them; None until known."""
 
     @property
     def trust(self) -> float | None:
@@ -82,7 +82,7 @@ class VerdictLog:
         return self._record.trust
 
     async def take(self, sealed: bytes) -> None:
-        """Take in a verdict; a repeated one is ignored.
+        """Record a verdict; a repeated one is ignored.
 
         Raises:
             RemoteProtocolError: it is not the trainer's verdict on our work.
@@ -109,7 +109,10 @@ class VerdictLog:
             self._count(verdict)
 
     async def fetch_bounds(self, numerics: NumericsClass | None) -> None:
-        """Ask the trainer for the bounds of our class, to show them before the first verdict; it may fail."""
+        """Ask the trainer for the bounds of our class, to show them before the first verdict.
+
+        A failure is only logged.
+        """
         if numerics is None:
             return
         services = self._services
@@ -136,7 +139,7 @@ class VerdictLog:
             logger.info("no bounds from %s: %s", short(services.trainer), error)
 
     async def fetch(self) -> None:
-        """Ask the trainer for verdicts that we missed; after a failure the rest is asked for next time."""
+        """Fetch the verdicts that we missed; after a failure the next call fetches the rest."""
         services = self._services
         after = int.from_bytes(services.ledger.get(CURSOR) or b"", "big")
         try:
@@ -158,7 +161,7 @@ class VerdictLog:
             logger.info("no verdicts from %s: %s", short(services.trainer), error)
 
     async def refused(self, why: str) -> float:
-        """Fetch and report why the trainer gives us no work; returns the seconds to wait."""
+        """Fetch and report why the trainer gives no work; return the seconds to wait."""
         await self.fetch()
         pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
         self._refusals = min(self._refusals + 1, 8)
@@ -204,12 +207,12 @@ PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 LOOK_S = 0.02
 HEARTBEAT_S = 5.0
-"""A worker that needs no lease still sends a request: to be known alive, and to get verdicts."""
+"""Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
 
 
 class InferenceRole:
-    """Asks for leases, has them generated and uploaded, until the run ends."""
+    """Worker that asks for leases, generates and uploads them, until the run ends."""
 
     def __init__(
         self,
@@ -222,10 +225,10 @@ class InferenceRole:
         verdicts: VerdictLog,
         leases: int = 0,
     ) -> None:
-        """`leases`: the most to hold at a time; 0 holds enough to keep the engine busy.
+        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy.
 
-        `environments` are those that can be played here, by their place in the run; one that is given up while
-        others work is removed.
+        `environments` are those available here, by their index in the run; one that is given up while others
+        work is removed.
         """
         self._services = services
         self._book = services.heads
@@ -234,7 +237,7 @@ class InferenceRole:
         self._engine = engine
         self._config = config
         self._numerics: NumericsClass | None = None
-        """How this node computes; said where the run measures bounds for each class."""
+        """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
         self._environments = environments
@@ -261,17 +264,17 @@ class InferenceRole:
             refused=verdicts.count_refusal,
         )
         self._active: dict[int, int] = {}
-        """Rollouts that are still to be made, by lease."""
+        """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
         self._per_lease = 0
         """Rollouts of the largest lease so far: asking twice is better than hoarding."""
         self._given_up = False
-        """Whether the trainer still has to be told of abandoned leases."""
+        """Whether the trainer still has to learn of abandoned leases."""
         self._asked = float("-inf")
         self._obstacle = ""
-        """Why the last request brought no leases; empty if it did, or wanted none."""
+        """Reason why the last request brought no leases; empty if it did, or wanted none."""
         self._rest_until = 0.0
-        """Ask for nothing before this time, in monotonic seconds."""
+        """Time before which no lease is requested, in monotonic seconds."""
         self._clock = GenerationClock()
 
     @property
@@ -281,7 +284,7 @@ class InferenceRole:
 
     @property
     def waits_for(self) -> str:
-        """Say why nothing is generated now; empty while something is."""
+        """Reason why nothing is generated now; empty while something is."""
         fault = self._engine.stats().fault
         if fault:
             return f"the engine: {fault}"
@@ -310,19 +313,19 @@ class InferenceRole:
                 tasks.create_task(self._uploads.run()),
             ]
             await self._lease_loop(tasks)
-            # The run is over: nothing that is under way is needed.
+            # The run is over: no task that is under way is needed.
             for task in [*loops, *self._working.values()]:
                 task.cancel()
 
     def chunk_sources(self) -> dict[str, int]:
-        """Fetched chunk bytes by source."""
+        """Return the bytes of fetched chunks by source."""
         return self._services.fetcher.by_source(self._run.trainer)
 
     def engine_row(self) -> EngineRow:
         """Describe the engine's state for the operator."""
         try:
             stats = self._engine.stats()
-        except EngineError as error:  # it failed for good, and this node is about to end
+        except EngineError as error:  # it has failed for good, and this node is about to end
             stats = EngineStats(fault=str(error))
         return EngineRow(
             type=self._config.type,
@@ -395,7 +398,7 @@ class InferenceRole:
         return min(max(0, math.ceil(room / self._per_lease)), MAX_LEASES)
 
     def _has_news(self) -> bool:
-        """Whether to send a request though no lease is wanted."""
+        """Return whether to send a request although no lease is wanted."""
         waited = time.monotonic() - self._asked
         return self._given_up or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
 
@@ -423,12 +426,12 @@ class InferenceRole:
         return reply
 
     def _playable(self) -> tuple[int, ...] | None:
-        """Environments that can be played here; None for all."""
+        """Return the environments available here; None for all."""
         playable = tuple(sorted(self._environments))
         return None if len(playable) == len(self._run.environments) else playable
 
     def _holding(self) -> tuple[int, ...]:
-        """List the leases that we hold or whose submissions wait for upload."""
+        """List the leases that are held here or whose submissions wait for upload."""
         return tuple(sorted({*self._active, *self._uploads.leases()})[-MAX_HELD:])
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
@@ -468,7 +471,7 @@ class InferenceRole:
     # -- the work of a lease ---------------------------------------------------------------------
 
     async def _work(self, lease: Lease, sealed: bytes) -> None:
-        """Work off one lease; a lease that cannot be done in time expires."""
+        """Carry out one lease; a lease that cannot be done in time expires."""
         try:
             played = await self._generate(lease)
             self._working.pop(lease.lease_id, None)  # it needs the engine no longer

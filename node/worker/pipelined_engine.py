@@ -1,7 +1,7 @@
-"""The engine of a worker that holds a model together with others: one Engine to its role, however many stages.
+"""Engine of a worker that holds a model together with others: one Engine, of all stages.
 
-A version is given to stage 0 only when all others have it ready, and after a break nothing is computed before
-the whole ring computes by one version. Callers see delay, never loss.
+A version is given to stage 0 only when all other stages have it ready. After a break, nothing is computed until
+the whole ring has the same version. A lost stage delays callers and loses no request.
 """
 
 import asyncio
@@ -22,31 +22,31 @@ Order = tuple[int, int]
 """(policy epoch, version)."""
 
 AGAIN_S = 0.2
-"""Pause before a chain that broke at its beginning is begun again."""
+"""Pause before a chain or a request that failed is tried again."""
 MAX_FAILURES = 20
-"""Times in a row that stage 0 may fail to begin a chain for another reason than that it broke."""
+"""Most times in a row that stage 0 may fail to begin a chain that did not break."""
 MAX_LOSSES = 3
-"""Times that one request is made again after the engine of stage 0 died."""
+"""Most retries of one request after the engine of stage 0 died."""
 
 
 class OtherStages(Protocol):
-    """The other stages, over all rings that there will be."""
+    """The other stages, over all rings to come."""
 
     async def whole(self) -> int:
-        """Wait for a ring in which all stages are, and begin an epoch of it."""
+        """Wait for a ring with all stages, and begin an epoch of it."""
         ...
 
     async def broken(self, epoch: int) -> None:
-        """Wait until the ring of that epoch is of no use any more."""
+        """Wait until the ring of that epoch has failed."""
         ...
 
     async def prepare(self, order: Order) -> int:
-        """Wait until all other stages have that version ready; a later one if one of them is further."""
+        """Wait until all other stages have that version ready; return a later one if one is ahead."""
         ...
 
 
 class PipelinedEngine:
-    """Implements Engine. run() has to run beside it."""
+    """Implementation of Engine over a pipeline; run() has to run beside it."""
 
     def __init__(
         self,
@@ -55,20 +55,20 @@ class PipelinedEngine:
         order_of: Callable[[int], Order | None],
         plan: Callable[[], bytes],
     ) -> None:
-        """`order_of` a version being loaded returns its (policy epoch, version); None if unknown.
+        """`order_of` maps a version being loaded to its (policy epoch, version), None if unknown.
 
-        `plan` gives the sealed plan that holds just now.
+        `plan` returns the sealed plan that holds now.
         """
         self._head = head
         self._chain = chain
         self._order_of = order_of
         self._plan = plan
         self._wanted: Order | None = None
-        """The order for the whole ring: the head's last one."""
+        """Order for the whole ring: the head's last one."""
         self._news = asyncio.Condition()
         self._changing = asyncio.Lock()
         self.joined = False
-        """Whether all stages compute together just now."""
+        """Whether all stages compute together now."""
 
     @property
     def policy_version(self) -> int:
@@ -80,7 +80,7 @@ class PipelinedEngine:
         await self._head.start(model_dir, fingerprint=fingerprint)
 
     async def load(self, version: int, state: State) -> None:
-        """See Engine. Waits until all stages have the version ready, and then until they write it."""
+        """See Engine. Waits until all stages have the version ready, and then until it is written."""
         await self._give(version, lambda: self._head.load(version, state))
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
@@ -88,7 +88,7 @@ class PipelinedEngine:
         await self._give(version, lambda: self._head.update(version, state, changed))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See Engine. A stage that is lost costs time only."""
+        """See Engine. A lost stage only costs time."""
         losses = 0
         while True:
             plan = self._plan()
@@ -109,7 +109,10 @@ class PipelinedEngine:
         await self._head.close()
 
     async def run(self) -> None:
-        """Join every ring anew, until cancelled. Raises EngineError if the engine of stage 0 is beyond help."""
+        """Join each new ring, until cancelled.
+
+        Raises EngineError if the engine of stage 0 cannot be restarted.
+        """
         failures = 0
         while True:
             epoch = await self._chain.whole()
@@ -117,7 +120,7 @@ class PipelinedEngine:
             try:
                 await self._head.rejoin(epoch)
             except EngineError as error:
-                self._head.stats()  # raises where there is no engine any more
+                self._head.stats()  # raises if no engine is left
                 failures += not isinstance(error, EngineLost)
                 if failures > MAX_FAILURES:
                     raise
@@ -132,7 +135,7 @@ class PipelinedEngine:
                 self.joined = False
 
     def _under(self, plan: bytes, completion: Completion) -> Completion:
-        """`completion` with the plan that it was made by; if it changed, without boundaries."""
+        """Add the plan to a `completion`; if the plan has changed since, remove the boundaries."""
         if self._plan() == plan:
             return replace(completion, plan=plan)
         return replace(completion, plan=self._plan(), boundaries=())
@@ -149,7 +152,7 @@ class PipelinedEngine:
             await write()
 
     async def _in_step(self) -> None:
-        """Wait until every other stage can compute by the version that the head will compute by."""
+        """Wait until every other stage has the version that the head will compute by."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: self._wanted is not None)

@@ -1,6 +1,7 @@
-"""Turn a lease into the records of its groups: play and score rollouts, pack groups when they are whole.
+"""Turn a lease into the records of its groups: play, score and pack rollouts.
 
-Every sample is drawn from the lease's own seed; a rollout is never changed on the way.
+Every sample is drawn from the lease's own seed; a rollout is never changed on the way. Groups are packed once
+they are complete.
 """
 
 import asyncio
@@ -46,17 +47,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 RATE_POLLS = 60
-"""Polls over which tokens per second are taken."""
+"""Polls over which the rate of tokens per second is measured."""
 MAX_LOSSES = 3
-"""Times that one sequence is asked for again after its engine died while others went on."""
+"""Most retries of a sequence whose engine died while others went on."""
 
 Order = tuple[int, int]
-"""(number of the lease, place of the task in it): the smaller goes first, and a group stays together."""
+"""(number of the lease, index of the task in it): smaller ones go first, groups together."""
 Waiting = tuple[Order, int, "asyncio.Future[None]"]
 
 
 class AdmissionControl:
-    """Gives permits to generate."""
+    """Admission of sequences to the engine, by permits."""
 
     def __init__(
         self,
@@ -71,16 +72,16 @@ class AdmissionControl:
         self._numbers = itertools.count()
         self._waiting: list[Waiting] = []
         self._inflight: dict[int, asyncio.Timeout | None] = {}
-        """Timeout of each permit's holder, the oldest first; None where it has not begun yet."""
+        """Timeout of each permit's holder, the oldest first; None if it has not begun yet."""
         self._turnstile = TurnLimiter()
         self._generated = 0
         self._counted = deque[tuple[float, int]](maxlen=RATE_POLLS)
         self.taken_back = 0
-        """Sequences that were stopped for want of room, since the start."""
+        """Sequences that were stopped for lack of room, since the start."""
 
     @property
     def cap(self) -> int:
-        """Sequences that may be in flight."""
+        """Most sequences in flight."""
         return self._concurrency.cap
 
     @property
@@ -101,13 +102,13 @@ class AdmissionControl:
         self._concurrency.groups_of(size)
 
     async def run(self) -> None:
-        """Follow the engine until cancelled."""
+        """Poll the engine until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(POLL_S)
 
     def look(self) -> None:
-        """Look at the engine once, and do what follows from it."""
+        """Poll the engine once, and adjust the number of sequences in flight."""
         before = self.cap
         self._counted.append((self._clock(), self._generated))
         decision = self._concurrency.observe(
@@ -126,7 +127,7 @@ class AdmissionControl:
     async def generate(self, request: GenerateRequest, order: Order) -> Completion:
         """Sample one completion when it is its turn.
 
-        Raises EngineError; EngineLost only where no engine is left that could do it now.
+        Raises EngineError; EngineLost only if no engine works now, or after MAX_LOSSES retries.
         """
         losses, number = 0, next(self._numbers)
         while True:
@@ -146,10 +147,10 @@ class AdmissionControl:
 
     @asynccontextmanager
     async def _permit(self, order: Order, number: int) -> AsyncGenerator[None]:
-        """Wait for a permit, and hold it until the end of the block or until it is taken back.
+        """Wait for a permit, and hold it until the block ends or the permit is taken back.
 
-        `number` says when it was asked for first: a sequence that was stopped goes before those of its group
-        that have not begun (checks.late_samples).
+        `number` orders requests by their first attempt: a sequence that was stopped goes before those of its
+        group that have not begun (checks.late_samples).
         """
         stop = asyncio.timeout(None)
         try:
@@ -174,18 +175,18 @@ class AdmissionControl:
         await entrance
 
     def _admit(self) -> None:
-        """Let in waiting requests while there is room; cancelled ones are passed over."""
+        """Admit waiting requests while there is room; skip cancelled ones."""
         room = self._concurrency.room(len(self._inflight), self._clock())
         while room > 0 and self._waiting:
             _, number, entrance = heapq.heappop(self._waiting)
             if not entrance.done():
-                # It counts from now on, though its task has not come to run yet.
+                # It counts from now on, though its task has not run yet.
                 self._inflight[number] = None
                 entrance.set_result(None)
                 room -= 1
 
     def _take_back(self, count: int) -> None:
-        """Stop the youngest."""
+        """Stop the `count` youngest sequences."""
         now = asyncio.get_running_loop().time()
         running = [stop for stop in self._inflight.values() if stop and not stop.expired()]
         for stop in running[len(running) - min(count, len(running)) :]:
@@ -193,10 +194,10 @@ class AdmissionControl:
 
 
 class TurnLimiter:
-    """Lets one through in every turn of the event loop.
+    """Gate that lets one caller through per turn of the event loop.
 
-    Scoring a rollout takes a millisecond or more. When hundreds end in one step of the engine, those that are
-    to take their places do not wait until all of these are scored.
+    Scoring a rollout takes a millisecond or more. When hundreds end in one step of the engine, the sequences
+    that replace them need not wait until all of them are scored.
     """
 
     def __init__(self) -> None:
@@ -223,13 +224,13 @@ class TurnLimiter:
 
 
 class _TakenBack(Exception):
-    """A permit was taken back."""
+    """Signal that a permit was taken back."""
 
 
 MAX_DETAIL = 500
-"""Characters of why a rollout failed."""
+"""Most characters of the reason why a rollout failed."""
 LARGE = 32_768
-"""Tokens of a group from which on it is packed beside the event loop: some milliseconds of work."""
+"""Tokens from which on a group is packed in a thread: it takes some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class LeaseResult:
 
 
 class RolloutGenerator:
-    """Plays leases, several at a time."""
+    """Generator of the rollouts of leases, several at a time."""
 
     def __init__(
         self,
@@ -254,9 +255,9 @@ class RolloutGenerator:
         admission: AdmissionControl,
         rollout_ended: Callable[[int], None] = lambda lease_id: None,
     ) -> None:
-        """`environments` are those that can be played here, by their place in the run.
+        """`environments` are those available here, by their index in the run.
 
-        `rollout_ended` is told the lease of every rollout that has ended.
+        `rollout_ended` is called with the lease of every rollout that has ended.
         """
         self._run_id = run_id
         self._run = run
@@ -266,7 +267,7 @@ class RolloutGenerator:
         self._rollout_ended = rollout_ended
 
     async def play(self, lease: Lease) -> LeaseResult:
-        """The groups of a lease. Raises EngineError, EngineLost; then nothing of it goes on."""
+        """Generate the groups of a lease. Raises EngineError, EngineLost; all its rollouts end then."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 groups = [
@@ -333,10 +334,10 @@ class RolloutGenerator:
 
 
 class ActiveGroup:
-    """The rollouts of one task while they are played.
+    """Rollouts of one task in progress.
 
     A rollout gets its index when it asks for its first reply, so that samples begin in the order of their
-    indices however long the environment takes to set each one up: the trainer checks it (late_samples).
+    indices however long the environment takes to set each one up. The trainer checks this (late_samples).
     """
 
     def __init__(self, lease: Lease, task: Task, order: Order) -> None:
@@ -350,19 +351,22 @@ class ActiveGroup:
         """Episodes of rollouts that failed before they asked for a reply."""
 
     def begin(self) -> int:
-        """The index of the sample that asks for its first reply now."""
+        """Return the index of the sample that asks for its first reply now."""
         return next(self._indices)
 
     def end(self, index: int, episode: Episode) -> None:
-        """Keep what became of a sample; `index` below 0: it never asked for a reply."""
+        """Keep the episode of a sample; `index` below 0: it never asked for a reply."""
         if index < 0:
             self._unbegun.append(episode)
         else:
             self._episodes[index] = episode
 
     def in_order(self) -> list[Episode]:
-        """All episodes by index, once all have ended. Samples that were begun anew after later ones are
-        withdrawn where a new policy came in between, as the trainer would refuse the group for them."""
+        """Return all episodes by index, once all have ended.
+
+        Samples that were begun anew after later ones are withdrawn if a new policy came in between, as the
+        trainer would refuse the group because of them.
+        """
         episodes = [self._episodes[index] for index in sorted(self._episodes)] + self._unbegun
         late = late_samples({i: one.branches for i, one in enumerate(episodes) if not one.error})
         for index, why in late.items():
@@ -372,7 +376,7 @@ class ActiveGroup:
 
 
 class GenerationClock:
-    """Measures the time that a worker has worked, and the part of it with at least one lease in progress."""
+    """Clock of a worker's time, and of the part of it with at least one lease in progress."""
 
     def __init__(self) -> None:
         self._first = 0.0
@@ -382,7 +386,7 @@ class GenerationClock:
 
     @contextmanager
     def generating(self) -> Generator[None, None, None]:
-        """Count the time inside; several leases at once count once."""
+        """Count the time inside the block; several leases at once count once."""
         now = time.monotonic()
         self._first = self._first or now
         self._begun = self._begun if self._leases else now
@@ -395,14 +399,14 @@ class GenerationClock:
                 self._total += time.monotonic() - self._begun
 
     def read(self, now: float) -> tuple[float, float]:
-        """(seconds since the first lease, seconds of these spent generating)."""
+        """Return (seconds since the first lease, seconds of these spent generating)."""
         if not self._first:
             return 0.0, 0.0
         return now - self._first, self._total + (now - self._begun if self._leases else 0.0)
 
 
 def _failed(lease: Lease, reference: TaskRef, detail: str) -> GroupRecord:
-    """Return a group whose rollouts all failed before they began."""
+    """Make a group whose rollouts all failed before they began."""
     records = (RolloutRecord((), 0.0, detail[:MAX_DETAIL]),) * lease.group_size
     return GroupRecord(reference.index, reference.digest, records)
 
@@ -413,23 +417,23 @@ def group_name(lease: Lease, task: Task) -> bytes:
 
 
 def tokens(episode: Episode) -> int:
-    """Tokens of an episode."""
+    """Return the number of tokens of an episode."""
     return sum(len(branch.token_ids) for branch in episode.branches)
 
 
 def pack(episodes: Sequence[Episode]) -> tuple[RolloutRecord, ...]:
-    """Episodes as they travel."""
+    """Convert episodes to their records on the wire."""
     return tuple(rollout_record(episode) for episode in episodes)
 
 
 def rollout_record(episode: Episode) -> RolloutRecord:
-    """An episode as it travels."""
+    """Convert an episode to its record on the wire."""
     branches = tuple(branch_record(branch) for branch in episode.branches)
     return RolloutRecord(branches, episode.score.reward, episode.error[:MAX_DETAIL])
 
 
 def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, ...]]:
-    """The plan that most branches were drawn under, and what crossed between the stages in these.
+    """Return the plan of most branches, and the boundary fingerprints made under that plan.
 
     Branches of another plan, begun before a change of stages, are left out.
     """
@@ -447,7 +451,7 @@ def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, 
 
 
 def branch_record(branch: Branch) -> BranchRecord:
-    """A branch as it travels."""
+    """Convert a branch to its record on the wire."""
     drawn = [value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag]
     return BranchRecord(
         tokens=pack_u32(branch.token_ids),

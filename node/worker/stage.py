@@ -1,4 +1,4 @@
-"""A later stage of a pipeline: its weights follow what stage 0 asks for; it takes no leases.
+"""Later stage of a pipeline: its weights follow the requests of stage 0; it takes no leases.
 
 The trainer defines a version: stage 0 only names one, and loaded weights are proved as everywhere.
 """
@@ -33,14 +33,14 @@ PAUSE_MAX_S = 2.0
 PATIENCE_S = 600.0
 """Time for a stage to fetch its part of a version, at worst all of it."""
 AHEAD = 2**53
-"""Stands for the version of a stage that is further than that."""
+"""Version that is returned for a stage that is ahead of the requested one."""
 
 
 class PrepareRequests(Protocol):
-    """Ask a plan's stages to prepare a version, also while their ring is incomplete."""
+    """Client that asks a plan's stages to prepare a version, also in an incomplete ring."""
 
     plan: PipelinePlan
-    """The plan of these stages."""
+    """Plan of these stages."""
 
     async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
         """Ask one stage. Raises Refused, TransportError, RemoteProtocolError."""
@@ -54,9 +54,10 @@ async def all_ready(
     *,
     patience_s: float = PATIENCE_S,
 ) -> int:
-    """Wait until all other stages have (policy epoch, version) ready; return it, or AHEAD if one is further.
+    """Wait until all other stages have (policy epoch, version) `order` ready.
 
-    `complain` is told of stages that had `patience_s` and are not ready. Cancelled once another plan holds.
+    Returns the version, or AHEAD if a stage is further. `complain` is called with stages that are not ready
+    after `patience_s`. Callers cancel this once another plan holds.
     """
     ranks = range(1, len(ring.plan.stages))
     async with asyncio.TaskGroup() as tasks:
@@ -91,13 +92,13 @@ async def _ready(
 
 
 RING_AGAIN_S = 0.1
-"""Between two looks at a ring that breaks as soon as it is whole."""
+"""Pause between two checks of a ring that breaks as soon as it is complete."""
 LOOK = 1 / 8
-"""Pause between two checks of the stages' answers, as a share of the time that a ring may take to recover."""
+"""Pause between two checks of the stages' answers, as a share of stall_s."""
 STEADY_S = 30.0
-"""A ring that held so long is none that breaks again and again."""
+"""Age from which on a ring does not count as one that breaks repeatedly."""
 MOST_BREAKS = 3
-"""Times in a row that a stage may break a ring before it is reported though it can be reached."""
+"""Breaks in a row after which a stage is reported even if it can be reached."""
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ Prepare = Callable[[PrepareVersion], Awaitable[None]]
 
 @dataclass
 class _Turn:
-    """The time of one ring."""
+    """Lifetime of one ring."""
 
     ring: Ring
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,7 +116,7 @@ class _Turn:
 
 
 class RingSupervisor:
-    """Implements Chain of pipelined_engine.py; run() keeps it."""
+    """Implementation of OtherStages (pipelined_engine.py); run() maintains the ring."""
 
     def __init__(
         self,
@@ -129,15 +130,16 @@ class RingSupervisor:
         stall_s: float,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`complain` tells the trainer of stages that keep the ring from getting whole for `stall_s`.
+        """`complain` reports stages that keep the ring from recovering for `stall_s` to the trainer.
 
-        `newest` is the newest plan, maybe the one that we have in a fresh seal: seals run out.
+        `newest` returns the newest plan, possibly the current one in a fresh seal, since seals expire.
 
-        `patience_s` is for stages that are there and start: an engine, and the weights of the first version.
+        `patience_s` is the time for stages that can be reached and start: an engine, and the weights of the
+        first version.
         """
         self.planned = planned
         self.prepare_own: Prepare = _not_yet
-        """How this node gets a version ready when stage 0 asks."""
+        """Function that prepares a version on this node when stage 0 asks."""
         self._make = make
         self._acceptor = acceptor
         self._complain = complain
@@ -151,12 +153,12 @@ class RingSupervisor:
 
     @property
     def ring(self) -> Ring | None:
-        """The ring of now."""
+        """Current ring; None while there is none."""
         return self._turn.ring if self._turn else None
 
     @property
     def plan(self) -> PipelinePlan:
-        """The plan of now."""
+        """Current plan."""
         return self.planned.plan
 
     def use(self, planned: AssignedPlan) -> None:
@@ -181,7 +183,7 @@ class RingSupervisor:
                     self._acceptor.detach(ring)
 
     def _end(self) -> None:
-        """The ring of now is over: waiters go on to the next one."""
+        """End the current ring: waiters go on to the next one."""
         if self._turn is not None:
             self._turn.over.set()
         self._turn = None
@@ -191,20 +193,20 @@ class RingSupervisor:
         await self.prepare_own(asked)
 
     async def whole(self) -> int:
-        """Stage 0: wait for a ring in which all stages are, and begin an epoch of it."""
+        """Wait, as stage 0, for a ring with all stages, and begin an epoch of it."""
         while True:
             turn = await self._current()
             if await self._is_whole(turn):
                 return turn.ring.begin()
 
     async def broken(self, epoch: int) -> None:
-        """Wait until the ring of that epoch is of no use any more."""
+        """Wait until the ring of that epoch has failed."""
         turn = await self._current()
         if turn.ring.epoch == epoch:
             await self._until_broken(turn)
 
     async def prepare(self, order: tuple[int, int]) -> int:
-        """Stage 0: see all_ready(); begun anew with every new plan."""
+        """Run all_ready(), as stage 0; start it anew with every new plan."""
         while True:
             turn = await self._current()
             asking = all_ready(turn.ring, order, self._complain, patience_s=self._patience_s)
@@ -213,7 +215,7 @@ class RingSupervisor:
                 return answer
 
     async def watch(self) -> None:
-        """A later stage: report the stages that keep the ring from getting whole, until cancelled."""
+        """Report, as a later stage, the stages that keep the ring incomplete, until cancelled."""
         while True:
             turn = await self._current()
             if await self._is_whole(turn):
@@ -226,7 +228,7 @@ class RingSupervisor:
         return self._turn
 
     async def _is_whole(self, turn: _Turn) -> bool:
-        """Wait for that; False once another ring has taken its place."""
+        """Wait until the ring is complete; return False once another ring has replaced it."""
         looking = asyncio.create_task(self._keep_looking(turn))
         try:
             found = await _unless_over(turn, _true(turn.ring.wait_healthy()))
@@ -243,9 +245,9 @@ class RingSupervisor:
             await self._look(turn, time.monotonic() - began)
 
     async def _look(self, turn: _Turn, waited_s: float) -> None:
-        """Report the stages that keep a ring from recovering: silent ones, else those known to have failed.
+        """Report the stages that keep a ring from recovering: silent ones, else known failures.
 
-        A node that answers may still come back by itself, or start.
+        A node that answers may still come back by itself, or be starting.
         """
         plan, rank = self.plan, self.planned.rank
         ring = {stage.node for stage in plan.stages}
@@ -301,8 +303,7 @@ async def _true(waiting: Awaitable[Any]) -> bool:
 
 
 async def _unless_over(turn: _Turn, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `waiting`; None, and it is cancelled, once another ring has taken the place of
-    this one."""
+    """Return the result of `waiting`; cancel it and return None once another ring replaces this."""
     work = asyncio.ensure_future(waiting)
     over = asyncio.ensure_future(turn.over.wait())
     try:
@@ -314,13 +315,15 @@ async def _unless_over(turn: _Turn, waiting: Coroutine[Any, Any, T]) -> T | None
 
 
 ANSWER_S = 10.0
-"""Time for a head and the chunks that it names; after it stage 0 is told to ask again, since silence would
-mean that we are gone."""
+"""Time for a head and the chunks that it names.
+
+After it stage 0 is told to ask again, since silence would look like a lost node.
+"""
 LOOK_S = 1.0
 
 
 class StageRole:
-    """One later stage's loops."""
+    """Loops of one later stage."""
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class StageRole:
         self._engine = engine
 
     async def run(self) -> None:
-        """Hold the stage until the run ends. Raises EngineError when the engine is beyond help."""
+        """Hold the stage until the run ends. Raises EngineError if the engine cannot be restarted."""
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._weight_sync.run())
             while not self._book.ended:
@@ -349,13 +352,13 @@ class StageRole:
             following.cancel()
 
     async def prepare(self, asked: PrepareVersion) -> None:
-        """Get that version ready.
+        """Prepare a version.
 
         Raises:
             RemoteProtocolError: NOT_YET, ask again; ROLLBACK, this stage is further and does not go back.
         """
         order = (asked.term, asked.version)
-        # only signed versions: else a lying stage 0 would make us wait for one that never comes
+        # only signed versions: a lying stage 0 could make us wait for one that never comes
         if not await self._book.wait(lambda: self._book.order() >= order, self._answer_s):
             raise RemoteProtocolError(Reason.NOT_YET, "no such version is known here yet")
         if await self._weight_sync.reach(order, self._answer_s):

@@ -1,7 +1,7 @@
-"""A worker's side of pipelines: offers its memory again and again, and has the newest plan that it is in.
+"""Worker's side of pipelines: offers its memory repeatedly, and holds its newest plan.
 
-A plan counts only if the trainer signed it for this run, it makes sense, this node is in it, and its group was
-never seen further on.
+A plan counts only if the trainer signed it for this run, it is valid, this node is in it, and no later plan of
+its group was seen.
 """
 
 import asyncio
@@ -40,21 +40,24 @@ ASK_TIMEOUT_S = 15.0
 RETRY_S = 2.0
 """Pause after a request that failed."""
 PROBES = 16
-"""Other nodes that are measured; the largest plan has as many stages."""
+"""Most nodes whose links are measured; the largest plan has as many stages."""
 MEASURED_S = 60.0
-"""How long a measurement counts."""
+"""Time for which a measurement counts."""
 RECORD_S = 1200.0
-"""Between two renewals of our peer record at the trainer, which shows it to the other stages."""
+"""Interval between renewals of our peer record at the trainer.
+
+The trainer shows that record to the other stages.
+"""
 KNOWN_GROUPS = 64
 FINAL = frozenset({Reason.BANNED, Reason.NOT_FOUND, Reason.NOT_ADMITTED})
 
 
 class LinkQuality(Protocol):
-    """Quality of the link to another node, as a probe measured it."""
+    """Quality of the link to another node, as measured by a probe."""
 
     @property
     def rtt_ms(self) -> float:
-        """Round trip."""
+        """Round-trip time."""
         ...
 
     @property
@@ -64,12 +67,12 @@ class LinkQuality(Protocol):
 
 
 Probe = Callable[[bytes], Awaitable[LinkQuality]]
-"""Raises Refused, RemoteProtocolError, TransportError."""
+"""Function that measures a link. Raises Refused, RemoteProtocolError, TransportError."""
 
 
 @dataclass(frozen=True)
 class AssignedPlan:
-    """A plan that this node is in."""
+    """A plan that includes this node."""
 
     plan: PipelinePlan
     sealed: bytes
@@ -77,13 +80,15 @@ class AssignedPlan:
 
     @property
     def name(self) -> tuple[bytes, int]:
-        """(group, generation): two with one name are one plan."""
+        """(group, generation): two plans with the same name are one plan."""
         return self.plan.group, self.plan.generation
 
 
 def software(config: EngineConfig) -> str:
-    """Name the software of a stage: only equal ones are put together. Raises UsageError for an engine but
-    vLLM."""
+    """Name the software of a stage: a pipeline has only stages with equal names.
+
+    Raises UsageError for any engine but vLLM.
+    """
     if config.type != "vllm":
         raise UsageError(PIPELINES_NEED_VLLM)
     cuda = config.device != "cpu" and gpus.usable(os.environ)
@@ -93,10 +98,10 @@ def software(config: EngineConfig) -> str:
 def make_offer(
     config: EngineConfig, pp: PipelineConfig, model_dir: Path, fingerprint: str
 ) -> StageOffer:
-    """Compute this machine's offer for the model whose config.json is in `model_dir`; runs nvidia-smi, about
-    0.1 s.
+    """Compute this machine's offer for the model whose config.json is in `model_dir`.
 
-    Raises EngineError, UsageError: also where engine.tp does not divide the model, which no plan would change.
+    Runs nvidia-smi, about 0.1 s. Raises EngineError, UsageError: also if engine.tp does not divide the model,
+    which no plan would change.
     """
     found = read_json(model_dir / "config.json")
     shape = read_shape(found)
@@ -114,7 +119,7 @@ def make_offer(
 
 
 class StageOffers:
-    """Keeps offering while it runs, also as a stage: so the trainer knows that we are there."""
+    """Repeated offers of this node's memory; as a stage, they show the trainer that it is alive."""
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class StageOffers:
         allow: Callable[[Iterable[bytes]], None] = lambda nodes: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`probe` measures the link to a node; `allow` is told the nodes that may probe us."""
+        """`probe` measures the link to a node; `allow` is called with nodes that may probe us."""
         self._services = services
         self._node = services.key.node_id
         self._offer = offer
@@ -140,12 +145,12 @@ class StageOffers:
         self._poked = asyncio.Event()
         self._changed = asyncio.Condition()
         self.current: AssignedPlan | None = None
-        """None: no plan, or none any more."""
+        """Current plan; None without one, or if it is void."""
         self.words = "offers its memory"
         """State for the operator."""
 
     async def run(self) -> None:
-        """Offer until cancelled. Raises NodeError where the trainer wants none of it."""
+        """Offer until cancelled. Raises NodeError if the trainer refuses for good."""
         while True:
             pause = await self._once()
             try:
@@ -156,7 +161,10 @@ class StageOffers:
             self._poked.clear()
 
     async def newer(self, than: AssignedPlan | None) -> AssignedPlan | None:
-        """Wait until the plan is not this one; None: that is void, and the next is to be waited for."""
+        """Wait until the plan is not `than`, and return the new one.
+
+        None: that plan is void, and the next one has to be waited for.
+        """
         name = than and than.name
         async with self._changed:
             while (self.current and self.current.name) == name:
@@ -164,20 +172,20 @@ class StageOffers:
             return self.current
 
     def complain(self, lost: Iterable[bytes]) -> None:
-        """Report stages of the current plan that cannot be reached, or stall, to the trainer at once."""
+        """Report stages of the current plan that are unreachable or stalled to the trainer at once."""
         if self.current is not None:
             members = {stage.node for stage in self.current.plan.stages} - {self._node}
             self._lost = tuple(sorted(members & set(lost)))
             self._poked.set()
 
     def hurry(self) -> None:
-        """Ask at once for a newer plan."""
+        """Ask for a newer plan at once."""
         self._poked.set()
 
     # -- asking ------------------------------------------------------------------------------------
 
     async def _once(self) -> float:
-        """Offer once; seconds until the next time."""
+        """Offer once; return the seconds until the next time."""
         lost, current = self._lost, self.current
         group, generation = current.name if current else (NO_DIGEST, 0)
         message = OfferStage(self._measured(), group, generation, lost)
@@ -208,7 +216,7 @@ class StageOffers:
         return reply.retry_after_ms / 1000
 
     async def _renew(self) -> None:
-        """Records run out, and the trainer shows ours to others."""
+        """Renew our record at the trainer, since records expire and it shows ours to others."""
         if self._clock() - self._renewed < RECORD_S:
             return
         message = SyncRecords((self._services.record(),))
@@ -238,7 +246,10 @@ class StageOffers:
         await self._measure(others[:PROBES])
 
     def _open(self, sealed: bytes) -> AssignedPlan:
-        """Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced."""
+        """Open and check a sealed plan.
+
+        Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced.
+        """
         opened = unseal(
             sealed,
             Purpose.PIPELINE,
@@ -281,7 +292,7 @@ class StageOffers:
         return [node for node in nodes if node != self._node]
 
     async def _measure(self, others: Sequence[bytes]) -> None:
-        """Probe whom we have not measured lately; whom we do not reach stays unmeasured."""
+        """Probe the nodes not measured lately; nodes that are not reached stay unmeasured."""
         now = self._clock()
         due = [
             node

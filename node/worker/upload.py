@@ -1,7 +1,7 @@
 """Sign submissions, keep them on disk and upload each until the trainer's receipt arrives.
 
-Signing and the disk are left to the ledger's thread, so that generation waits for neither; what put() has taken
-in is on the disk, and stays there until the trainer has it or never wants it.
+Signing and writing happen in the ledger's thread, so that generation waits for neither. A submission that put()
+has taken is on disk, and stays there until the trainer has it or refuses it for good.
 """
 
 import asyncio
@@ -27,12 +27,18 @@ PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 SUBMISSION_TTL_S = 3600
 UPLOADS = 3
-"""Concurrent uploads. The trainer allows one extra per node, so a retry may overlap a dropped stream."""
+"""Concurrent uploads.
+
+The trainer allows one extra per node, so a retry may overlap a dropped stream.
+"""
 FINAL_REASONS = frozenset(set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL})
-"""Refusals after which the same bytes will never be taken."""
+"""Refusals after which the same bytes will never be accepted."""
 
 Upload = Callable[[bytes, int], Awaitable[bytes]]
-"""(sealed submission, its lease) -> the trainer's sealed receipt; raises what uploads.upload() does."""
+"""(sealed submission, its lease) -> the trainer's sealed receipt.
+
+Raises the errors of uploads.upload().
+"""
 
 
 @dataclass
@@ -47,7 +53,7 @@ class SpooledSubmission:
 
 
 class UploadQueue:
-    """The submissions that the trainer does not have yet."""
+    """Queue of the submissions that the trainer does not have yet."""
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class UploadQueue:
         upload: Upload,
         refused: Callable[[Reason], None],
     ) -> None:
-        """`refused` is told why a whole submission was refused for good."""
+        """`refused` is called with the reason for which a submission was refused for good."""
         self._key = key
         self._run_id = run_id
         self._trainer = trainer
@@ -82,7 +88,7 @@ class UploadQueue:
         return {kept.lease_id for kept in self._kept.values()}
 
     async def put(self, lease: Lease, submission: Submission) -> None:
-        """Sign and keep the work of a lease; when this returns it is on the disk. Raises StorageError."""
+        """Sign the work of a lease and write it to disk before returning. Raises StorageError."""
         name = await self._ledger.beside(self._write, lease, submission)
         self._kept[name] = SpooledSubmission(lease.lease_id, lease.deadline)
         async with self._news:
@@ -119,7 +125,7 @@ class UploadQueue:
                 await self._try(name, loop)
 
     def _next(self) -> bytes | None:
-        """The most urgent submission that is not being uploaded."""
+        """Return the most urgent submission that is not being uploaded."""
         idle = ((kept.deadline, name) for name, kept in self._kept.items() if not kept.moving)
         return min(idle, default=(0.0, None))[1]
 
@@ -147,7 +153,7 @@ class UploadQueue:
         del self._kept[name]
 
     async def _hand_over(self, name: bytes, lease_id: int, sealed: bytes) -> None:
-        """Returns when the trainer has it, or never wants it."""
+        """Upload a submission; return once the trainer has it or refuses it for good."""
         try:
             receipt = await self._upload(sealed, lease_id)
         except Refused as refusal:

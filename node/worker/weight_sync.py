@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 RECORDS_TIMEOUT_S = 20.0
 SYNC_S = 10.0
-"""Between two questions for peers that have chunks."""
+"""Interval between requests for peers that have chunks."""
 
 
 class Upstreams:
-    """The peers to fetch from: those admitted before us, the nearest first, then those admitted later."""
+    """Peers to fetch from: those admitted before us, the nearest first, then later ones."""
 
     def __init__(self, services: NodeServices) -> None:
         self._services = services
@@ -69,14 +69,17 @@ class Upstreams:
             self.learn(reply.records)
 
     async def keep_asking(self) -> None:
-        """Ask again and again, for a node that asks for no leases."""
+        """Ask repeatedly, for a node that asks for no leases."""
         while True:
             await self.ask()
             await asyncio.sleep(SYNC_S)
 
 
 def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
-    """Admit the nodes of sealed peer records from the trainer; returns their ids, bad records left out."""
+    """Admit the nodes of sealed peer records from the trainer; return their ids.
+
+    Bad records are left out.
+    """
     nodes: list[bytes] = []
     for sealed in records:
         try:
@@ -94,7 +97,7 @@ ASK_TIMEOUT_S = 10.0
 
 
 class UpdatePlanner:
-    """Finds the cheapest steps to a version over the chain, and asks for heads and manifests that it lacks."""
+    """Planner of the cheapest steps to a version, which fetches missing heads and manifests."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class UpdatePlanner:
         needs: Needs = whole,
         newest: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
-        """`needs`: which chunks of an artifact we fetch; `newest`: the head to go to, if not the newest."""
+        """`needs`: chunks of an artifact that we fetch; `newest`: target head, if not the newest."""
         self._services = services
         self._book = services.heads
         self._upstreams = upstreams
@@ -111,10 +114,10 @@ class UpdatePlanner:
         self._newest = newest or services.heads.latest
         self._epoch = 0
         self.chain = VersionChain()
-        """The versions of the current epoch whose manifests we know."""
+        """Versions of the current epoch whose manifests are known."""
 
     def forget(self) -> None:
-        """Drop the chain, to learn it again: no path was found in it."""
+        """Drop the chain, so that it is learned again: no path was found in it."""
         self.chain = VersionChain()
 
     async def plan(self, head: AdmittedHead, held: Policy) -> tuple[AdmittedHead, list[Step]]:
@@ -154,7 +157,7 @@ class UpdatePlanner:
         )
 
     async def _gap(self, steps: Sequence[Step], held: Policy) -> int | None:
-        """Find the version after which missing manifests may spare us a snapshot; None if there is none."""
+        """Find the version after which missing manifests may save a snapshot; None without one."""
         if not steps or steps[0][1].kind != "anchor":
             return None
         version = steps[0][0]
@@ -172,12 +175,15 @@ class UpdatePlanner:
         chunks: list[ChunkRef] = []
         for version, artifact in steps:
             manifest = self.chain.get(version)
-            assert manifest is not None  # or there was no step to it
+            assert manifest is not None  # otherwise there would be no step to it
             chunks += self._needs(manifest, artifact)
         return chunks
 
     async def meet(self, order: tuple[int, int]) -> AdmittedHead | None:
-        """Return the head of (epoch, version) `order`, asking for it if it is new; None if no source has it."""
+        """Return the head of (epoch, version) `order`, fetching it if it is new.
+
+        Returns None if no source has it.
+        """
         for source in [*self._upstreams.nodes, self._services.trainer]:
             if order in self._book.trusted.heads:
                 break
@@ -196,11 +202,11 @@ class UpdatePlanner:
             self.forget()
 
     async def _ask_heads(self, source: bytes, after: int) -> None:
-        """Learn the heads after a version from one node."""
+        """Fetch the heads after a version from one node."""
         await self._heed(source, self._ask_heads_of(source, after))
 
     async def _heed(self, source: bytes, heads: Awaitable[object]) -> None:
-        """Wait for the heads of one node; log its failures, as there are other sources."""
+        """Wait for the heads of one node; only log its failures, as there are other sources."""
         try:
             await heads
         except (TransportError, Refused) as error:
@@ -220,7 +226,10 @@ class UpdatePlanner:
             after = max(after + 1, max(versions, default=-1))
 
     async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
-        """Ask `source` once for heads after a version; returns their number, and the versions we took."""
+        """Ask `source` once for heads after a version.
+
+        Returns the number of heads, and the versions of those that were taken.
+        """
         heads = await self._services.links.request(
             source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
         )
@@ -233,8 +242,8 @@ class UpdatePlanner:
     async def _learn_manifests(self, target: AdmittedHead) -> None:
         """Add the manifests of all known heads to the chain.
 
-        A manifest that did not come with its head is fetched for the target, or if it is too large to be
-        sent inline; the others come with GetHeads, many at a time, if the path needs them.
+        A manifest that did not come with its head is fetched for the target, or if it is too large to be sent
+        inline; the others come with GetHeads, many at a time, if the path needs them.
         """
         for head in self._book.held():
             if self.chain.get(head.head.version) is not None:
@@ -256,24 +265,24 @@ class UpdatePlanner:
 IDLE_S = 30.0
 RETRY_S = 0.5
 LOOK_S = 1.0
-"""Wait for a head that is expected before asking for it."""
+"""Time to wait for an expected head before asking for it."""
 AHEAD_S = 600.0
-"""Plan prefetching anew after this time."""
+"""Time after which prefetching is planned anew."""
 COLLECT_EVERY = 16
 COMMITTED = "committed"
 
 
 def stand() -> AdmittedHead | None:
-    """A goal for a node that goes only where reach() says."""
+    """Return no goal, for a node that follows only reach()."""
     return None
 
 
 OnPolicy = Callable[[Policy, Changed | None], None]
-"""Takes a policy, and where it may differ from the one before; None: anywhere."""
+"""Receiver of a policy, and of where it may differ from the one before; None: anywhere."""
 
 
 class WeightSync:
-    """Keeps a replica of the weights, or of a share of them, and an engine at the newest head or a goal."""
+    """Loops that keep an engine, and a replica of its weights, at the newest head or a goal."""
 
     def __init__(
         self,
@@ -288,7 +297,7 @@ class WeightSync:
         """Fetch, prove and load only the tensors of `share`.
 
         `goal` returns the head to go to, unless reach() asked for a newer one; by default the newest head.
-        `on_policy` is given every proved policy, also the intermediate ones, in a thread.
+        `on_policy` is called in a thread with every proved policy, also the intermediate ones.
         """
         self._services = services
         self._book = services.heads
@@ -298,9 +307,9 @@ class WeightSync:
         self._goal = goal or services.heads.latest
         self._on_policy = on_policy
         self._asked = (0, NOTHING)
-        """The newest (epoch, version) that reach() was asked for."""
+        """Newest (epoch, version) that reach() was asked for."""
         self.stored = (0, NOTHING)
-        """The newest (epoch, version) whose chunks are in the store."""
+        """Newest (epoch, version) whose chunks are in the store."""
         self._planner = UpdatePlanner(services, upstreams, NeededChunks(share), self._target)
         self._replica = WeightReplica(threads=_threads(), share=share)
         self._unwritten = PendingChanges()
@@ -308,7 +317,7 @@ class WeightSync:
         self._writing = (0, NOTHING)
         self._loaded = asyncio.Condition()
         self._trouble = ""
-        """Why the last try failed; empty after one that succeeded."""
+        """Reason why the last attempt failed; empty after one that succeeded."""
         self.versions_loaded = 0
 
     @property
@@ -323,17 +332,17 @@ class WeightSync:
 
     @property
     def writing(self) -> tuple[int, int]:
-        """(epoch, version) that is being written into the engine, else was written last."""
+        """(epoch, version) that is being written into the engine, else that was written last."""
         return self._writing
 
     @property
     def state_digest(self) -> bytes:
-        """Proved digest of the whole state that is loaded, also where we hold a share of it."""
+        """Proved digest of the whole state that is loaded, also if only a share of it is held."""
         return self._replica.policy.digest
 
     @property
     def waits_for(self) -> str:
-        """Say which version is being fetched, and the last failure; empty if the engine is up to date."""
+        """Version that is being fetched, and the last failure; empty if the engine is up to date."""
         head = self._target()
         if head is None:
             return "" if self._order[1] >= 0 else "the run has no policy version yet"
@@ -343,7 +352,7 @@ class WeightSync:
         return f"fetching version {head.head.version}{trouble}"
 
     async def run(self) -> None:
-        """Follow until the run ends."""
+        """Follow the target head until the run ends."""
         while not self._book.ended:
             head = self._target()
             if head is not None and head.order > self._order:
@@ -356,8 +365,8 @@ class WeightSync:
     async def reach(self, order: tuple[int, int], timeout: float) -> bool:
         """Bring the engine to exactly the (epoch, version) `order`, while run() runs.
 
-        Returns False if it took too long (it is still tried, if that version is known), or if a newer one was
-        loaded already.
+        Returns False on a timeout (the load is still tried, if that version is known), or if a newer version
+        was loaded already.
         """
         if order < self._book.trusted.committed:
             return False
@@ -365,11 +374,11 @@ class WeightSync:
         await self._book.wake()
         await self.wait_order(order, timeout)
         if self._asked not in self._book.trusted.heads:
-            self._asked = self._order  # an unsigned version must not hold us up for ever
+            self._asked = self._order  # an unsigned version must not block us for ever
         return self._order == order
 
     async def reach_last(self) -> None:
-        """Load the last version of a run that has ended; returns once it is loaded."""
+        """Load the last version of a run that has ended; return once it is loaded."""
         head = self._goal()
         while head is not None and head.order > self._order:
             await self._try(head)
@@ -422,7 +431,7 @@ class WeightSync:
             await self._planner.meet(order)
 
     async def _try(self, head: AdmittedHead) -> tuple[int, int] | None:
-        """Load `head`; returns the loaded (epoch, version), or None, after a pause, if it failed."""
+        """Load `head`; return the loaded (epoch, version), or None after a failure and a pause."""
         try:
             reached = await self._reach(head)
             self._trouble = ""
@@ -453,10 +462,10 @@ class WeightSync:
         return True
 
     async def _reach(self, head: AdmittedHead) -> tuple[int, int]:
-        """Plan, fetch, prove and load `head` or a newer one; returns its (epoch, version)."""
+        """Plan, fetch, prove and load `head` or a newer one; return its (epoch, version)."""
         start = time.monotonic()
         head, steps = await self._planner.plan(head, self._replica.policy)
-        # All chunks first, so that no step waits for the one before it.
+        # Fetch all chunks first, so that no step waits for the one before it.
         await self._fetch(steps, head.order)
         for version, artifact in steps:
             await self._apply(version, artifact)
@@ -539,7 +548,7 @@ class WeightSync:
 
 
 def _threads() -> int:
-    """Decoder threads; more of them only wait for each other."""
+    """Return the number of decoder threads; more would only wait for each other."""
     return min(4, os.cpu_count() or 1)
 
 
