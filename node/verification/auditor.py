@@ -67,7 +67,7 @@ class BoundaryClaim:
     encoding: Encoding
     """Encoding of the states on the wire: they are compared as they arrived."""
     proof: bytes
-    """TOKEN_BYTES for each sampled token [S]; any bytes are valid, but other ones are far off."""
+    """TOKEN_BYTES for each sampled token [S]; any bytes are valid, but wrong ones are far off."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class AuditCall:
     contract: ProofContract
     """Proof contract with the bounds to apply."""
     by_trainer: bool = False
-    """Whether only the trainer may measure them, as bounds are derived from them."""
+    """Whether only the trainer may measure the rollouts, as bounds are derived from them."""
 
 
 @dataclass(frozen=True)

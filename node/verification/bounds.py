@@ -60,9 +60,9 @@ BEYOND = 1e-5
 SUSPECT = 0.01
 """Share of honest rollouts that may be above any suspecting bound; protocol/reputation.py relies on it."""
 SAFETY = 1.5
-"""Least factor of rejecting bounds over the 99.9 % quantile, for other devices and batches."""
+"""Least ratio of a rejecting bound to the 99.9 % quantile, for other devices and batches."""
 SEEN = 1.2
-"""Least factor of rejecting bounds over the largest observed value."""
+"""Least ratio of a rejecting bound to the largest observed value."""
 SEEN_MAX = 2.0
 """The same for the largest difference in a rollout: one improbable token makes a long tail."""
 PRIOR = 10
@@ -230,9 +230,9 @@ def other_scale(nats: Values) -> float:
     """Find the largest s <= 1 for which the mean of e^(s x) is surely at most 1; 0 if none.
 
     x is other_policy of honest rollouts. The sequential test for another policy needs such an s
-    (protocol/reputation.py: ban_test). s = 1 would do for a log-likelihood ratio, but not with rounding that is
-    common to auditor and workers. "Surely": the mean and 1.64 of its standard errors; each x s counts up to the
-    test's own clip.
+    (protocol/reputation.py: ban_test). A log-likelihood ratio has it at s = 1; rounding that is common to
+    auditor and workers makes it smaller. "Surely": the mean and 1.64 of its standard errors; each x s is
+    clipped as in the test.
     """
 
     def holds(scale: float) -> bool:

@@ -418,7 +418,10 @@ def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
 
 
 def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Group branches of similar length and equal boundaries, longest first, by `limit` tokens."""
+    """Group branches of similar length and equal boundaries, longest first.
+
+    A batch has up to `limit` tokens, or a single longer branch.
+    """
     batches: list[list[_Branch]] = []
     room, key = 0, None
     for branch in sorted(

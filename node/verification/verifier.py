@@ -176,7 +176,7 @@ class Verifier:
         self._states = states
         self._copies = copies
         self._varies: dict[int, str] = {}
-        """Number of an environment -> evidence that it is not deterministic, as it was declared to be."""
+        """Environment number -> evidence that it is not deterministic, although it was declared so."""
         for one in run.environments:
             if one.rewards == "claimed":
                 logger.warning(
@@ -415,7 +415,7 @@ class Verifier:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
     def _note_variation(self, lease: Lease, group: int, what: str, told: str, key: str) -> None:
-        """Record that an environment is not deterministic: from now on its workers are not blamed."""
+        """Record that an environment is not deterministic: no worker is blamed for that any more."""
         name, task = environment_of(self._run, lease).name, lease.tasks[group].index
         self._varies[lease.environment] = (
             f"{what} of {name!r} is not deterministic (a rollout of task {task} was {told}): set its "

@@ -236,10 +236,7 @@ class AuditingEngine:
         except EngineLost:
             raise
         except EngineError:
-            self._held, self.is_unsure = (
-                before,
-                False,
-            )  # the state does not fit: nothing was written
+            self._held, self.is_unsure = before, False  # it does not fit: nothing was written
             raise
         self._held, self.is_unsure = found, False
 

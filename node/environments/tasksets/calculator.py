@@ -136,9 +136,7 @@ def evaluate(expression: str) -> str:
     try:
         parsed = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(
-            "this is no expression"
-        ) from None  # Python's own message differs by release
+        raise ValueError("this is no expression") from None  # Python's own text differs by release
     return str(_value(parsed.body))
 
 
