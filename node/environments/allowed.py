@@ -1,8 +1,8 @@
-"""Decide if a worker may play an environment: a bundled one, or an installed package that its owner allowed.
+"""Decide if a worker may play an environment: a bundled one, or a package its owner allowed.
 
 Playing the environment of a manifest imports a module by a name that a stranger chose. So before any import a
 worker finds the package of that name, compares its digest with the manifest's, and checks that the owner of
-this machine allowed it. Nothing is ever fetched.
+this machine allowed it. No package is ever downloaded.
 """
 
 import importlib.util
@@ -42,33 +42,33 @@ BUNDLED = {
 SCORED_BY = {"math": "math-verify", "math_env": "math-verify", "reasoning_gym": "reasoning-gym"}
 """Modules in tasksets/ -> the distribution whose release their tasks and rewards depend on."""
 READS_DATA = "math_env"
-"""The module in tasksets/ that reads a data set which the run names: it needs leave like a foreign package."""
+"""Module in tasksets/ that reads a data set named by the run; needs permission, like a package."""
 LIBRARY = "verifiers"
 LIBRARY_TASKSETS = ("v1", "tasksets")
-"""Where the library has tasksets of its own; it looks there first."""
+"""Subpackage of the library's own tasksets, which it searches first."""
 TASKSET = b"Taskset"
-"""What a module names that exports an environment."""
+"""Name in the source of every module that exports an environment."""
 _REQUIRES = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
-"""Begins a requirement of the library, as in verifiers>=0.4."""
+"""Start of a requirement of the library, as in verifiers>=0.4."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 REMEMBERED = "allowed_environments.json"
-"""In a data directory: environment -> digest of the package that its owner always allows."""
+"""File of the packages that the owner always allows, in a data directory: environment -> digest."""
 SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Package:
-    """Installed code that an environment's name leads to."""
+    """Installed code of an environment."""
 
     environment: str
     label: str
-    """Distribution and version, for people."""
+    """Distribution and version, for display."""
     digest: bytes
-    """Of the names and contents of its source files: equal wherever the same release is installed."""
+    """Digest of the files' names and contents; equal wherever the same release is installed."""
     of_library: bool = False
     """Whether it is one of the library's own tasksets."""
     bundled: bool = False
-    """Whether it scores a bundled taskset, which needs no leave; its release matters all the same."""
+    """Whether it scores a bundled taskset, which needs no permission; its release still matters."""
 
     def __str__(self) -> str:
         return f"package {self.label}, digest {self.digest.hex()[:SHOWN]}"
@@ -92,9 +92,9 @@ class EnvironmentNotAllowed(UsageError):
 
 
 def find_package(environment: str) -> Package | None:
-    """The package of an environment, without importing any of it; None for a bundled one that needs no other.
+    """Find the package of an environment without importing it; None if a bundled one needs none.
 
-    Raises UsageError where the name leads to nothing that could be an environment, or to what is not installed.
+    Raises UsageError if the name cannot be an environment's, or the package is not installed.
     """
     if environment == LEASED_PROMPTS:
         return None
@@ -122,7 +122,7 @@ def find_package(environment: str) -> Package | None:
 def distributions_by_module() -> Mapping[str, Sequence[str]]:
     """Map top-level modules to the names of the distributions that installed them.
 
-    Reading the metadata of all distributions takes a second; they are read again once one comes or goes.
+    Reading the metadata of all distributions takes a second; it is repeated after an installation or removal.
     """
     return _read_distributions(tuple(map(_modified, sys.path)))
 
@@ -133,7 +133,7 @@ def _read_distributions(_: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence
 
 
 def _modified(folder: str) -> tuple[str, int]:
-    """Return a folder and the time of its last change, in ns, which each installation into it sets."""
+    """Return a folder and its modification time, ns, which each installation into it sets."""
     try:
         return folder, Path(folder).stat().st_mtime_ns
     except OSError:
@@ -141,20 +141,20 @@ def _modified(folder: str) -> tuple[str, int]:
 
 
 def module_of(environment: str) -> str:
-    """The module that `verifiers` imports for an environment's id."""
+    """Return the module that `verifiers` imports for an environment's id."""
     return environment.replace("-", "_").lower()
 
 
 def source_of(environment: str) -> Path | None:
-    """Where the code of an environment lies; None for a bundled one, and if no import would find it."""
+    """Return the path of an environment's code; None for a bundled one, or if not found."""
     known = environment in (*BUNDLED, LEASED_PROMPTS) or not NAME.fullmatch(environment)
     return None if known else root_of(module_of(environment))
 
 
 def name_taken(environment: str) -> str:
-    """Why a package of this name would never be played as an environment; empty if it would.
+    """Explain why a package of this name would never be played; empty if it would.
 
-    Bundled environments, Python's modules and the library's tasksets come first.
+    Bundled environments, Python's modules and the library's tasksets have priority.
     """
     module = module_of(environment)
     if module in map(module_of, (*BUNDLED, LEASED_PROMPTS)):
@@ -167,10 +167,9 @@ def name_taken(environment: str) -> str:
 
 
 def installed() -> list[Package]:
-    """The environments among the installed distributions, by name; none is imported.
+    """List the environments among the installed distributions, by name; none is imported.
 
-    They are found by what they declare: a distribution that requires verifiers, and in it a module whose source
-    names a Taskset.
+    An environment is a module whose source names a Taskset, in a distribution that requires verifiers.
     """
     modules: dict[str, list[str]] = {}
     for module, names in distributions_by_module().items():
@@ -189,12 +188,12 @@ def installed() -> list[Package]:
 
 
 def source_has(root: Path, text: bytes) -> bool:
-    """Whether a module's Python source, a file or a directory, has this text in it."""
+    """Return whether a module's Python source, a file or a directory, contains `text`."""
     return any(text in path.read_bytes() for _, path in _files(root) if path.suffix == ".py")
 
 
 def _of_library(module: str) -> Path | None:
-    """Where the library has a taskset of its own of this name; it is looked for there first."""
+    """Return the path of the library's own taskset of this name, which has priority; else None."""
     library = root_of(LIBRARY)
     if library is None:
         return None
@@ -204,7 +203,7 @@ def _of_library(module: str) -> Path | None:
 
 
 def _scoring_package(environment: str) -> Package | None:
-    """The distribution that scores a bundled environment; None where that is done by our own code."""
+    """Find the distribution that scores a bundled environment; None if it needs none."""
     module = BUNDLED[environment]
     if (name := SCORED_BY.get(module)) is None:
         return None
@@ -218,16 +217,19 @@ def _scoring_package(environment: str) -> Package | None:
 
 
 def _distribution(name: str) -> tuple[str, bytes]:
-    """Name with version, and digest, of an installed distribution. Raises PackageNotFoundError."""
+    """Return (name and version, digest) of an installed distribution.
+
+    Raises PackageNotFoundError.
+    """
     label = f"{name} {metadata.version(name)}"
     modules = sorted(module for module, names in distributions_by_module().items() if name in names)
     return label, _digest([root for module in modules if (root := root_of(module)) is not None])
 
 
 def environment_contracts(config: RunConfig) -> tuple[EnvironmentContract, ...]:
-    """The environments of the run that `config` would start, with the packages that are installed here.
+    """Make the contracts of the environments of `config`, with the packages installed here.
 
-    A package that cannot be found is left empty: what starts the environment says so.
+    A package that cannot be found is left empty: the start of the environment reports it.
     """
     library = f"{LIBRARY} {metadata.version(LIBRARY)}"
     return tuple(_contract(one, config, library) for one in config.mixture)
@@ -260,17 +262,19 @@ def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claim
 
 
 def _published(one: TrainedEnvironment) -> bytes:
-    """The options that the manifest has, in JSON. Without a judge they are the bytes from before there were
-    judges, so that a run from then goes on."""
+    """Encode the options for the manifest as JSON.
+
+    Without a judge they are the bytes of releases before judges, so that runs of those releases go on.
+    """
     told = one.published()
     return told.model_dump_json(exclude=None if told.judge else {"judge"}).encode()
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
-    """The options that a manifest has for its environment; a way to a judge is not taken from there.
+    """Decode the options of a manifest's environment, without the judge's URL and key.
 
     Raises UsageError if this version does not know them, or if they name another environment than the manifest:
-    the import uses their name, the permission the manifest's.
+    the import uses the options' name, the permission the manifest's.
     """
     try:
         options = EnvironmentConfig.model_validate(json.loads(contract.config))
@@ -287,8 +291,11 @@ def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
 
 
 def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Path) -> None:
-    """Raise UsageError unless a worker may play this environment: EnvironmentNotAllowed where its owner may
-    say so, StorageError where what the owner always allows cannot be read."""
+    """Raise UsageError unless a worker may play this environment.
+
+    Raises EnvironmentNotAllowed if its owner can allow it, StorageError if the owner's list of allowed packages
+    cannot be read.
+    """
     options_of(contract)
     try:
         package = find_package(contract.id)
@@ -312,7 +319,7 @@ def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Pat
 
 
 def remembered(data_dir: Path) -> Mapping[str, str]:
-    """What the owner of a data directory always allows: environment -> digest. Raises StorageError."""
+    """Read the packages that the owner always allows: environment -> digest. Raises StorageError."""
     path = data_dir / REMEMBERED
     try:
         held = json.loads(path.read_bytes())
@@ -326,18 +333,21 @@ def remembered(data_dir: Path) -> Mapping[str, str]:
 
 
 def is_remembered(package: Package, data_dir: Path) -> bool:
-    """Whether the owner of a data directory always allows this very package. Raises StorageError."""
+    """Return whether the owner always allows exactly this package. Raises StorageError."""
     return remembered(data_dir).get(_plain(package.environment)) == package.digest.hex()
 
 
 def remember(package: Package, data_dir: Path) -> None:
-    """Allow this very package from now on. Raises StorageError."""
+    """Always allow exactly this package from now on. Raises StorageError."""
     held = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
     _write(held, data_dir)
 
 
 def forget(environment: str, data_dir: Path) -> bool:
-    """Allow no package of this name any more; returns whether one was. Raises StorageError."""
+    """Stop allowing packages of this name; return whether one was allowed.
+
+    Raises StorageError.
+    """
     held = dict(remembered(data_dir))
     if held.pop(_plain(environment), None) is None:
         return False
@@ -358,7 +368,7 @@ def _plain(name: str) -> str:
 
 
 def root_of(module: str) -> Path | None:
-    """The directory of a top-level package, or the file of a module, that an import would take."""
+    """Return the directory or file that an import of a top-level module would use; else None."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -371,7 +381,7 @@ def root_of(module: str) -> Path | None:
 
 
 def _digest(roots: list[Path]) -> bytes:
-    """One digest of all source and data files in these directories, by name and content."""
+    """Hash all source and data files in these directories, by name and content."""
     parts: list[bytes] = []
     for root in roots:
         for name, path in _files(root):
@@ -380,7 +390,7 @@ def _digest(roots: list[Path]) -> bytes:
 
 
 def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of what belongs to a module, sorted; nothing that Python itself wrote."""
+    """Yield (name, path) of a module's files, sorted; caches of Python are left out."""
     if root.is_file():
         yield root.name, root
         return

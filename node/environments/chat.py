@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
-"""`role` and `content`, as chat templates know them."""
+"""`role` and `content`, in the form of chat templates."""
 
 UNREADABLE = "\ufffd"
 NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
@@ -30,7 +30,7 @@ CHAT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""What ChatFormat.load() reads of a model's directory."""
+"""Files of a model's directory that ChatFormat.load() reads."""
 _MARK = "primerl-reply-ends-here"
 PROBE = "primerl_probe"
 FORMS = (
@@ -39,7 +39,7 @@ FORMS = (
     ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3", "deepseek_v3"),
     (r"<tool_call>\s*\{", "hermes", "qwen3"),
 )
-"""(pattern of a call in the template's text, vLLM's parser of calls, its parser of reasoning)."""
+"""(pattern of a call in the template's output, vLLM's tool parser, vLLM's reasoning parser)."""
 _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
@@ -48,16 +48,16 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What a foreign template's own mistakes raise, besides jinja's errors."""
+"""Exceptions that mistakes in a model's template raise, besides jinja's errors."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *_SPECIAL_NAMES}
 )
-"""What templates ask for that is no option: it is given, or left out for everybody."""
+"""Variables of templates that are not options: set on all nodes alike, or on none."""
 
 
 class Chat(Protocol):
-    """Between messages and the token ids that a policy is asked with and answers in."""
+    """Conversion between chat messages and the token ids of prompts and replies."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -66,24 +66,29 @@ class Chat(Protocol):
 
     @property
     def call_form(self) -> str:
-        """How a tool call is written, by vLLM's name of the parser that reads it; empty if unknown."""
+        """Form of tool calls, as the name of vLLM's parser for it; empty if unknown."""
         ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-        """Ids of a whole conversation up to where the model speaks, with the schemas of the `tools` that it may
-        call. Raises EnvironmentFailed."""
+        """Return the ids of a conversation up to the model's turn.
+
+        Includes the schemas of the `tools` that the model may call. Raises EnvironmentFailed.
+        """
         ...
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """Ids between a reply that ended with `last_token` and the next one. Raises EnvironmentFailed."""
+        """Return the ids between a reply that ended with `last_token` and the next reply.
+
+        Raises EnvironmentFailed.
+        """
         ...
 
     def text(self, reply: Sequence[int]) -> str:
-        """What a reply says."""
+        """Return the text of a reply."""
         ...
 
     def reply(self, text: str) -> list[int]:
-        """Ids of a reply that says `text`, stop token included."""
+        """Return the ids of a reply with this `text`, stop token included."""
         ...
 
 
@@ -104,15 +109,15 @@ class ChatFormat:
         self._variables = dict(variables)
         self._known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_token_ids: tuple[int, ...] = stop_token_ids
-        """Ascending; the ids that models.stop_token_ids() finds."""
+        """Ids that end a reply, ascending; those of models.stop_token_ids()."""
         self.options = options
-        """What the template asks for beside the conversation: `enable_thinking`, for one."""
+        """Variables of the template besides the conversation, such as `enable_thinking`."""
 
     @classmethod
     def load(cls, model_dir: Path, *, needs_template: bool = True) -> "ChatFormat":
         """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed.
 
-        Without `needs_template` a model may lack one: then it is prompt() that raises.
+        Without `needs_template` a model may lack a template; prompt() then raises instead.
         """
         from tokenizers import Tokenizer
 
@@ -136,18 +141,20 @@ class ChatFormat:
         )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-        """Token ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed
-        if the template refuses it."""
+        """Return the token ids of a conversation up to the model's turn.
+
+        Raises EnvironmentFailed if the template refuses it.
+        """
         return self.encode(self.render(messages, tools=tools))
 
     @property
     def call_form(self) -> str:
-        """See Chat; found in what the template writes."""
+        """See Chat; found in the template's output."""
         return self.parsers[0]
 
     @cached_property
     def parsers(self) -> tuple[str, str]:
-        """vLLM's parsers of tool calls and of reasoning for what the template writes; "" for unknown forms."""
+        """vLLM's parsers of tool calls and of reasoning for the template's output; "" if unknown."""
         call = {"name": PROBE, "arguments": {PROBE: 1}}
         calls = [{"id": "call_0", "type": "function", "function": call}]
         asked = {"role": "user", "content": "a"}
@@ -158,21 +165,21 @@ class ChatFormat:
             return "", ""
         for mark, tools, reasoning in FORMS:
             if re.search(mark, text):
-                # vLLM looks for the mark by its id
+                # vLLM finds the mark by its token id
                 return tools, reasoning if len(self.encode("<think>")) == 1 else ""
         return "", ""
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """Token ids between a reply that ended with `last_token` and the next one: what closes the
-        reply, then `messages`, then the generation prompt.
+        """Return the token ids between a reply that ended with `last_token` and the next reply.
 
-        A reply is never tokenised again (its text may not lead back to the same ids, and templates
-        rewrite old replies), so that a conversation stays one sequence.
+        They are the end of the reply, then `messages`, then the generation prompt. A reply is never tokenised
+        again (its text may not lead back to the same ids, and templates rewrite old replies), so that a
+        conversation stays one sequence.
         """
         return self.encode(self.continuation_text(messages, last_token))
 
     def continuation_text(self, messages: Sequence[Message], last_token: int) -> str:
-        """The text of continuation()."""
+        """Return the text of continuation()."""
         opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         _, mark, rest = self.render([*opening, *messages]).partition(_MARK)
         if not mark:
@@ -184,13 +191,16 @@ class ChatFormat:
         return rest
 
     def text(self, reply: Sequence[int]) -> str:
-        """What a reply says, its final stop token left out. Special tokens elsewhere stay visible and
-        ids that no token has show as U+FFFD: neither may hide in a right answer."""
+        """Return the text of a reply without its final stop token.
+
+        Other special tokens stay visible, and ids that no token has show as U+FFFD: neither may hide in a
+        correct answer.
+        """
         ended = reply and reply[-1] in self.stop_token_ids
         return self.shown(reply[:-1] if ended else reply, special=True)
 
     def shown(self, token_ids: Sequence[int], *, special: bool) -> str:
-        """The text of any tokens, with or without the `special` ones; U+FFFD for ids that no token has."""
+        """Return the text of tokens, with or without `special` ones; U+FFFD for unknown ids."""
         parts = [
             self._tokenizer.decode(list(run), skip_special_tokens=not special)
             if known
@@ -200,7 +210,7 @@ class ChatFormat:
         return "".join(parts)
 
     def spelled(self, token_id: int) -> bytes:
-        """The bytes of one token, also where they are only a part of a character."""
+        """Return the bytes of one token, also if it is only part of a character."""
         text = self.shown([token_id], special=True)
         name = self._tokenizer.id_to_token(token_id)
         if UNREADABLE not in text or name is None:
@@ -212,12 +222,12 @@ class ChatFormat:
         return text.encode("utf-8", "replace")
 
     def reply(self, text: str) -> list[int]:
-        """Token ids of a reply that says `text`, stop token included."""
+        """Return the token ids of a reply with this `text`, stop token included."""
         return [*self.encode(text), self._closing_token]
 
     @cached_property
     def _closing_token(self) -> int:
-        """The stop token that the template writes after a reply; else the first one."""
+        """Stop token that the template writes after a reply; else the first stop token."""
         opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         closing = self.encode(self.render(opening, generate=False).partition(_MARK)[2])
         stop = next((token for token in closing if token in self.stop_token_ids), None)
@@ -231,8 +241,10 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the model speaks if `generate`; of `options` those in
-        self.options count. Raises EnvironmentFailed."""
+        """Render a conversation, with the generation prompt if `generate`.
+
+        `options` outside of self.options are ignored. Raises EnvironmentFailed.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -251,18 +263,20 @@ class ChatFormat:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text; nothing is added."""
+        """Return the token ids of rendered text; no special tokens are added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids, and of each the place of its first character in `text`."""
+        """Return token ids, and the index in `text` of each token's first character."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [start for start, _ in found.offsets]
 
 
 def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's bytes_to_unicode): printable
-    ones are themselves, the others are named by the characters from 256 on, in order."""
+    """Map the characters of a byte-level vocabulary to bytes (GPT-2's bytes_to_unicode).
+
+    Printable bytes are their own characters; the characters from 256 on stand for the other bytes, in order.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -270,7 +284,7 @@ def _byte_level() -> dict[str, int]:
 
 _BYTE_OF = _byte_level()
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-"""A byte in the vocabulary of a tokenizer that falls back to bytes, as SentencePiece's do."""
+"""Name of a byte token in a vocabulary with byte fallback, as SentencePiece's."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -284,7 +298,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: object) -> str:
-    """A special token of tokenizer_config.json: a string, or an object that holds one."""
+    """Read a special token of tokenizer_config.json: a string, or an object that holds one."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
@@ -295,7 +309,7 @@ def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     if not isinstance(template, str) and not needed:
@@ -308,17 +322,18 @@ def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool
 
 
 def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
-    """Compile as transformers does, but without `strftime_now`: a prompt with today's date in it would
-    be another prompt on the validator tomorrow, and templates have a fixed date to fall back on.
+    """Compile a template as transformers does, but without `strftime_now`.
 
-    Also the names that it asks for and does not set itself."""
+    Returns also the names that the template reads and does not set itself. With today's date in it a prompt
+    would be another one on the validator tomorrow; templates have a fixed date to fall back on.
+    """
     from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """`{% generation %}` marks replies for loss masks; the tokens are the same without it."""
+        """Tag `{% generation %}`, which marks replies for loss masks; it changes no tokens."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -359,7 +374,7 @@ def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
 
 
 def _stop_token_ids(model_dir: Path, tokenizer: "Tokenizer", end: str) -> tuple[int, ...]:
-    """The generation config's (else the config's) end tokens, and the tokenizer's."""
+    """Collect the end tokens of generation_config.json, else config.json, and the tokenizer's."""
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         if not found and (model_dir / name).is_file():
@@ -378,16 +393,16 @@ def _stop_token_ids(model_dir: Path, tokenizer: "Tokenizer", end: str) -> tuple[
 # -- models behind an API --------------------------------------------------------------------------
 
 CHARACTERS = 0x110000
-"""Ids below are Unicode code points."""
+"""Ids below this one are Unicode code points."""
 END, CUT = CHARACTERS, CHARACTERS + 1
-"""Close a message: complete, or cut off by a limit."""
+"""Ids that end a message: complete, or cut off by a limit."""
 ROLES = ("system", "user", "assistant", "tool")
-"""The ids from CUT + 1 on open a message of these roles."""
+"""Roles of messages; the ids from CUT + 1 on begin a message, one for each role in order."""
 ASSISTANT = CUT + 1 + ROLES.index("assistant")
 
 
 class Transcript:
-    """Chat for models behind an API, which take and give text: every character is a token, with no tokenizer.
+    """Chat for models behind an API, without a tokenizer: every character is a token.
 
     Lengths are characters, never the model's tokens.
     """
@@ -401,7 +416,7 @@ class Transcript:
     """See Chat."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
-        """See Chat. Tools are described in a system message of their own, for any model to read."""
+        """See Chat. Tools are described in a separate system message, which any model can read."""
         if tools:
             shown = "".join(f"{json.dumps(tool)}\n" for tool in tools)
             messages = [{"role": "system", "content": _TOOLS.format(shown)}, *messages]

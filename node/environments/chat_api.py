@@ -1,9 +1,9 @@
-"""Ask models behind OpenAI-compatible APIs. `openai` is imported here alone, lazily.
+"""Query models behind OpenAI-compatible APIs. Only this file imports `openai`, lazily.
 
-- The package tries again what another attempt may mend.
-- The key goes nowhere but into its header: not into an error, a log or a result. No other variable of the
-  environment, and nothing about this machine, is sent.
-- A body is read up to MAX_BODY_BYTES, and an answer is waited for up to a deadline, however slowly it drips.
+- The package retries requests after transient errors.
+- The key is only sent in its header; it is in no error, log or result. No other environment variable and no
+  data about this machine are sent.
+- A response body is limited to MAX_BODY_BYTES, and a request to a deadline, even if the server sends slowly.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 LONGEST_WAIT_S = 120.0
-"""Between two attempts; a server may ask for it by Retry-After."""
+"""Longest wait between two attempts; a server may request one by Retry-After."""
 MAX_BODY_BYTES = 16 << 20
 MAX_SHOWN = 300
 FORBIDDEN, NOT_FOUND, BUSY = (401, 403), (404, 405), (408, 409, 429)
 SLOW = ("ReadTimeout", "WriteTimeout", "PoolTimeout")
 HEADERS = {"accept", "connection", "content-length", "content-type", "host"}
-"""Sent as the package sets them; all others are ours."""
+"""Headers that are sent as the package sets them; all others are removed or set here."""
 
 
 class _Message(msgspec.Struct):
@@ -56,26 +56,26 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The first choice of an answer, and its tokens."""
+    """First choice of an answer, with its token counts."""
 
     text: str
     cut: bool
-    """The limit of tokens ended it."""
+    """Whether the token limit ended the text."""
     prompt_tokens: int
     completion_tokens: int
 
 
 class ApiUnavailable(Exception):
-    """The API gave no answer, however often it was asked; the text says why."""
+    """The API answered none of the attempts; the text has the reason."""
 
     def __init__(self, trouble: str, *, busy: bool = False) -> None:
-        """`busy`: it asks to be left alone for a while."""
+        """Take the reason; `busy`: the API is overloaded or limits the rate."""
         super().__init__(trouble)
         self.busy = busy
 
 
 class ChatApi:
-    """A client of one API. Made by open_api()."""
+    """Client of one API, made by open_api()."""
 
     def __init__(self, config: ChatApiConfig, client: "AsyncOpenAI", key: str) -> None:
         self._config = config
@@ -112,11 +112,11 @@ class ChatApi:
             trouble = f"no answer within {config.timeout_s:g} s"
         except OpenAIError as error:
             raise PlayFailed(f"the API failed: {error}") from None
-        # outside of `except`: the package's errors hold headers
+        # outside of `except`, as the package's errors, which hold headers, must not be chained
         raise ApiUnavailable(f"{trouble}, {attempts} times", busy=busy)
 
     def _refusal(self, error: "APIStatusError") -> str:
-        """Describe trouble that another attempt may mend. Raises UsageError, PlayFailed for other refusals."""
+        """Describe a transient error. Raises UsageError or PlayFailed for a permanent one."""
         config, status = self._config, error.status_code
         told = f"{status}: {_shown(error.response.content, self._key)}"
         if status in FORBIDDEN:
@@ -137,7 +137,7 @@ class ChatApi:
 
 
 def _read(data: bytes) -> ChatAnswer:
-    """Read the first choice. Raises PlayFailed."""
+    """Decode the first choice of an answer. Raises PlayFailed."""
     try:
         answer = msgspec.json.decode(data, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -153,19 +153,19 @@ def _read(data: bytes) -> ChatAnswer:
 
 
 def _shown(data: bytes, key: str) -> str:
-    """Shorten a server's error, without the key that it may repeat."""
+    """Return a server's error as short printable text, with the key masked."""
     text = data.decode("utf-8", "replace")
     try:
         error = msgspec.json.decode(data)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
-        pass  # no error of OpenAI's form: what it says is shown as it is
+        pass  # not an error of OpenAI's form: its text is shown as it is
     text = text.replace(key, "(key)") if key else text
     return "".join(one if one.isprintable() else " " for one in text[:MAX_SHOWN]) or "no words"
 
 
 def read_key(config: ChatApiConfig, environ: Mapping[str, str]) -> str:
-    """Read the key of an API; empty where it needs none. Raises UsageError."""
+    """Read the key of an API; return an empty string if it needs none. Raises UsageError."""
     name = config.key_variable
     key = environ.get(name, "").strip() if name else ""
     if name and not (key and key.isascii() and key.isprintable()):
@@ -178,8 +178,8 @@ def read_key(config: ChatApiConfig, environ: Mapping[str, str]) -> str:
 
 @asynccontextmanager
 async def open_api(config: ChatApiConfig, key: str) -> AsyncGenerator[ChatApi]:
-    """Open a client of the API with `key`, or without one if it is empty; close it after the block."""
-    await asyncio.to_thread(import_module, "openai")  # seconds
+    """Open a client of the API with `key`, if not empty; close it after the block."""
+    await asyncio.to_thread(import_module, "openai")  # takes seconds
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     async def only_ours(request: "Request") -> None:
@@ -206,7 +206,7 @@ async def open_api(config: ChatApiConfig, key: str) -> AsyncGenerator[ChatApi]:
 
 
 async def _bound(response: "Response") -> None:
-    """Let the body end with an error at MAX_BODY_BYTES, before it takes more memory."""
+    """Raise an error while reading a body of more than MAX_BODY_BYTES."""
     from httpx import AsyncByteStream
     from openai import OpenAIError
 
@@ -218,7 +218,7 @@ async def _bound(response: "Response") -> None:
             count = 0
             async for piece in inner:
                 count += len(piece)
-                if count > MAX_BODY_BYTES:  # an error of the package's own is not tried again
+                if count > MAX_BODY_BYTES:  # the package does not retry its own errors
                     raise OpenAIError(f"it sends more than {MAX_BODY_BYTES} bytes")
                 yield piece
 

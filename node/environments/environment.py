@@ -1,4 +1,4 @@
-"""Define environments: tasks by index, rollouts driven by a policy, scores that can be recomputed.
+"""Define environments: numbered tasks, rollouts by a policy, scores that can be recomputed.
 
 Trainer and worker hold the same environment, fixed by the run manifest, so index and digest name a task, and
 the trainer recomputes a claimed reward. A failed rollout is data: run() reports it in the episode.
@@ -42,13 +42,14 @@ class Branch:
     policy_last: int
     finish: Literal["stop", "length"]
     spans: tuple[tuple[int, int], ...] = ()
-    """(index among the sampled tokens, version that drew from it on); empty if one drew them all."""
+    """(index among the sampled tokens, policy version of the tokens from there on); empty if one version
+    sampled all tokens."""
     proof: bytes = b""
     """Proofs of the replies, joined."""
     boundaries: tuple[bytes, ...] = ()
     """Completion.boundaries of all replies of a pipeline, joined."""
     plan: bytes = b""
-    """Plan of these boundaries; if several plans made the branch, the last one, and there are no boundaries."""
+    """Pipeline plan of the boundaries; if the plan changed between turns, the last plan, without boundaries."""
     routes: bytes = b""
     """Routes of all sampled tokens, joined; empty if a reply has none."""
 
@@ -80,7 +81,7 @@ class Branch:
 
 
 def _join_boundaries(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
-    """Join the boundaries of all turns, with their plan; if that changed, none and the last plan."""
+    """Return (joined boundaries of all turns, plan); () and the last plan if they do not fit."""
     plans = {turn.plan for turn in turns}
     columns = [turn.boundaries for turn in turns]
     if len(plans) > 1 or not all(columns) or len({len(one) for one in columns}) > 1:
@@ -89,7 +90,7 @@ def _join_boundaries(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], by
 
 
 def _join_spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
-    """Find where the policy changed among the sampled tokens of all turns; empty if it did not."""
+    """List the policy changes among the sampled tokens of all turns; empty if there were none."""
     found: list[tuple[int, int]] = []
     before = 0
     for turn in turns:
@@ -105,26 +106,26 @@ class AgentScore:
     """Reward of one agent's trace in a rollout of several agents."""
 
     agent: str
-    """Its name in the environment's config; several traces of a rollout may have the same."""
+    """Name of the agent in the environment's config; several traces of a rollout may share it."""
     reward: float
     branches: int
-    """How many of the rollout's branches are this trace's: the next ones in order."""
+    """Number of the rollout's branches that belong to this trace: the next ones in order."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A good conversation on a task, from its prompt on; `sampled[i]` says whether the model says token i."""
+    """A good conversation on a task, prompt included; `sampled[i]`: token i is the model's."""
 
     token_ids: list[int]
     sampled: list[bool]
 
     @classmethod
     def of_reply(cls, prompt: Sequence[int], reply: Sequence[int]) -> "Demonstration":
-        """Make that of a single turn."""
+        """Make the demonstration of a single turn."""
         return cls([*prompt, *reply], [False] * len(prompt) + [True] * len(reply))
 
     def turns(self) -> list[tuple[list[int], list[int]]]:
-        """List what the model reads and what it says to that, turn by turn."""
+        """List (prompt, reply) of each turn, as token ids."""
         ids, said = self.token_ids, [*self.sampled, False]
         starts = [i for i, now in enumerate(said) if now and not said[i - 1]]
         return [(ids[:start], ids[start : said.index(False, start)]) for start in starts]
@@ -135,18 +136,18 @@ class Score:
     """Reward and named metrics (e.g. `exact`) of one rollout."""
 
     reward: float
-    """Of several agents: the mean of their traces' rewards."""
+    """Reward; with several agents, the mean over their traces."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     turns: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    """Turn numbers of each branch's replies, part of their seeds; set in a recomputed score, and where
+    """Turn numbers of each branch's replies, which their seeds depend on; set in a recomputed score, and if
     there are agents."""
     agents: tuple[AgentScore, ...] = ()
-    """In the order in which they first spoke; empty where the environment has one agent."""
+    """Scores of the agents' traces, by first turn; empty if the environment has one agent."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One finished rollout of a task; `branches` is empty when `error` says why it failed."""
+    """A finished rollout of a task; on failure `error` has the reason and `branches` is empty."""
 
     branches: list[Branch]
     score: Score
@@ -154,49 +155,58 @@ class Episode:
 
 
 class Environment(Protocol):
-    """A source of tasks with a way to play and to score them."""
+    """A source of tasks, with methods to play and to score them."""
 
     @property
     def name(self) -> str:
-        """Its id in the run manifest."""
+        """Id of the environment in the run manifest."""
         ...
 
     @property
     def status(self) -> str:
-        """Its activity or fault, for the operator; empty while all is well."""
+        """Activity or fault, for the operator; empty in normal operation."""
         ...
 
     @property
     def judge_fault(self) -> str:
-        """Why its judge does not answer; empty while it does, or has none."""
+        """Reason why the judge does not answer; empty if it answers or there is none."""
         ...
 
     async def start(self) -> None:
-        """Make it ready (heavy imports, tool servers). Raises EnvironmentFailed."""
+        """Start the environment (heavy imports, tool servers). Raises EnvironmentFailed."""
         ...
 
     async def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index` of a split; the same on every machine. Splits share no task.
-        Raises EnvironmentFailed if it cannot be made."""
+        """Return task number `index` of a split, the same on every machine.
+
+        Splits share no task. Raises EnvironmentFailed if the task cannot be made.
+        """
         ...
 
     async def prompt(self, task: Task) -> list[int]:
-        """The token ids that the first turn of this task starts with. Raises ScoreMismatch if the task has
-        other content here."""
+        """Return the token ids of the first turn's prompt.
+
+        Raises ScoreMismatch if the task has other content here.
+        """
         ...
 
     async def demonstration(self, task: Task) -> Demonstration | None:
-        """A right reply, or all of those of a conversation, for warm-up by SFT; None if unknown."""
+        """Return a conversation with correct replies, for SFT warm-up; None if unknown."""
         ...
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Play the task once with `policy` and score it. Raises what that raises, and EnvironmentGivenUp."""
+        """Play the task once with `policy` and score it.
+
+        Raises EnvironmentGivenUp, and the errors of `policy`.
+        """
         ...
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
-        """Recompute the score of a finished rollout from its tokens alone. Raises ScoreMismatch if the
-        tokens are no rollout of this task (wrong prompt, environment turns altered), EnvironmentFailed if
-        the environment's own code fails on them."""
+        """Recompute the score of a finished rollout from its tokens alone.
+
+        Raises ScoreMismatch if the tokens are not a rollout of this task (wrong prompt, environment turns
+        altered), EnvironmentFailed if the environment's own code fails on them.
+        """
         ...
 
     async def close(self) -> None:
@@ -205,22 +215,22 @@ class Environment(Protocol):
 
 
 def shown_statuses(environments: Iterable[Environment]) -> str:
-    """Join the statuses of environments that have something to say, each with its id."""
+    """Join the non-empty statuses of environments, each with its id."""
     return "; ".join(f"{one.name}: {one.status}" for one in environments if one.status)
 
 
 class EnvironmentFailed(NodeError):
-    """The environment cannot be made, or its own code failed: a reward that raises, no result in time."""
+    """The environment cannot be made, or its code failed: a reward raised, or timed out."""
 
     exit_code = 8
 
 
 class EnvironmentStuck(EnvironmentFailed):
-    """The environment's code did not return in time, or took its process along."""
+    """The environment's code did not return in time, or ended its process."""
 
 
 class EnvironmentGivenUp(EnvironmentFailed):
-    """No process of the environment stays up."""
+    """The environment's process keeps failing and is not started again."""
 
 
 class ScoreMismatch(Exception):

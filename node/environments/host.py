@@ -1,12 +1,12 @@
-"""Run an environment in a process of its own, where a taskset's code may hang, spin or crash.
+"""Serve an environment in its own process, where a taskset's code may hang, spin or crash.
 
 hosted.py is the node's end. Many rollouts run at once; an answer has the number of its request. A play is
-answered by a turn whenever the policy has to speak; the reply to it has the same number and is answered like
-the play. Meanwhile its code may ask the judge. Invariants:
-- while a request's code runs its number is in memory shared with the node, which so knows the request that
-  ended this process;
-- code that holds the event loop longer than the config allows ends the process, by a timer that runs without
-  Python; it writes a traceback to standard error.
+answered by a turn whenever the policy has to reply; the reply has the same number and is answered like the
+play. Meanwhile the environment's code may ask the judge. Invariants:
+- while a request's code runs, its number is in memory shared with the node, which thereby knows the request
+  that ended this process;
+- if code blocks the event loop longer than the config allows, a timer that runs without Python ends the process
+  and writes a traceback to standard error.
 """
 
 import asyncio
@@ -51,13 +51,13 @@ FAILED, STUCK, MISMATCH = "failed", "stuck", "mismatch"
 """Kinds of EnvironmentFailure, one for each of EnvironmentFailed, EnvironmentStuck, ScoreMismatch."""
 
 MARK_VARIABLE = "PRIMERL_ENVIRONMENT_MARK"
-"""Names the descriptor of the memory that the process shares with the node."""
+"""Environment variable with the descriptor of the memory shared with the node."""
 MARK_BYTES = 16
 """Number of the request whose code runs, and count of steps so far; 8 bytes each, little-endian."""
 
 
 class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """Load the taskset; the first request, answered by EnvironmentReady."""
+    """First request: load the taskset; answered by EnvironmentReady."""
 
     number: int
     config: bytes
@@ -67,13 +67,13 @@ class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"
     max_tokens: int
     temperature: float
     text: bool
-    """Use characters as tokens (chat.Transcript), without a tokenizer."""
+    """Whether characters are tokens (chat.Transcript), without a tokenizer."""
     judged: bool = False
-    """The node answers EnvironmentAsk: rollouts are scored by the judge that the config names, if any."""
+    """Whether the node answers EnvironmentAsk, so that a judge of the config can score rollouts."""
 
 
 class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
-    """Prepare a task; answered by EnvironmentLooked."""
+    """Request to prepare a task; answered by EnvironmentLooked."""
 
     number: int
     index: int
@@ -81,7 +81,7 @@ class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
 
 
 class EnvironmentPlay(msgspec.Struct, frozen=True, array_like=True, tag="play"):
-    """Play a task and score it; answered by EnvironmentTurn or EnvironmentPlayed."""
+    """Request to play and score a task; answered by EnvironmentTurn or EnvironmentPlayed."""
 
     number: int
     task: Task
@@ -95,7 +95,7 @@ class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"
 
 
 class EnvironmentRescore(msgspec.Struct, frozen=True, array_like=True, tag="rescore"):
-    """Score a finished rollout; answered by EnvironmentScored."""
+    """Request to score a finished rollout; answered by EnvironmentScored."""
 
     number: int
     task: Task
@@ -108,19 +108,19 @@ class EnvironmentTold(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     number: int
     place: int
     completion: bytes
-    """As the API sends it, JSON."""
+    """Completion in the API's form, JSON."""
     refused: str
-    """Why there is none; empty where there is."""
+    """Reason why there is no completion; empty if there is one."""
 
 
 class EnvironmentDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Cancel a request."""
+    """Cancellation of a request."""
 
     number: int
 
 
 class EnvironmentPing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Answered by EnvironmentPong as soon as the environment's own code lets the event loop run."""
+    """Ping; answered by EnvironmentPong once the environment's code lets the event loop run."""
 
     number: int
 
@@ -139,7 +139,7 @@ class EnvironmentReady(msgspec.Struct, frozen=True, array_like=True, tag="done")
 
 
 class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looked"):
-    """A task, its prompt, and a good conversation where one is known."""
+    """A task, its prompt, and a good conversation if one is known."""
 
     number: int
     digest: bytes
@@ -148,7 +148,7 @@ class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looke
 
 
 class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
-    """The policy has to speak."""
+    """Request for the policy's reply to `prompt`."""
 
     number: int
     turn: int
@@ -156,17 +156,20 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
 
 
 class EnvironmentAsk(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A reward asks the judge; answered by EnvironmentTold. No answer to the request with this number."""
+    """Question of a reward to the judge; answered by EnvironmentTold.
+
+    It does not answer the request with this number.
+    """
 
     number: int
     place: int
-    """Among all that this process asks."""
+    """Number of the question, unique in this process."""
     request: bytes
-    """To /chat/completions, JSON."""
+    """Request to /chat/completions, JSON."""
 
 
 class EnvironmentPlayed(msgspec.Struct, frozen=True, array_like=True, tag="played"):
-    """A rollout has ended."""
+    """The episode of a finished rollout."""
 
     number: int
     episode: Episode
@@ -180,7 +183,7 @@ class EnvironmentScored(msgspec.Struct, frozen=True, array_like=True, tag="score
 
 
 class EnvironmentFailure(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A request failed for the reason `detail`."""
+    """Failure of a request; `detail` has the reason."""
 
     number: int
     detail: str
@@ -234,11 +237,11 @@ TICK_S = 1.0
 """Longest interval between two settings of the timer that ends this process."""
 
 _asking: ContextVar[int] = ContextVar("_asking", default=0)
-"""Number of the request that this code belongs to."""
+"""Number of the request that the current code belongs to."""
 
 
 class Steps:
-    """Marks which request's code runs and measures it: every step of a request's tasks passes here.
+    """Marker and clock of requests' code; every step of a request's tasks passes here.
 
     The mark is in memory shared with the node; a step that takes too long ends the process.
     """
@@ -259,7 +262,7 @@ class Steps:
         self._set_timer(time.monotonic())
 
     def keep(self) -> None:
-        """Record that the event loop runs."""
+        """Restart the timer: the event loop runs."""
         self._set_timer(time.monotonic())
 
     @contextmanager
@@ -297,7 +300,7 @@ class Steps:
 
 
 class Marked(Coroutine[Any, Any, Any]):
-    """Coroutine whose every step is marked with the number of its request."""
+    """Coroutine that marks each of its steps with the number of its request."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], number: int, steps: Steps) -> None:
         self._inner = inner
@@ -336,7 +339,7 @@ def mark_tasks(steps: Steps) -> Callable[..., asyncio.Task[Any]]:
 
 
 class EnvironmentHost:
-    """Answers requests until close(); EnvironmentSetUp is the first."""
+    """Server of requests until close(); EnvironmentSetUp is the first."""
 
     def __init__(
         self, outbox: Outbox, make: Callable[[EnvironmentSetUp], Environment], steps: Steps
@@ -357,7 +360,7 @@ class EnvironmentHost:
         self._ticking: asyncio.Task[None] | None = None
 
     def take(self, request: EnvironmentRequest) -> None:
-        """Start to answer a request."""
+        """Start answering a request."""
         match request:
             case EnvironmentDrop():
                 if (task := self._tasks.get(request.number)) is not None:
@@ -405,7 +408,7 @@ class EnvironmentHost:
 
     @contextmanager
     def _loads(self) -> Generator[None]:
-        """Apply the limit for loading a taskset inside."""
+        """Apply the time limit for loading a taskset inside."""
         self._loading += 1
         self._steps.limit(self._start_timeout_s)
         try:
@@ -430,7 +433,7 @@ class EnvironmentHost:
             answer = EnvironmentFailure(number, str(error), STUCK)
         except EnvironmentFailed as error:
             answer = EnvironmentFailure(number, str(error), FAILED)
-        except Exception as error:  # an environment's own code raises what it likes
+        except Exception as error:  # an environment's own code may raise anything
             answer = EnvironmentFailure(number, named_line(error), FAILED)
         self._outbox.put(answer)
 
@@ -462,7 +465,7 @@ class EnvironmentHost:
             try:
                 async with asyncio.timeout(config.start_timeout_s):
                     await environment.start()
-            except TimeoutError as error:  # code that waits; the timer sees only code that runs
+            except TimeoutError as error:  # code that waits; the timer only ends code that runs
                 raise EnvironmentStuck(
                     f"the environment did not start within {config.start_timeout_s:g} s: mend it, or raise "
                     "environment.start_timeout_s"
@@ -520,7 +523,7 @@ def make_environment(request: EnvironmentSetUp) -> Environment:
 
 
 def main(environment: Callable[[EnvironmentSetUp], Environment]) -> None:
-    """EnvironmentAnswer at the standard input and output; what a taskset prints goes to the standard error."""
+    """Serve requests on standard input and output; a taskset's prints go to standard error."""
     steps = Steps(int(os.environ[MARK_VARIABLE]))
     enter(SandboxConfig.model_validate_json(os.environ[SANDBOX_VARIABLE]))
 

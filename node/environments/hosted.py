@@ -1,7 +1,7 @@
-"""Play an environment in a process of its own (host.py), whatever a taskset's code does.
+"""Run an environment in its own process (host.py), to contain faults of a taskset's code.
 
-Code that hangs, spins or crashes costs its own rollout only. The process is started again and its other
-rollouts are played again from the start; turns that the policy has sampled are not sampled again.
+Code that hangs, spins or crashes costs its own rollout only. The process is restarted and its other rollouts
+are played again from the start; turns that the policy has sampled are not sampled again.
 """
 
 import asyncio
@@ -75,36 +75,36 @@ A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
 PRIVATE = frozenset({"PRIMERL_PASSPHRASE", PARENT_VARIABLE})
-"""Variables of the node that a taskset's process does not get: a secret, and what is the node's own ..."""
+"""Variables that a taskset's process never gets: a secret, and one for the node's processes."""
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)
-"""... and, without a network, names of those that hold what only a service takes."""
+"""Names of variables with credentials of services, which need a network."""
 LOOKED_TASKS = 4096
-"""Tasks kept with their prompt tokens."""
+"""Cached tasks, with their prompt tokens."""
 MOST_LOSSES = 5
-"""Processes lost in a row, with no rollout in between that ended or was to blame, before it is given up."""
+"""Lost processes in a row, with no rollout finished or blamed between, before giving up."""
 MOST_TRIES = 10
-"""Times that a rollout is begun which is not to blame for the loss of its process."""
+"""Attempts at a request that is not to blame for the loss of its process."""
 SET_UP = 1
 """Number of the first request."""
 PAUSE_S = 1.0
 """Pause after a failed start."""
 PING_S = 2.0
 GUARD_S = 0.25
-"""Pause between two looks at what the process has started."""
+"""Pause between two checks of the process's descendants and memory."""
 SILENT_S = 30.0
-"""Silence of the process that is tolerated beyond the environment's own limits."""
+"""Tolerated silence of the process, beyond the environment's own limits."""
 MOST_QUESTIONS = 64
-"""Questions to the judge that a rollout may have open."""
+"""Most open questions to the judge per rollout."""
 END_S = 2.0
-"""Grace for the process to exit by itself."""
+"""Grace period for the process to exit by itself."""
 
 
 class EnvironmentLost(NodeError):
-    """The environment's process was lost by the fault of another request."""
+    """The environment's process was lost through the fault of another request."""
 
 
 class EnvironmentChild(ChildProcess):
-    """One process: start() first, close() or kill() last."""
+    """Process of an environment: start() first, close() or kill() last."""
 
     Error = EnvironmentFailed
     Lost = EnvironmentLost
@@ -118,7 +118,7 @@ class EnvironmentChild(ChildProcess):
         pass_fds: Sequence[int],
         judge: JudgeModel | None,
     ) -> None:
-        """The process sees of `environ` what is no secret, or all of it with a network."""
+        """Pass `environ` to the process; without a network, credentials are left out."""
         self._mark_file = _shared_file()
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
         variables = {
@@ -128,7 +128,7 @@ class EnvironmentChild(ChildProcess):
         }
         variables |= {
             MARK_VARIABLE: str(self._mark_file.fileno()),
-            # the order of a set is the same on every machine
+            # makes the order of a set the same on every machine
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": python_path(),
             **sandbox.variables(),
@@ -139,14 +139,14 @@ class EnvironmentChild(ChildProcess):
         self._pass_fds = (self._mark_file.fileno(), *pass_fds)
         self._judge = judge
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
-        """Questions to the judge, by the number of the request whose code asks."""
+        """Open questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
         self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
-        """Its last Environment.status."""
+        """Environment.status in the latest EnvironmentPong."""
 
     async def start(self, set_up: EnvironmentSetUp) -> None:
-        """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
+        """Start the process and load the taskset. Raises EnvironmentFailed; call kill() then."""
         await self.spawn(self._pass_fds)
         self._guarding = asyncio.create_task(self._guard(), name="environment guard")
         limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
@@ -163,7 +163,7 @@ class EnvironmentChild(ChildProcess):
         )
 
     async def play(self, task: Task, policy: Policy) -> Episode:
-        """Play a task. Raises EnvironmentFailed, EnvironmentLost, and what `policy` raises."""
+        """Play a task. Raises EnvironmentFailed, EnvironmentLost, and the errors of `policy`."""
         number = next(self._numbers)
         request: EnvironmentPlay | EnvironmentReply = EnvironmentPlay(number, task)
         while True:
@@ -182,7 +182,7 @@ class EnvironmentChild(ChildProcess):
         return (await self._ask(request, EnvironmentScored)).score
 
     async def close(self) -> None:
-        """End it, and kill it if that takes too long."""
+        """End the process; kill it if that takes too long."""
         if self._guarding is not None:
             self._guarding.cancel()
         self._cancel_questions()
@@ -192,7 +192,7 @@ class EnvironmentChild(ChildProcess):
     # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(self, request: EnvironmentRequest, kind: Any) -> Any:
-        """Send a request and return its answer, without a deadline: a process that stands still is lost.
+        """Send a request and return its answer; no deadline, as a silent process counts as lost.
 
         Raises EnvironmentStuck if this request's own code ended the process, EnvironmentLost if another's did.
         """
@@ -254,7 +254,7 @@ class EnvironmentChild(ChildProcess):
             self._send(EnvironmentTold(asked.number, asked.place, completion, refused))
 
     def _cancel_questions(self, number: int | None = None) -> None:
-        """Cancel the questions of a request; None: of all."""
+        """Cancel the open questions of a request, or of all if None."""
         for asking in list(self._asking) if number is None else [number]:
             for task in self._asking.get(asking, ()):
                 task.cancel()
@@ -266,7 +266,7 @@ class EnvironmentChild(ChildProcess):
         return unpack_mark(self._mark[:MARK_BYTES])
 
     async def _guard(self) -> None:
-        """Declare it lost once what it started exceeds the sandbox, and end all of it."""
+        """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
             if fault := self._sandbox.overrun(self.pid):
                 kill_group(self.pid)
@@ -274,7 +274,7 @@ class EnvironmentChild(ChildProcess):
             await asyncio.sleep(GUARD_S)
 
     def _life(self) -> object:
-        """Count running code as life: it may answer late."""
+        """Return a value that changes while the process lives; running code may answer late."""
         return super()._life(), self._marked()[1]
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
@@ -288,7 +288,7 @@ class EnvironmentChild(ChildProcess):
 
 
 class HostedEnvironment:
-    """Implements Environment: start() first, close() last."""
+    """An Environment in its own process: start() first, close() last."""
 
     def __init__(
         self,
@@ -302,12 +302,12 @@ class HostedEnvironment:
         judges: Judges | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """Prepare the environment of a run: nothing of it is imported or run before start().
+        """Prepare the environment of a run: none of its code is imported or run before start().
 
         `model_dir` holds tokenizer.json and the chat template; None: characters are tokens. `seed` is the
         taskset's unless its options name one; `max_tokens` bounds a turn. Without a `sandbox` the process has
-        the default limits. `judges` make the judge that the config names; without them it plays and does
-        not score.
+        the default limits. `judges` make the judge that the config names; without them such an environment
+        plays and does not score.
         """
         self._config = config
         self._judge = judges.judge(config) if judges else None
@@ -316,7 +316,7 @@ class HostedEnvironment:
         self._model_files = [] if model_dir is None else [model_dir / name for name in CHAT_FILES]
         self._set_up = EnvironmentSetUp(
             SET_UP,
-            # leaves out the keys of a subclass, which its process does not know, and the way to the judge
+            # without the keys of a subclass, which the process does not know, and the judge's URL and key
             config.published().model_dump_json().encode(),
             str(model_dir.absolute()) if model_dir else "",
             seed,
@@ -337,11 +337,11 @@ class HostedEnvironment:
         self._fault = ""
         self.restarts = 0
         self.pass_fds: Sequence[int] = ()
-        """Open files that its process inherits, if they are named before start()."""
+        """File descriptors that the process inherits; set before start()."""
 
     @property
     def name(self) -> str:
-        """The taskset's id."""
+        """Id of the taskset."""
         return self._config.id
 
     @property
@@ -361,13 +361,13 @@ class HostedEnvironment:
         return "" if self._judge is None else self._judge.fault
 
     async def start(self) -> None:
-        """Start its process and load the taskset. Raises EnvironmentFailed, StorageError."""
+        """Start the process and load the taskset. Raises EnvironmentFailed, StorageError."""
         if self._judge is not None:
             await self._judge.start()
         await self._start()
 
     async def close(self) -> None:
-        """End its process."""
+        """End the process."""
         self._closed = True
         for child in (self._starting, self._child):
             if child is not None:
@@ -389,8 +389,11 @@ class HostedEnvironment:
         return (await self._own(task)).demonstration
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Play and score a task. Raises the failures of the policy, and EnvironmentGivenUp once no process
-        stays up; any other failure is the episode's `error`."""
+        """Play and score a task.
+
+        Raises the errors of the policy, and EnvironmentGivenUp once no process stays up; any other failure is
+        the episode's `error`.
+        """
         said = RememberedPolicy(policy)
         try:
             return await self._with_child(task.index, lambda child: child.play(task, said))
@@ -428,7 +431,7 @@ class HostedEnvironment:
     # -- the process -------------------------------------------------------------------------------
 
     async def _with_child(self, index: int, ask: Callable[[EnvironmentChild], Awaitable[A]]) -> A:
-        """Return the result of `ask`, again with a new process if another request ended the old one."""
+        """Return the result of `ask`; retry with a new process if another request ended the old one."""
         for _ in range(MOST_TRIES):
             child = await self._working()
             try:
@@ -444,7 +447,7 @@ class HostedEnvironment:
         raise EnvironmentFailed(f"task {index}: {self._fault} ({MOST_TRIES} times)")
 
     async def _working(self) -> EnvironmentChild:
-        """Return the process, started again if it was lost. Raises EnvironmentFailed."""
+        """Return the process, restarted if it was lost. Raises EnvironmentFailed."""
         async with self._replacing:
             if self._given_up:
                 raise EnvironmentGivenUp(self._given_up)
@@ -458,7 +461,7 @@ class HostedEnvironment:
             return child
 
     async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
-        """Start another process; if cancelled meanwhile, the next request does it."""
+        """Start another process; if cancelled, the next request starts it."""
         self._fault = child.fault
         await child.close()
         while True:
@@ -498,7 +501,7 @@ class HostedEnvironment:
         return child
 
     def _command(self) -> list[str]:
-        """The program of its process, in its sandbox."""
+        """Return the command of the process, in its sandbox."""
         source = source_of(self.name)
         needed = [*self._model_files, *([source] if source else [])]
         return self._sandbox.command(self._program, needed)
@@ -518,8 +521,10 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
 def _where(lines: Sequence[str]) -> str:
-    """Find the innermost call of the main thread outside the standard library in faulthandler's traceback;
-    empty if there is none."""
+    """Locate the main thread's innermost call outside the standard library.
+
+    `lines` hold faulthandler's traceback. Returns an empty string if there is none.
+    """
     library = sysconfig.get_path("stdlib")
     begun = [number for number, line in enumerate(lines) if "most recent call first" in line]
     frames = [_FRAME.search(line) for line in lines[begun[-1] :]] if begun else []

@@ -1,10 +1,11 @@
-"""Ask the model that judges an environment's rollouts; only the trainer and `eval` have one.
+"""Query the judge model of an environment; only the trainer and `eval` have one.
 
 Invariants:
-- a judge that is down is waited for: whoever asks gets an answer, or JudgeRefused for a conversation that the
-  judge fails on while it answers others;
-- equal requests get equal answers, across restarts too: an answer is kept before it is given;
-- the environment's code decides the messages alone: model, temperature and limits are the config's.
+- requests wait for a judge that is down: each gets an answer, or JudgeRefused if the judge fails on its
+  conversation while it answers others;
+- equal requests get equal answers, across restarts too: an answer is stored before it is returned;
+- the environment's code sets the messages, the response format and stop strings, and may lower the token limit;
+  model, temperature and limits are the config's.
 """
 
 import asyncio
@@ -29,21 +30,21 @@ from .policies import JudgeRefused, PlayFailed
 logger = logging.getLogger(__name__)
 
 ANSWERS = "judge.db"
-"""File of the answers in the directory of a run or an evaluation."""
+"""Name of the file of answers in the directory of a run or an evaluation."""
 MAX_REQUEST = 4 << 20
-"""Bytes of a request of the environment's code."""
+"""Largest request of the environment's code, bytes."""
 TRIES = 3
-"""Times that a conversation is tried while the judge answers others."""
+"""Attempts at a conversation while the judge answers others."""
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Between two looks at a judge that is down; the last one from then on."""
+"""Pauses between two attempts at a judge that is down; the last one repeats."""
 PROBE = [{"role": "user", "content": "Say yes."}]
 PASSED_ON = ("messages", "response_format", "stop")
-"""What of a request is the environment's to say."""
+"""Fields of a request that are taken from the environment's code."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 class JudgeModel:
-    """A judge: start() first, close() last. `ask` may be called many times at once."""
+    """A judge model: start() first, close() last. Calls of ask() may overlap."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class JudgeModel:
         *,
         pauses_s: tuple[float, ...] = PAUSES_S,
     ) -> None:
-        """`key` is sent, unless it is empty; answers are kept in the file `answers`."""
+        """Use `key`, unless it is empty; store answers in the file `answers`."""
         self._config = config
         self._key = key
         self._path = answers
@@ -63,22 +64,22 @@ class JudgeModel:
         self._api: ChatApi | None = None
         self._answers: JudgeAnswers | None = None
         self._asked: dict[bytes, asyncio.Task[tuple[str, bool]]] = {}
-        """Requests under way, by digest: equal ones share an answer."""
+        """Requests in flight, by digest: equal ones share an answer."""
         self._waiting = asyncio.Lock()
-        """Held by the one that looks whether the judge is back."""
+        """Held by the task that probes a judge that is down."""
         self._answered = float("-inf")
-        """Monotonic time at which the request that was answered last was sent."""
+        """Monotonic time at which the newest answered request was sent."""
         self.fault = ""
-        """Why the judge is waited for; empty while it answers."""
+        """Reason why requests wait for the judge; empty while it answers."""
 
     async def start(self) -> None:
-        """Open the client and the file; asks nothing. Raises StorageError."""
+        """Open the client and the file; send no request. Raises StorageError."""
         self._answers = JudgeAnswers(self._path)
         self._open.callback(self._answers.close)
         self._api = await self._open.enter_async_context(open_api(self._config, self._key))
 
     async def close(self) -> None:
-        """Cancel what is under way and close both."""
+        """Cancel requests in flight; close the client and the file."""
         tasks = list(self._asked.values())
         for task in tasks:
             task.cancel()
@@ -87,9 +88,9 @@ class JudgeModel:
         await self._open.aclose()
 
     async def ask(self, request: bytes) -> bytes:
-        """Answer a request to /chat/completions with such a completion, both in JSON.
+        """Answer a request to /chat/completions with a completion, both in JSON.
 
-        Raises JudgeRefused; StorageError where the answer cannot be kept.
+        Raises JudgeRefused; StorageError if the answer cannot be stored.
         """
         body = self._body(request)
         encoded = msgspec.json.encode(body, order="deterministic")
@@ -101,17 +102,17 @@ class JudgeModel:
                 task = asyncio.create_task(self._answer(name, body), name="judge")
                 self._asked[name] = task
                 task.add_done_callback(lambda done: self._ended(name, done))
-            # the others that wait for it, and the file, get it if this one is cancelled
+            # if this caller is cancelled, the other waiters and the file still get the answer
             found = await asyncio.shield(task)
         return self._completion(*found)
 
     def _ended(self, name: bytes, task: "asyncio.Task[tuple[str, bool]]") -> None:
         self._asked.pop(name, None)
         if not task.cancelled():
-            task.exception()  # those who waited for it may all be gone
+            task.exception()  # all waiters may have been cancelled
 
     async def _answer(self, name: bytes, body: dict[str, Any]) -> tuple[str, bool]:
-        """Ask until there is an answer, and keep it."""
+        """Retry until there is an answer, and store it. Raises JudgeRefused."""
         failures = tries = 0
         while True:
             began = time.monotonic()
@@ -133,7 +134,7 @@ class JudgeModel:
             failures += 1
 
     async def _wait_for_judge(self, trouble: str, since: float) -> None:
-        """Wait until the judge has answered anything that was asked after `since`."""
+        """Wait until the judge has answered any request that was sent after `since`."""
         async with self._waiting:
             looks = 0
             while self._answered < since:
@@ -149,11 +150,11 @@ class JudgeModel:
                     looks += 1
 
     async def _pause(self, before: int) -> None:
-        """Pause, longer the more pauses there were `before`."""
+        """Sleep for the next of the pauses; `before` is the number of earlier ones."""
         await asyncio.sleep(self._pauses_s[min(before, len(self._pauses_s) - 1)])
 
     async def _send(self, body: Mapping[str, Any]) -> tuple[str, bool]:
-        """Send one request. Raises as ChatApi.ask()."""
+        """Send one request. Raises the errors of ChatApi.ask()."""
         assert self._api is not None  # start() opened it
         async with self._room:
             began = time.monotonic()
@@ -165,7 +166,7 @@ class JudgeModel:
         return answer.text, answer.cut
 
     def _body(self, request: bytes) -> dict[str, Any]:
-        """Make our request of one that the environment's code made. Raises JudgeRefused."""
+        """Convert a request of the environment's code to the one to send. Raises JudgeRefused."""
         if len(request) > MAX_REQUEST:
             raise JudgeRefused(f"a request of {len(request)} bytes: send at most {MAX_REQUEST}")
         try:
@@ -214,7 +215,7 @@ class JudgeModel:
 
 
 class Judges:
-    """Makes the judges of environments. The keys are read once, and no environment sees their variables."""
+    """Factory of environments' judges; no environment sees the keys, which are read once."""
 
     def __init__(
         self,
@@ -222,7 +223,10 @@ class Judges:
         directory: Path,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Answers are kept in `directory`. Raises UsageError where `environ` lacks a key."""
+        """Read the keys; answers will be stored in `directory`.
+
+        Raises UsageError if `environ` lacks a key.
+        """
         held = os.environ if environ is None else environ
         found = [one.judge for one in environments if one.judge is not None]
         self._keys = {one.key_variable: read_key(one, held) for one in found}
@@ -230,11 +234,11 @@ class Judges:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names of the environment variables that hold their keys."""
+        """Names of the environment variables that hold the keys."""
         return frozenset(self._keys) - {""}
 
     def judge(self, config: EnvironmentConfig) -> JudgeModel | None:
-        """The judge of an environment, not started; None where it has none."""
+        """Make the judge of an environment, not started; None if it has none."""
         told = config.judge
         if told is None:
             return None

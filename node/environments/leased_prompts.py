@@ -1,6 +1,6 @@
 """The environment whose tasks come with the lease: a prompt, one reply to it, and no reward.
 
-Trainer, worker and validator read the same prompt in the same signed lease, so none has to believe another.
+Trainer, worker and validator read the same prompt in the same signed lease, so none has to trust another.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from .policies import PlayFailed
 
 
 class LeasedPrompts:
-    """An Environment of the prompts of one lease; without a lease it has no task."""
+    """Environment of one lease's prompts; without a lease it has no tasks."""
 
     name = LEASED_PROMPTS
     status = ""
@@ -32,15 +32,15 @@ class LeasedPrompts:
 
     def __init__(self, lease: Lease | None = None) -> None:
         tasks = lease.tasks if lease else ()
-        # a lease of another number of prompts has tasks without one
+        # if a lease has fewer prompts than tasks, the other tasks have none
         pairs = zip(tasks, lease.prompts if lease else (), strict=False)
         self._prompts = {task.index: prompt for task, prompt in pairs}
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """See Environment."""
@@ -63,11 +63,11 @@ class LeasedPrompts:
             ) from error
 
     async def demonstration(self, task: Task) -> Demonstration | None:
-        """No reply is known beforehand."""
+        """Return None: no correct reply is known."""
         return None
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """See Environment: one turn."""
+        """Play one turn, with reward 0; see Environment."""
         try:
             prompt = await self.prompt(task)
             reply = await policy(prompt, 0)
@@ -82,7 +82,7 @@ class LeasedPrompts:
         return Episode([branch], Score(0.0))
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
-        """See Environment: 0, whatever the reply says."""
+        """Check a rollout; its score is always 0. See Environment."""
         prompt = await self.prompt(task)
         if len(branches) != 1:
             raise ScoreMismatch(f"{len(branches)} sequences in place of one prompt and its reply")
@@ -96,5 +96,5 @@ class LeasedPrompts:
 
 
 def of_lease(environment: Environment, lease: Lease) -> Environment:
-    """Return what knows the tasks of `lease`: its environment or, where tasks come with it, its prompts."""
+    """Return the environment for the tasks of `lease`: LeasedPrompts of it, or `environment`."""
     return LeasedPrompts(lease) if isinstance(environment, LeasedPrompts) else environment

@@ -1,14 +1,14 @@
-"""Play a taskset of `verifiers`; besides the bundled tasksets and tools.py only this file imports the library.
+"""Play tasksets of `verifiers`, imported only here, in tools.py and in the tasksets.
 
-A model is called through the node alone: no harness program, no interception server, no HTTP (which cost
-5.4 ms of CPU a rollout). Two ways, and the same episode from both:
+Model calls go through the node only: no harness program, no interception server, no HTTP (which took 5.4 ms of
+CPU per rollout). Two paths give the same episode:
 
-- a plain taskset (no Env of its own, no hooks on single requests) takes the short way, 0.35 ms: a Trace
-  made of the library's public types, over which its own stops, hooks and Task.score() run;
-- any other goes through the library's Env.run, Agent and Rollout, 1.7 ms a turn, with a harness that calls
-  the policy and the tools (tools.py), and a runtime that runs no commands.
+- a plain taskset (no Env of its own, no hooks on single requests) takes the short path, 0.35 ms: a Trace made
+  of the library's public types, on which the task's stops, hooks and Task.score() run;
+- any other goes through the library's Env.run, Agent and Rollout, 1.7 ms a turn, with a harness that calls the
+  policy and the tools (tools.py), and a runtime that runs no commands.
 
-Tasksets with containers are refused: a node runs no commands for a stranger.
+Tasksets with containers are refused: a node runs no commands for strangers.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def check_trace(trace: Any) -> None:
-    """Raise PlayFailed if a trace failed, or is not of the policy that is trained."""
+    """Raise PlayFailed if a trace failed, or its agent is not to be trained."""
     if not trace.ok or trace.is_timeout:
         last = trace.last_error
         raise PlayFailed(trace.stop_condition if last is None else f"{last.type}: {last.message}")
@@ -65,8 +65,10 @@ def check_trace(trace: Any) -> None:
 
 
 def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Branch]:
-    """The trace's root-to-leaf paths that hold a turn; `completions` by id() of the sampled node.
-    Raises PlayFailed if there is none."""
+    """Return a trace's root-to-leaf paths that hold a turn.
+
+    `completions`: by id() of the sampled node. Raises PlayFailed if there is no such path.
+    """
     found: list[Branch] = []
     for it in trace.branches:
         turns = [completions[id(node)] for node in it.nodes if node.sampled]
@@ -78,9 +80,10 @@ def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Br
 
 
 def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
-    """The score of an episode of several agents, whose traces have so many branches each. Raises PlayFailed.
+    """Join the scores of several agents' traces. Raises PlayFailed.
 
-    Metrics are AGENT/NAME, means over the traces of an agent.
+    `branches` has the number of branches of each trace. Metrics are AGENT/NAME, means over the traces of an
+    agent.
     """
     scores = [score(trace) for trace in traces]
     names = [trace.agent.name for trace in traces]
@@ -99,8 +102,11 @@ def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
 
 
 def score(trace: Any) -> Score:
-    """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted, and so does
-    the number of tool calls, where there are tools. Raises PlayFailed where one is NaN or infinite."""
+    """Return a trace's weighted sum of rewards, with metrics.
+
+    The metrics include each reward, unweighted, and the number of tool calls if there are tools. Raises
+    PlayFailed if one of them is NaN or infinite.
+    """
     named: dict[str, float] = {
         name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None
     }
@@ -115,7 +121,7 @@ def score(trace: Any) -> Score:
 
 
 CALLS = "tool_calls"
-"""The metric of that name."""
+"""Name of the metric of tool calls."""
 
 # The library's classes are generic over types that only a taskset knows.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
@@ -123,7 +129,7 @@ CALLS = "tool_calls"
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """What all rollouts of one task share."""
+    """Data shared by all rollouts of one task."""
 
     task: vf.Task
     digest: bytes
@@ -133,10 +139,10 @@ class PreparedTask:
     prompt: tuple[int, ...]
     stops: list[Callable[..., Any]]
     replies: tuple[str, ...]
-    """What the model may say, where the data shows it: all `replies` of a good conversation; else a
-    `first_reply`, or the `answer` to a single question."""
+    """Correct replies, if the data has them: all `replies` of a conversation, else its `first_reply`, or the
+    `answer` to a single question."""
     whole: bool
-    """Whether these are a whole conversation."""
+    """Whether the replies are a whole conversation."""
 
 
 class TasksetPlayer:
@@ -154,8 +160,10 @@ class TasksetPlayer:
         calls: "CallParser | None",
         scores: bool,
     ) -> None:
-        """`env` is None for a plain taskset, `calls` for one without tools. Without `scores` rollouts are
-        played, and their rewards left to others: each is 0."""
+        """Keep the parts; `env` is None for a plain taskset, `calls` for one without tools.
+
+        Without `scores` rollouts are played but not scored: each reward is 0.
+        """
         self._config = config
         self._scores = scores
         self._chat = chat
@@ -174,7 +182,7 @@ class TasksetPlayer:
         self._box = NoCommands()
 
     async def start(self) -> None:
-        """Start what the taskset and its Env share between episodes. Raises EnvironmentFailed."""
+        """Start the resources that episodes share. Raises EnvironmentFailed."""
         if self._calls is not None:
             from .tools import opened
 
@@ -184,14 +192,14 @@ class TasksetPlayer:
             await self._env.start()
 
     async def close(self) -> None:
-        """Stop what the taskset and its Env share."""
+        """Stop the resources that episodes share."""
         if self._env is not None:
             await self._env.stop()
         await self._stack.aclose()
 
     @asynccontextmanager
     async def toolbox(self, task: vf.Task) -> "AsyncGenerator[Toolbox]":
-        """Open the tools of a task, beside those of its taskset."""
+        """Open the tools of a task, in addition to those of its taskset."""
         from .tools import opened
 
         toolsets = task.toolsets(task.config)
@@ -200,11 +208,11 @@ class TasksetPlayer:
 
     @property
     def progress(self) -> str:
-        """How far a walk to a task has come; empty while there is none."""
+        """Progress of the iteration to a task; empty if there is none."""
         return self._tasks.progress
 
     async def load(self, index: int, split: Split) -> PreparedTask:
-        """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
+        """Prepare task number `index` of `split`; tokenise its prompt. Raises EnvironmentFailed."""
         task: vf.Task = await self._tasks.get(index, split)
         data, content = task.data, task.hash
         if not self._scores:
@@ -222,7 +230,7 @@ class TasksetPlayer:
         if self._calls is not None:
             async with self.toolbox(task) as box:
                 tools = [tool_to_wire(tool) for tool in box.schemas]
-            # what the model is told of its tools is as much a part of the task as its prompt
+            # the tools' schemas are as much a part of the task as its prompt
             shown = json.dumps(tools, sort_keys=True).encode()
             identity = hashlib.sha256(identity + shown).digest()
         return PreparedTask(
@@ -238,7 +246,7 @@ class TasksetPlayer:
         )
 
     async def play(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
-        """One rollout. Raises PlayFailed, and what the policy raised."""
+        """Play one rollout. Raises PlayFailed, and the errors of the policy."""
         try:
             if self._env is None:
                 return await self._play_plain(prepared, exchange)
@@ -248,7 +256,7 @@ class TasksetPlayer:
             raise PlayFailed(f"{type(error).__name__}: {error}") from error
 
     async def _play_plain(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
-        """One turn, in the order of the library's Rollout."""
+        """Play one turn, in the order of the library's Rollout."""
         task, prompt = prepared.task, prepared.prompt
         trace = vf.Trace(task=prepared.record, state=prepared.state(), agent=self._info)
         at_hand: dict[str | type, Any] = {"trace": trace, "runtime": self._box}
@@ -273,8 +281,10 @@ class TasksetPlayer:
     def _record(
         self, trace: vf.Trace, prepared: PreparedTask, completion: Completion, started: float
     ) -> vf.MessageNode:
-        """Add the one turn to the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
-        in pydantic's model_construct). Returns the reply's node."""
+        """Add the turn to the trace and return the reply's node.
+
+        Does the same as graph.prepare_turn().commit(), which spends 0.5 ms in pydantic's model_construct.
+        """
         for parent, message in enumerate(prepared.messages, start=-1):
             node = vf.MessageNode(parent=None if parent < 0 else parent, message=message)
             trace.nodes.append(node)
@@ -291,13 +301,13 @@ class TasksetPlayer:
         return reply
 
     async def _play_env(self, env: vf.Env, prepared: PreparedTask, exchange: Exchange) -> Episode:
-        """The library's own way, from Env.run down to Rollout."""
+        """Play an episode by the library's code, from Env.run down to Rollout."""
         harness = PolicyHarness(self._chat, exchange, self._calls)
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
         toolbox = self.toolbox if self._calls is not None else None
 
-        one_at_a_time = asyncio.Semaphore(1)  # so that the order of turns does not depend on time
+        one_at_a_time = asyncio.Semaphore(1)  # so that the order of turns does not depend on timing
 
         def sit(name: str, agent: vf.AgentConfig) -> vf.Agent:
             limit = min(self._config.max_turns, agent.max_turns or self._config.max_turns)
@@ -332,7 +342,7 @@ class TasksetPlayer:
 
 
 class NoCommands(vf.Runtime):
-    """The box that hooks get as `runtime`: it exists, and refuses everything."""
+    """Runtime for hooks; refuses all commands and file access."""
 
     def __init__(self) -> None:
         super().__init__("in-process")
@@ -340,20 +350,20 @@ class NoCommands(vf.Runtime):
         self.info = SubprocessRuntimeInfo()
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     async def run(self, *_: object, **__: object) -> vf.ProgramResult:
-        """Refused, like reading and writing files."""
+        """Raise SandboxError, also for reading and writing files."""
         raise vf.SandboxError("a node runs no commands: use a taskset that scores in Python")
 
     write = _read = run  # type: ignore[assignment]
 
 
 class JudgeTransport(httpx.AsyncBaseTransport):
-    """Takes what an OpenAI client would send over the network to the judge of the episode."""
+    """HTTP transport that passes an OpenAI client's requests to the judge of the episode."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer a chat completion; 422 with the reason where the judge refuses it."""
+        """Answer a chat completion; status 422 with the reason if the judge refuses it."""
         ask = episode_judge.get()
         if ask is None:
             raise httpx.ConnectError("a judge is asked by rewards alone", request=request)
@@ -368,12 +378,12 @@ class JudgeTransport(httpx.AsyncBaseTransport):
 
 
 def judge_client(_: object) -> httpx.AsyncClient:
-    """In place of the library's client of an endpoint: whatever that is, the run's judge answers."""
+    """Make a client that sends the requests for any endpoint to the run's judge."""
     return httpx.AsyncClient(transport=JudgeTransport(), timeout=None)
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
-    """An episode's harness and its interception in one: a model call is a call of the policy."""
+    """Harness and interception of an episode: a model call is a call of the policy."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -389,28 +399,28 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         self._exchange = exchange
         self._calls = calls
         self.tools: Toolbox | None = None
-        """Those of the rollout that is played."""
+        """Tools of the current rollout."""
         self._sessions: dict[str, RolloutSession] = {}
         self.completions: dict[int, Completion] = {}
-        """id() of a sampled node, which its trace keeps alive -> what was sampled."""
+        """id() of a sampled node, which its trace keeps alive -> its completion."""
         self._turns: dict[int, int] = {}
         """id() of a sampled node -> number of its turn in the episode."""
 
     def spoke(self, trace: Any) -> bool:
-        """Whether the policy was sampled for a trace."""
+        """Return whether the policy was sampled for a trace."""
         return any(node.sampled for node in trace.nodes)
 
     def first_turn(self, trace: Any) -> int:
-        """Number of a trace's first turn in the episode; it has one."""
+        """Return the number of a trace's first turn in the episode; there has to be one."""
         return min(self._turns[id(node)] for node in trace.nodes if node.sampled)
 
     def numbers(self, trace: Any) -> list[tuple[int, ...]]:
-        """Numbers of the turns of each of a trace's branches, in order."""
+        """Return the turn numbers of each of a trace's branches, in order."""
         paths = [[node for node in one.nodes if node.sampled] for one in trace.branches]
         return [tuple(self._turns[id(node)] for node in path) for path in paths if path]
 
     async def start(self) -> None:
-        """Nothing listens."""
+        """Do nothing: there is no server."""
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncGenerator[tuple[str, str, str]]:
@@ -433,8 +443,11 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
-        """One segment, as the library's chat program plays it: the conversation so far in, replies and the
-        results of their calls onto the trace, until a reply calls no tool."""
+        """Play one segment, as the library's chat program does.
+
+        Starts from the conversation so far; adds replies and the results of their calls to the trace, until a
+        reply calls no tool.
+        """
         system, prompt = self.resolve_prompt(data)
         session, messages = self._sessions[secret], _messages(system, prompt or [])
         while (reply := await self._turn(session, messages)) is not None:
@@ -448,7 +461,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     async def _turn(
         self, session: RolloutSession, messages: list[Any]
     ) -> vf.AssistantMessage | None:
-        """One model call, in the order of the library's server; None if something refused it."""
+        """Make one model call, in the order of the library's server; None if it was refused."""
         trace = session.trace
         if session.stopped or await session.refused() is not None:
             return None
@@ -478,7 +491,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         return response.message
 
     def _response(self, prompt: list[int], completion: Completion) -> vf.Response:
-        """What was sampled as the library's type, its tool calls read from the text."""
+        """Convert a completion to the library's type, with tool calls parsed from the text."""
         content, calls = self._chat.text(completion.token_ids), []
         if self._calls is not None:
             content, calls = self._calls.read(content)
@@ -495,22 +508,22 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         )
 
     async def _result(self, session: RolloutSession, call: vf.ToolCall) -> Any:
-        """The message that answers a call."""
+        """Return the message that answers a tool call."""
         arguments = _arguments(call.arguments or "{}")
         decision = await session.decide_tool(call.id, call.name, arguments)
         if decision["action"] == "deny":
             return vf.ToolMessage.model_validate(decision["message"])
         if decision["action"] == "stop":
-            content = ""  # nobody reads it: the next turn is refused
+            content = ""  # never read: the next turn is refused
         elif not isinstance(arguments, dict):
             content = "error: the arguments of a call are a JSON object"
         else:
-            assert self.tools is not None  # calls are read where there are tools
+            assert self.tools is not None  # calls are parsed only if there are tools
             content = await self.tools.call(session.trace, call.name, arguments)
         return vf.ToolMessage(tool_call_id=call.id, name=call.name, content=content)
 
     def _prompt(self, turn: graph.PendingTurn) -> list[int]:
-        """The conversation's token ids; after a reply they extend those of the turn before."""
+        """Return the conversation's token ids; after a reply they extend the previous turn's."""
         before = turn.previous_renderer_token_ids()
         if before is None or any(message.role == "assistant" for message in turn.tail):
             return self._chat.prompt(_wire(turn.prompt), list(map(tool_to_wire, turn.tools)))
@@ -518,7 +531,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
 
 
 class BorrowingAgent(vf.Agent):
-    """An agent whose rollouts borrow the box without commands and note their traces in a list."""
+    """Agent whose rollouts share a runtime without commands and record their traces."""
 
     def __init__(
         self,
@@ -529,11 +542,10 @@ class BorrowingAgent(vf.Agent):
         gate: asyncio.Semaphore,
         toolbox: "Callable[[vf.Task], AbstractAsyncContextManager[Toolbox]] | None",
     ) -> None:
-        """`placement` is what every rollout gets: the runtime, and who notes its trace; `toolbox` opens the
-        tools of a task.
+        """Take the rollouts' options in `placement`: the runtime, and the callback for traces.
 
-        `name` is the agent's in the environment; `gate` is held while it is active, as the library's
-        `max_concurrent_agents` has it, but not between the turns of an interaction.
+        `toolbox` opens the tools of a task. `name` is the agent's in the environment; `gate` is held while it
+        is active, like the library's `max_concurrent_agents`, but not between the turns of an interaction.
         """
         super().__init__(config, interception=harness)
         self.harness: PolicyHarness = harness
@@ -544,18 +556,18 @@ class BorrowingAgent(vf.Agent):
         self._toolbox = toolbox
 
     def _note(self, trace: vf.Trace) -> None:
-        """Stamp a trace that begins, as the library's own agents of an episode do."""
+        """Set the agent's fields of a new trace, as the library's agents of an episode do."""
         trace.agent.name, trace.agent.trainable = self._name, self.trainable
         self._on_trace(trace)
 
     async def run(self, task: vf.Task, **options: Any) -> vf.Trace:
-        """A whole rollout."""
+        """Play a whole rollout."""
         async with self._one_at_a_time, self._tools(task) as own:
             return await super().run(own, **{**options, **self._placement})
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task, **options: Any) -> AsyncGenerator[vf.Interaction]:
-        """A rollout held open, turn by turn."""
+        """Open a rollout to be played turn by turn."""
         async with (
             self._tools(task) as own,
             super().interaction(own, **{**options, **self._placement}) as interaction,
@@ -564,7 +576,7 @@ class BorrowingAgent(vf.Agent):
 
     @asynccontextmanager
     async def _tools(self, task: vf.Task) -> AsyncGenerator[vf.Task]:
-        """Give the harness the task's tools; the task that is yielded has none for the library to start."""
+        """Give the harness the task's tools; yield the task without them, so none is served."""
         if self._toolbox is None:
             yield task
             return
@@ -586,9 +598,9 @@ def open_player(
     temperature: float,
     scores: bool,
 ) -> TasksetPlayer:
-    """Find the taskset and how to play it. Raises EnvironmentFailed."""
+    """Load the taskset and choose how to play it. Raises EnvironmentFailed."""
     if config.judge is not None:
-        # vf.Judge has no hook for a client of ours; all clients of the library are made by this function
+        # vf.Judge has no hook for another client; the library makes all its clients with this function
         library_clients.build_async_httpx = judge_client
     tasksets = load_tasksets(config, seed, _find)
     agent = vf.AgentConfig(
@@ -616,8 +628,10 @@ def open_player(
 
 
 def _call_parser(config: EnvironmentConfig, taskset: vf.Taskset, chat: Chat) -> "CallParser | None":
-    """What reads tool calls; None for a taskset without tools. Raises EnvironmentFailed where its tools cannot
-    be called here, or not in a way that this model knows."""
+    """Make the parser of tool calls; None for a taskset without tools.
+
+    Raises EnvironmentFailed if its tools cannot be called here, or the model's template writes no known calls.
+    """
     of_tasks = type(taskset).task_type().toolsets(taskset.config.task)
     toolsets = [*taskset.toolsets(taskset.config), *of_tasks]
     if not toolsets and not config.deterministic_tools:
@@ -643,7 +657,7 @@ def _no_toolsets(_: object) -> list[vf.Toolset]:
 
 
 def _load_env(name: str, taskset: vf.Taskset, *, tools: bool) -> vf.Env | None:
-    """The taskset's own Env; None where the short way plays it. Raises EnvironmentFailed."""
+    """Load the taskset's own Env; None if the short path plays it. Raises EnvironmentFailed."""
     kind = loaders.environment_class(name)
     plain = not tools and not _hooks_requests(type(taskset).task_type())
     if kind is vf.SingleAgentEnv and plain:
@@ -665,7 +679,7 @@ def _load_env(name: str, taskset: vf.Taskset, *, tools: bool) -> vf.Env | None:
 
 def _find(name: str) -> tuple[type[vf.Taskset], type[vf.TasksetConfig]]:
     if name in BUNDLED:
-        # the library looks for a taskset, and for its Env, among its own first: bundled ones are there, too
+        # the library looks for a taskset and its Env among its own modules first: register bundled ones there
         module = importlib.import_module(f".tasksets.{BUNDLED[name]}", __package__)
         sys.modules[f"{library_tasksets.__name__}.{name.replace('-', '_')}"] = module
     kind = loaders.taskset_class(name)
@@ -673,14 +687,14 @@ def _find(name: str) -> tuple[type[vf.Taskset], type[vf.TasksetConfig]]:
 
 
 def _hooks_requests(task: type[vf.Task]) -> bool:
-    """Whether the task has @intercept hooks or stops on single requests and responses."""
+    """Return whether the task has @intercept hooks or stops on single requests and responses."""
     blank = object.__new__(task)
     stops = discover_decorated(blank, "stop")
     on_trace = all(hook_boundary(stop, allow_trace=True) is vf.Trace for stop in stops)
     return not on_trace or bool(discover_decorated(blank, "intercept"))
 
 
-# -- between the library's types and ours ---------------------------------------------------------
+# -- conversion of the library's types ------------------------------------------------------------
 
 
 def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
@@ -689,7 +703,7 @@ def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
 
 
 def _wire(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: text alone, and arguments of calls as objects."""
+    """Convert messages for chat templates: text only, and arguments of calls as objects."""
     found: list[dict[str, Any]] = []
     for it in messages:
         one: dict[str, Any] = {"role": it.role, "content": content_text(it.content or "")}

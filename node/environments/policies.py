@@ -1,10 +1,10 @@
-"""Policies as an episode meets them: the Exchange that samples its turns, and recorded turns as a policy.
+"""Policies within an episode: the Exchange that samples its turns, and recorded turns.
 
 Invariants:
-- a failure of the policy is never the episode's: environment libraries swallow exceptions, so Exchange
-  remembers it and check() raises it again;
+- a failure of the policy never counts as the episode's: environment libraries swallow exceptions, so Exchange
+  stores it and check() raises it again;
 - a recording answers only the exact prompts that it holds, so replaying it through the environment proves that
-  the environment would have asked the same.
+  the environment would have sent the same prompts.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ episode_clock: ContextVar[Callable[[], float]] = ContextVar("episode_clock", def
 Judge = Callable[[bytes], Awaitable[bytes]]
 """(request to /chat/completions) -> completion, both in JSON. Raises JudgeRefused."""
 episode_judge: ContextVar[Judge | None] = ContextVar("episode_judge", default=None)
-"""The model that an episode's rewards may ask; None where others score it."""
+"""Judge for an episode's rewards; None if they are not computed here."""
 
 
 class JudgeRefused(Exception):
-    """The judge answers, but not this conversation; the text says why."""
+    """The judge answers, but not this conversation; the text has the reason."""
 
 
 class PlayFailed(Exception):
@@ -46,7 +46,10 @@ class EpisodeStuck(PlayFailed):
 def check_completion(
     completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int]
 ) -> None:
-    """Raise BadCompletion unless it has 1..max_tokens tokens, and no stop token before the last."""
+    """Raise BadCompletion unless `completion` keeps the sampling contract.
+
+    It has 1..max_tokens tokens, one logprob each, no stop token before the last token, and `finish` to match.
+    """
     ids = completion.token_ids
     if not 1 <= len(ids) <= max_tokens:
         raise BadCompletion(f"{len(ids)} tokens in one completion: sample 1 to {max_tokens}")
@@ -61,7 +64,7 @@ def check_completion(
 
 
 class Exchange:
-    """Samples the turns of one episode and bounds the time of the environment's code between them."""
+    """Sampler of one episode's turns, with a deadline for the environment's code between them."""
 
     def __init__(
         self, policy: Policy, *, max_tokens: int, stop_token_ids: Sequence[int], deadline: float
@@ -77,13 +80,13 @@ class Exchange:
         self._began: float | None = None
         """Start of the environment's own code; None while the policy samples or the judge answers."""
         self._outside = 0
-        """Answers of the policy and of the judge that are waited for."""
+        """Pending answers of the policy and of the judge."""
         self._turn = 0
         self._failure: Exception | None = None
 
     @property
     def turns(self) -> int:
-        """Turns so far; the number of the next one."""
+        """Number of turns so far, which is the number of the next one."""
         return self._turn
 
     async def sample(self, prompt: Sequence[int]) -> Completion:
@@ -107,7 +110,7 @@ class Exchange:
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
-        """Wait for others inside: the deadline counts the environment's time only."""
+        """Stop the deadline's clock inside: only the environment's own time counts."""
         self._count(+1)
         try:
             yield
@@ -119,7 +122,7 @@ class Exchange:
         self._began = None if self._outside else self._clock()
 
     def _check_time(self) -> None:
-        """End the episode if its code exceeded the deadline, else check again when it could have."""
+        """End the episode if its code exceeded the deadline, else schedule the next check."""
         assert self._timer is not None  # made before the first check
         loop = asyncio.get_running_loop()
         left = self._deadline
@@ -132,7 +135,7 @@ class Exchange:
 
     @asynccontextmanager
     async def bounded(self) -> AsyncGenerator[None]:
-        """Raise EpisodeStuck when the environment's code runs for `deadline` seconds between two turns.
+        """Raise EpisodeStuck if the environment's code runs for `deadline` seconds between turns.
 
         A loop that never awaits cannot be interrupted from inside its own process (host.py).
         """
@@ -161,7 +164,10 @@ class Exchange:
 
 
 def turn_spans(branch: Branch) -> list[tuple[int, int]]:
-    """Find (start, end) of each turn, a run of sampled tokens. Raises ScoreMismatch on malformed branches."""
+    """Return (start, end) of each turn, a run of sampled tokens.
+
+    Raises ScoreMismatch if the branch is malformed.
+    """
     count = len(branch.token_ids)
     if not count == len(branch.sampled) == len(branch.logprobs):
         raise ScoreMismatch("token_ids, sampled and logprobs differ in length")
@@ -181,7 +187,7 @@ class RecordedRollout:
         self._branches = branches
         self._turns: dict[tuple[int, ...], list[Completion]] = {}
         self._asked: dict[tuple[int, ...], list[int]] = {}
-        """Prompt and reply -> numbers of the turns that asked for it."""
+        """Prompt and reply -> numbers of the turns that used it."""
         for branch in branches:
             for start, end in turn_spans(branch):
                 self._add(branch, start, end, stop_token_ids)
@@ -213,7 +219,7 @@ class RecordedRollout:
         return completion
 
     def turns(self) -> tuple[tuple[int, ...], ...]:
-        """Return the turn numbers of each branch's replies, as the replay asked for them."""
+        """Return the turn numbers of each branch's replies in the replay."""
         asked = {said: list(numbers) for said, numbers in self._asked.items()}
         return tuple(
             tuple(_next(asked[tuple(branch.token_ids[:end])]) for _, end in turn_spans(branch))
@@ -233,10 +239,10 @@ class RecordedRollout:
 
 
 class ShownReplies:
-    """Policy that says given replies, turn by turn."""
+    """Policy that returns given replies, turn by turn."""
 
     def __init__(self, replies: Sequence[list[int]]) -> None:
-        """Token ids of each reply, stop token included."""
+        """Take the token ids of each reply, stop token included."""
         self._replies = replies
 
     async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
@@ -248,12 +254,12 @@ class ShownReplies:
 
 
 def _next(numbers: list[int]) -> int:
-    """Take a turn number: branches that share a turn share it, a reply that occurs twice has two."""
+    """Take the next turn number; the only one is shared by branches that share the turn."""
     return numbers.pop(0) if len(numbers) > 1 else numbers[0]
 
 
 class RememberedPolicy:
-    """Policy that samples each turn once, although its rollout may be started again."""
+    """Policy that samples each turn once, even if its rollout is restarted."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

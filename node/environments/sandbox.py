@@ -5,7 +5,7 @@ for root, too, where RLIMIT_NPROC does not. Files are not confined. Bubblewrap a
 program of that name: the process sees some of the file system, read-only, and no other process. Invariants:
 - enter() runs before any code of an environment and cannot be undone from inside, as a filter is inherited and
   never removed;
-- bubblewrap shows what is named here and nothing else: of a home or a node's directory only what is needed.
+- bubblewrap shows only the paths that are named here: of a home or a node's directory only the needed files.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ SANDBOX_VARIABLE = "PRIMERL_ENVIRONMENT_SANDBOX"
 """Holds a SandboxConfig as JSON for the process of an environment."""
 MIB, GIB = 1 << 20, 1 << 30
 MARGIN = 64
-"""Descendants that are counted beyond the limit, before the rest of a fork bomb is left uncounted."""
+"""Descendants counted beyond the limit; the rest of a fork bomb is not counted."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-"""Without sockets: data sets come from the cache at once, not after attempts to reach a hub."""
+"""Variables of a process without sockets: data sets come from the cache, without tries at a hub."""
 
 BWRAP = "bwrap"
 MISSING = "bubblewrap is not installed: install it (Debian, Ubuntu: apt install bubblewrap)"
@@ -39,32 +39,32 @@ BROKEN = "it needs release 0.7 or newer, and a system or container that allows u
 PROBE_S = 20.0
 TEMPORARY = Path("/tmp")
 SCRATCH = 512 * MIB
-"""Bytes that may be written to /tmp, to the home directory, and to a cache outside of it, until it ends."""
+"""Space in each of /tmp, the home directory and a cache outside of it, bytes; lost at the end."""
 SHARED = 64 * MIB
-"""Bytes of shared memory."""
+"""Size of the shared memory, bytes."""
 PARTS = ("__init__.py", "crypto", "protocol", "node")
-"""What a process needs of this package, whose root may have the directories of runs beside them."""
+"""Parts of this package that a process needs; its root may also hold directories of runs."""
 OWN_DATA = Path(".primerl") / "datasets"
 """Data sets of the machine's owner, below the home directory; see tasksets/math_env.py."""
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
-"""Directories of the system, on most of them links into /usr."""
+"""System directories, on most systems links into /usr."""
 SYSTEM = (
     "/usr /nix/store /gnu/store /etc/alternatives /etc/group /etc/hosts /etc/ld.so.cache /etc/localtime "
     "/etc/nsswitch.conf /etc/passwd /etc/pki/ca-trust /etc/pki/tls/certs /etc/resolv.conf /etc/ssl/certs"
 ).split()
 SIGNALLED = 128
-"""Exit codes of bwrap above this one tell the signal that ended the process."""
+"""Exit codes of bwrap above this one are this + the signal that ended the process."""
 
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 SECCOMP_MODE_FILTER = 2
 """<linux/prctl.h>, <linux/seccomp.h>"""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; of an argument the low word, on little-endian machines."""
+"""Offsets in struct seccomp_data; that of an argument is of its low word, little-endian."""
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 _CLONE_THREAD = 0x00010000
 _X32 = 0x40000000
-"""System calls of the x32 ABI, which has numbers of its own on x86_64."""
+"""First number of the x32 ABI's system calls on x86_64."""
 
 _NAMES = (
     "clone clone3 fork vfork socket kill tgkill prlimit64 tkill rt_sigqueueinfo rt_tgsigqueueinfo "
@@ -84,10 +84,10 @@ _SYSTEMS: dict[str, tuple[int, str]] = {
     "x86_64": (0xC000003E, _X86_64),
     "aarch64": (0xC00000B7, _AARCH64),
 }
-"""Machine -> its AUDIT_ARCH and the numbers of _NAMES there, from the kernel's headers; - where it has none."""
+"""Machine -> AUDIT_ARCH and the numbers of _NAMES, from the kernel's headers; - for none."""
 _ALWAYS_REFUSED = _NAMES[_NAMES.index("tkill") :]
-"""What reaches into other processes, leaves the process group, is the kernel's own business, or makes memory
-that belongs to no process."""
+"""System calls that access other processes, leave the process group, administer the kernel, or make memory that
+belongs to no process."""
 
 _Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant: struct sock_filter."""
@@ -98,7 +98,7 @@ class Sandbox:
 
     name = "limits"
     wrapping = 0
-    """Processes of its own, above the environment's."""
+    """Number of the sandbox's own processes, parents of the environment's."""
     confines_files = False
 
     def __init__(self, config: SandboxConfig, missing: str = "") -> None:
@@ -110,7 +110,7 @@ class Sandbox:
         return ": ".join(filter(None, (self.name, "; ".join(self.gaps()))))
 
     def gaps(self) -> Iterator[str]:
-        """Say what is not confined."""
+        """Yield descriptions of the gaps in the confinement."""
         if sys.platform != "linux":
             yield "only Linux keeps an environment from sockets, other processes and more memory"
         elif platform.machine() not in _SYSTEMS:
@@ -122,21 +122,21 @@ class Sandbox:
             yield f"files are not confined, so that it can read this node's key{why}"
 
     def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
-        """Make the command that runs `program`, which reads `needed`, files and directories."""
+        """Make the command that runs `program`, which reads the files and directories `needed`."""
         return list(program)
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of the process, for enter() and leave_with_parent()."""
+        """Return the environment variables of the process, for enter() and leave_with_parent()."""
         told = self.config.model_dump_json(include=set(SandboxConfig.model_fields))
         found = {SANDBOX_VARIABLE: told, PARENT_VARIABLE: str(os.getpid())}
         return found if self.config.network else {**found, **OFFLINE}
 
     def exit_code(self, code: int | None) -> int | None:
-        """The environment's exit code, negative for a signal, given that of the command."""
+        """Convert the command's exit code to the environment's, negative for a signal."""
         return code
 
     def overrun(self, pid: int) -> str:
-        """Say why the environment of this process id has to be ended; empty while it keeps its limits.
+        """Explain why the environment of process `pid` has to be ended; empty within its limits.
 
         Linux only. Counts all descendants and their memory; pages that forks share count once.
         """
@@ -160,15 +160,18 @@ class Sandbox:
 
 
 class Bubblewrap(Sandbox):
-    """The same limits in namespaces that `bwrap` makes: few files, read-only; no network, no other process."""
+    """Sandbox with namespaces of `bwrap`: few files, read-only; no network, no other process."""
 
     name = "bubblewrap"
     wrapping = 2
-    """bwrap twice: outside, and as the first process of the namespace, which takes all others along."""
+    """bwrap outside, and bwrap as the namespace's first process, whose end ends all others."""
     confines_files = True
 
     def __init__(self, config: SandboxConfig, program: str, hidden: Iterable[Path] = ()) -> None:
-        """Run `program`, a path of bwrap. What is below `hidden` is not shown even if something above is."""
+        """Use the program bwrap at the path `program`.
+
+        Paths below `hidden` are not shown even if one above them is.
+        """
         super().__init__(config)
         self._program = program
         self._hidden = {one for path in hidden for one in (path.absolute(), path.resolve())}
@@ -180,7 +183,7 @@ class Bubblewrap(Sandbox):
             options.append("--share-net")
         options += ["--proc", "/proc", "--dev", "/dev", *_scratch(Path("/dev/shm"), SHARED)]
         view = self._view(needed)
-        for path in sorted(view, key=lambda path: len(path.parts)):  # what lies above comes first
+        for path in sorted(view, key=lambda path: len(path.parts)):  # parent directories come first
             options += view[path]
         here = str(Path.cwd())
         options += ["--dir", here]
@@ -199,7 +202,7 @@ class Bubblewrap(Sandbox):
         return SIGNALLED - code if code is not None and code > SIGNALLED else code
 
     def failure(self) -> str:
-        """Start Python in it; why that fails, or empty."""
+        """Start Python in the sandbox; return the reason if that fails, else an empty string."""
         program = [sys.executable, "-P", "-c", f"import {__package__}"]
         try:
             ran = subprocess.run(
@@ -216,7 +219,7 @@ class Bubblewrap(Sandbox):
         return (said or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
 
     def _view(self, needed: Iterable[Path]) -> dict[Path, list[str]]:
-        """What is mounted, by path."""
+        """Return the options that mount each path."""
         writable = _writable()
         above = _above(writable)
         view = {path: _scratch(path, SCRATCH) for path in writable} | _system()
@@ -227,7 +230,7 @@ class Bubblewrap(Sandbox):
             if path in above or (real := path.resolve()) in above:
                 continue
             view[real] = ["--ro-bind", str(real), str(real)]
-            # within a directory that is shown a link is there, and leads to what is shown
+            # inside a shown directory the link exists, and its target is shown
             if not view.keys() & {path, *path.parents} - above:
                 view[path] = ["--ro-bind", str(real), str(path)]
         for path in self._hidden:
@@ -237,9 +240,9 @@ class Bubblewrap(Sandbox):
 
 
 def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
-    """The strongest sandbox that `config` asks for and that works here; it shows nothing below `hidden`.
+    """Return the strongest sandbox of `config` that works here; it shows nothing below `hidden`.
 
-    Raises UsageError if the one that is asked for by name does not work.
+    Raises UsageError if a sandbox that is requested by name does not work.
     """
     for path in map(Path.expanduser, config.readable):
         if not path.exists():
@@ -263,17 +266,17 @@ def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
 
 
 def python_path() -> str:
-    """PYTHONPATH of the process: what can be imported here can be imported there."""
+    """Return PYTHONPATH for the process, so that it can import the same modules."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def enter(config: SandboxConfig) -> None:
-    """Confine this process, for good. Raises OSError where the system has the means but refuses them."""
+    """Confine this process irrevocably. Raises OSError if the system refuses a call."""
     _limit(resource.RLIMIT_CORE, 0)
     if sys.platform != "linux":
         return
     _limit(resource.RLIMIT_DATA, int(config.memory_gib * GIB))
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # no descendant gets out of the sight of overrun()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # keeps orphaned descendants visible to overrun()
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     if platform.machine() in _SYSTEMS:
         _install(_filter(config, os.getpid()))
@@ -293,7 +296,7 @@ def _prctl(option: int, *arguments: object) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-# -- what bubblewrap shows ------------------------------------------------------------------------
+# -- paths that bubblewrap shows -----------------------------------------------------------------
 
 
 def _scratch(path: Path, nbytes: int) -> list[str]:
@@ -301,7 +304,7 @@ def _scratch(path: Path, nbytes: int) -> list[str]:
 
 
 def _system() -> dict[Path, list[str]]:
-    """Programs and libraries of the system, and what they read of /etc; no secret is among it."""
+    """Return the mounts of system programs and libraries, and of their files in /etc; none is secret."""
     view = {Path(path): ["--ro-bind", path, path] for path in SYSTEM if Path(path).exists()}
     for path in map(Path, LINKS):
         if path.is_symlink():
@@ -312,20 +315,20 @@ def _system() -> dict[Path, list[str]]:
 
 
 def _writable() -> set[Path]:
-    """Directories that begin empty and take what is written: /tmp, the home, caches of the hub elsewhere."""
+    """Return the directories that start empty and are writable: /tmp, home, hub caches elsewhere."""
     home = Path.home()
     elsewhere = {path for path in _hub_caches() if home not in path.parents}
     return {TEMPORARY, home, *elsewhere} - {Path("/")}
 
 
 def _above(paths: Iterable[Path]) -> set[Path]:
-    """These directories, and all in which they lie."""
+    """Return these directories and all their parents."""
     named = {one for path in paths for one in (path, path.resolve())}
     return {*named, *(parent for path in named for parent in path.parents)}
 
 
 def _hub_caches() -> tuple[Path, Path]:
-    """Where the libraries of Hugging Face keep what they fetched, and the data sets that they made of it."""
+    """Return Hugging Face's cache directories of downloads and of prepared data sets."""
     given = os.environ.get
     cache = Path(given("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
     cache = Path(given("HF_HOME") or cache)
@@ -334,7 +337,7 @@ def _hub_caches() -> tuple[Path, Path]:
 
 
 def _data_sets() -> Iterator[Path]:
-    """The owner's own data sets and those in the caches, but not the hub's token and the models beside them."""
+    """Yield the owner's data sets and those in the caches, without the hub's token and models."""
     yield Path.home() / OWN_DATA
     fetched, made = _hub_caches()
     yield from fetched.glob("datasets--*")
@@ -346,7 +349,7 @@ def _data_sets() -> Iterator[Path]:
 
 
 def _filter(config: SandboxConfig, pid: int) -> list[_Instruction]:
-    """The program that decides about each system call of the process `pid`."""
+    """Make the seccomp program for the system calls of the process `pid`."""
     architecture, numbers = _SYSTEMS[platform.machine()]
     known = {
         name: int(number)
@@ -366,7 +369,7 @@ def _filter(config: SandboxConfig, pid: int) -> list[_Instruction]:
         refused.append("socket")
     if not config.processes:
         refused += ["fork", "vfork"]
-        # a C library that finds no clone3 makes its threads by clone, whose flags can be read here
+        # without clone3 a C library makes threads by clone, whose flags the filter can read
         program += [(_EQUAL, 0, 1, known["clone3"]), _refuse(errno.ENOSYS)]
         program += [(_EQUAL, 0, 4, known["clone"]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
         program += [(_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
@@ -384,7 +387,7 @@ def _refuse(number: int) -> _Instruction:
 
 
 def _only(number: int, values: Sequence[int]) -> list[_Instruction]:
-    """Let a system call through if its first argument is one of `values`."""
+    """Allow a system call only if its first argument is one of `values`."""
     count = len(values)
     choices = [(_EQUAL, count - place, 0, value) for place, value in enumerate(values)]
     return [
@@ -408,7 +411,7 @@ def _install(program: Sequence[_Instruction]) -> None:
 
 
 def _descendants(pid: int, most: int) -> list[int]:
-    """Process ids of at most `most` children, grandchildren and so on; none where there is no /proc."""
+    """List the process ids of descendants, up to about `most`; none without /proc."""
     found: list[int] = []
     left = [pid]
     while left and len(found) < most:
@@ -423,16 +426,14 @@ def _descendants(pid: int, most: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process maps, files aside; 0 if it has ended."""
+    """Return a process's memory without files, bytes; 0 if it has ended."""
     return _held(pid, "status", ("RssAnon", "RssShmem")) or 0
 
 
 def _proportional(pid: int) -> int:
-    """Bytes like _resident()'s, each shared page divided among its processes; slower by far."""
+    """Return memory as _resident(), with shared pages divided among processes; far slower."""
     found = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-    return (
-        _resident(pid) if found is None else found
-    )  # a process may deny others the sight of its pages
+    return _resident(pid) if found is None else found  # a process may deny access to its pages
 
 
 def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:

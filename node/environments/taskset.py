@@ -1,8 +1,8 @@
 """Find task number i of a split, in any taskset.
 
-Three kinds, in order of preference: a taskset that can make task i directly (`task_at`), one that has a
-`split` option, and any other, whose tasks are dealt to the splits by their content. Splits share no task.
-A taskset without `task_at` is walked, no farther than to the task that is asked for: it may be endless.
+Three kinds, in order of preference: a taskset that can make task i directly (`task_at`), one that has a `split`
+option, and any other, whose tasks are assigned to splits by a hash of their content. Splits share no task. A
+taskset without `task_at` is iterated only up to the requested task: it may be endless.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from .allowed import NAME
 from .environment import EnvironmentFailed, Split
 
 Finder = Callable[[str], tuple[Callable[[Any], Any], Any]]
-"""Id -> (class of the taskset, class of its options); raises what importing a module raises."""
+"""Id -> (class of the taskset, class of its options); raises the errors of an import."""
 
 _HOST_OPTIONS = frozenset({"id", "system_prompt"})
 _HOST_TASK_OPTIONS = frozenset({"judges", "stops", "metrics", "rewards"})
@@ -28,8 +28,10 @@ _REFERENCE_JUDGE = frozenset("id name weight answer_field question_field view ch
 
 
 def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Split, Any]:
-    """The taskset of each split; only `train` where it knows no splits. Its `seed`, where it has one
-    and the config names none, is the run's. Raises EnvironmentFailed."""
+    """Load the taskset of each split; only `train` if it has no `split` option.
+
+    A `seed` option that the config does not set gets the run's seed. Raises EnvironmentFailed.
+    """
     from pydantic import ValidationError
 
     _refuse_host_options(config)
@@ -83,7 +85,7 @@ def _refuse_host_options(config: EnvironmentConfig) -> None:
 
 
 def _are_reference_judges(value: Any) -> bool:
-    """Whether these are entries of the library's own judge `reference`, which asks environment.judge."""
+    """Return whether all entries are of the library's judge `reference`, with allowed options."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and one.get("id") == "reference" and set(one) <= _REFERENCE_JUDGE
         for one in cast(list[Any], value)
@@ -99,31 +101,31 @@ def _refuse_unservable(name: str, taskset: Any) -> None:
 
 
 HELD_OUT_BELOW = 26
-"""Of 256 values of a task's first content-hash byte: about a tenth of a taskset is held out."""
+"""Bound of the first byte of a task's content hash: about a tenth of a taskset is held out."""
 FAR = 1 << 40
-"""Callers count regions of tasks that are to have nothing in common by so much (warm-up, its evaluation)."""
+"""Offset between regions of task indices that must share no task (warm-up, its evaluation)."""
 REGION = 8192
-"""How far apart these regions are in a walk: nothing walks to 2**40."""
+"""Offset of these regions in an iterated taskset, where 2**40 is out of reach."""
 
 
 @dataclass(frozen=True)
 class WalkLimits:
-    """How far and how long a walk goes, in tasks; and what it keeps of them."""
+    """Limits of the iteration over a taskset, and of its cache of tasks."""
 
     most: int = 5_000_000
-    """Tasks read from the beginning to the one that is asked for."""
+    """Tasks read from the beginning to the requested one."""
     misses: int = 100_000
-    """Tasks in a row of the other split."""
+    """Consecutive tasks of the other split."""
     kept: int = 32_768
-    """The last tasks that were found; what lies behind them is walked to again from the beginning."""
+    """Cached tasks, the latest found; an earlier one restarts the iteration."""
     turn_s: float = 0.02
-    """Seconds between two turns of the event loop."""
+    """Longest time without yielding to the event loop, seconds."""
 
 
 class TaskIndex:
     """Random access to the tasks of one or two tasksets.
 
-    `tasksets` holds one per split where the taskset itself knows splits; under one key only otherwise.
+    `tasksets` holds one taskset per split if it has a `split` option, else one under `train`.
     """
 
     def __init__(
@@ -142,12 +144,14 @@ class TaskIndex:
 
     @property
     def progress(self) -> str:
-        """What a walk that is under way looks for, in words; empty while there is none."""
+        """Description of an iteration in progress; empty if there is none."""
         return next((walk.progress for walk in self._walks.values() if walk.progress), "")
 
     async def get(self, index: int, split: Split) -> Any:
-        """Task number `index` (from 0) of `split`; a finite taskset starts over at its end.
-        Raises EnvironmentFailed if the split is empty or the task too far away."""
+        """Return task number `index` (from 0) of `split`; a finite taskset starts over at its end.
+
+        Raises EnvironmentFailed if the split is empty or the task beyond the limits.
+        """
         if index < 0:
             raise EnvironmentFailed(f"task index {index} is negative: count from 0")
         taskset = self._tasksets.get(split, self._tasksets["train"])
@@ -160,7 +164,7 @@ class TaskIndex:
 
 
 class _Walk:
-    """A pass over a taskset that keeps the last tasks of one split, begun anew for what lies behind these."""
+    """Iteration over a taskset; caches one split's latest tasks, restarts for earlier ones."""
 
     def __init__(
         self, tasks: Iterable[Any], split: Split, limits: WalkLimits, *, dealt: bool
@@ -171,22 +175,22 @@ class _Walk:
         self._dealt = dealt
         self._turn = asyncio.Lock()
         self._first = b""
-        """Content of the first task of the first pass: another pass has to give the same tasks."""
+        """Content of the first task of the first pass: every pass must give the same tasks."""
         self._length: int | None = None
-        """Tasks of this split, once the end was seen."""
+        """Number of tasks of this split; None until the end was reached."""
         self._goal: int | None = None
         self._rest: Iterator[Any] = iter(())
         self._begin()
 
     @property
     def progress(self) -> str:
-        """What it looks for; empty while it does not walk."""
+        """Description of the iteration; empty while none is in progress."""
         if self._goal is None:
             return ""
         return f"walks to task {self._goal:,} of {self._split}: {self._read:,} tasks read"
 
     async def get(self, index: int) -> Any:
-        """Task number `index`, or what stands there after the end."""
+        """Return task number `index`, modulo the length of a finite taskset."""
         region, offset = divmod(index, FAR)
         place = region * REGION + offset
         async with self._turn:
@@ -219,11 +223,11 @@ class _Walk:
                 if place not in self._kept:
                     self._begin()
             if time.monotonic() - began > self._limits.turn_s:
-                await asyncio.sleep(0)  # rollouts go on meanwhile
+                await asyncio.sleep(0)  # lets rollouts go on
                 began = time.monotonic()
 
     def _step(self, place: int) -> bool:
-        """Read a task; False at the end."""
+        """Read a task; return False at the end. Raises EnvironmentFailed."""
         if not self._read:
             self._rest = iter(self._tasks)
         if self._read >= self._limits.most:
@@ -236,7 +240,7 @@ class _Walk:
         except StopIteration:
             return False
         except BaseException:
-            self._begin()  # a generator that raised is at its end, the taskset is not
+            self._begin()  # a generator that raised is exhausted, the taskset is not
             raise
         content = b"" if self._read and not self._dealt else _content(task)
         if not self._read:
@@ -279,7 +283,7 @@ _OTHER_TASKS = (
 
 
 def _content(task: Any) -> bytes:
-    """A task's data without its position, so that a repeated question stays on one side."""
+    """Encode a task's data without its index, so that equal questions are in one split."""
     content = task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True)
     return json.dumps(content, sort_keys=True).encode()
 

@@ -1,8 +1,8 @@
-"""Tools of an environment: toolsets of `verifiers`, called in this process, and the calls that replies hold.
+"""Tools of an environment: toolsets of `verifiers`, called in process, and calls in replies.
 
-The library serves every toolset over HTTP, from a process of its own. A node starts none for a stranger, so the
-same MCP server is called directly. Invariant: one reply has the same calls on every node. So calls are read by
-the parsers of `renderers`, which need no engine, whichever engine sampled the reply.
+The library serves every toolset over HTTP, from a process of its own. A node starts no such process for a
+stranger, so the same MCP server is called directly. Invariant: one reply has the same calls on every node. So
+for every engine, calls are read by the parsers of `renderers`, which need no engine.
 """
 
 import json
@@ -35,9 +35,9 @@ PARSERS = {
     "glm47": "glm",
     "deepseek_v3": "deepseek-v3",
 }
-"""Forms of calls as vLLM names them, and the parser of `renderers` that reads each."""
+"""Form of calls, by vLLM's name -> the parser of `renderers` that reads it."""
 DETERMINISTIC = "DETERMINISTIC"
-"""An attribute of a toolset: False says that equal calls may have other results."""
+"""Attribute of a toolset; False means that equal calls may have different results."""
 
 # The library's classes are generic over types that only a taskset knows.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
@@ -47,10 +47,10 @@ DETERMINISTIC = "DETERMINISTIC"
 
 
 class CallParser:
-    """Reads the tool calls of a reply's text, in one of the forms of PARSERS."""
+    """Parser of the tool calls in a reply's text, in one of the forms of PARSERS."""
 
     def __init__(self, form: str) -> None:
-        """Raises EnvironmentFailed for an unknown form."""
+        """Choose the parser of `form`. Raises EnvironmentFailed for an unknown form."""
         if form not in PARSERS:
             raise EnvironmentFailed(
                 f"tool calls of the form {form[:80]!r} cannot be read: set environment.tool_call_parser "
@@ -60,8 +60,10 @@ class CallParser:
         self._parser = get_tool_parser(PARSERS[form], self._marks)
 
     def read(self, text: str) -> tuple[str, list[ParsedToolCall]]:
-        """What a reply says beside its calls, and the calls. Thoughts hold none; one that cannot be read as a
-        call of a name is none."""
+        """Return a reply's text without its calls, and the calls.
+
+        Thoughts hold no calls; text that cannot be read as a call with a name is not a call.
+        """
         thoughts, close, rest = text.rpartition("</think>")
         if not close and "<think>" in text:
             return text, []
@@ -77,7 +79,7 @@ class CallParser:
 
 
 class _MarkedText:
-    """A tokenizer as the parsers need one: their marks are tokens, and so is every other character."""
+    """Tokenizer for the parsers: their marks are tokens, and so is every other character."""
 
     unk_token_id = None
 
@@ -85,7 +87,7 @@ class _MarkedText:
         self._marks: list[str] = []
 
     def convert_tokens_to_ids(self, token: str) -> int:
-        """Ask for a mark."""
+        """Return the id of a mark; register a new one."""
         if token not in self._marks:
             self._marks.append(token)
         return CHARACTERS + self._marks.index(token)
@@ -105,8 +107,10 @@ class _MarkedText:
 
 
 def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> None:
-    """Raise EnvironmentFailed for toolsets that cannot be called in this process, and, where they have to be
-    `deterministic`, for those that say that they are not."""
+    """Raise EnvironmentFailed for toolsets that cannot be called in this process.
+
+    If they have to be `deterministic`, also for those that declare that they are not.
+    """
     for one in toolsets:
         name = type(one).__name__
         if getattr(one.config, "url", None):
@@ -125,19 +129,19 @@ def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> No
 
 
 _calling: ContextVar[vf.Trace] = ContextVar("_calling")
-"""The rollout whose call is under way."""
+"""Trace of the rollout whose call is in progress."""
 
 
 class Toolbox:
-    """Toolsets that are open, and the schemas of their tools."""
+    """Open toolsets and the schemas of their tools."""
 
     def __init__(self) -> None:
         self.schemas: list[vf.Tool] = []
         self._servers: dict[str, tuple[MCPServer, str]] = {}
-        """Name of a tool -> its server, and its name there."""
+        """Name of a tool -> its server and its name there."""
 
     async def call(self, trace: vf.Trace, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool in a rollout. What the tool raises is its result, as an error in words."""
+        """Call a tool in a rollout. An exception of the tool becomes its result, as text."""
         if name not in self._servers:
             return f"error: unknown tool {name!r}"
         server, raw = self._servers[name]
@@ -146,7 +150,7 @@ class Toolbox:
             result: Any = await server.call_tool(raw, arguments)
         except MCPError:
             raise
-        except Exception as error:  # a tool's own code raises what it likes
+        except Exception as error:  # a tool's own code may raise anything
             return _printable(_told(error))
         finally:
             _calling.reset(token)
@@ -156,7 +160,7 @@ class Toolbox:
         return _printable(truncate_tool_output(content))
 
     async def add(self, toolset: vf.Toolset) -> None:
-        """Raises EnvironmentFailed where two tools have one name."""
+        """Add a toolset. Raises EnvironmentFailed if two tools have the same name."""
         server = _server(toolset.server_name or type(toolset).__name__)
         toolset.register(server)
         for tool in await server.list_tools():
@@ -170,7 +174,7 @@ class Toolbox:
             self.schemas.append(schema)
 
     def shared(self) -> "Toolbox":
-        """Begin another with these tools."""
+        """Return a new toolbox with these tools."""
         other = Toolbox()
         other.schemas, other._servers = list(self.schemas), dict(self._servers)
         return other
@@ -183,7 +187,10 @@ async def opened(
     beside: Toolbox | None = None,
     task: vf.TaskData | None = None,
 ) -> AsyncGenerator[Toolbox]:
-    """Set toolsets up, for one `task` or for all, and close them at the end; with the tools `beside` them."""
+    """Set up toolsets, for one `task` or for all; close them at the end.
+
+    The toolbox also has the tools of `beside`.
+    """
     box = Toolbox() if beside is None else beside.shared()
     async with AsyncExitStack() as stack:
         for one in toolsets:
@@ -197,7 +204,7 @@ async def opened(
 
 
 def _server(name: str) -> MCPServer:
-    """Make a server, which sets up logging for a whole program of its own where nobody else has."""
+    """Make a server; prevent it from configuring the process's logging."""
     held = logging.NullHandler()
     logging.root.addHandler(held)
     try:
@@ -207,7 +214,7 @@ def _server(name: str) -> MCPServer:
 
 
 def _bind_state(toolset: Any) -> None:
-    """Keep the state of a toolset in the trace that calls, copied each way as over the library's HTTP."""
+    """Keep a toolset's state in the calling trace, copied both ways as over the library's HTTP."""
 
     async def pull() -> vf.State:
         return toolset._state_adapter.validate_json(_calling.get().state.model_dump_json())
@@ -221,7 +228,10 @@ def _bind_state(toolset: Any) -> None:
 
 
 def _told(error: Exception) -> str:
-    """What the model reads of a call that failed. Pydantic's own text names its release, which differs."""
+    """Describe a failed call to the model.
+
+    Pydantic's own text is not used: it names its release, which differs.
+    """
     cause = error.__cause__
     if isinstance(error, ToolError) and isinstance(cause, ValidationError):
         parts = [f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in cause.errors()]
@@ -230,5 +240,5 @@ def _told(error: Exception) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text without lone surrogates, which JSON can hold and no tokenizer takes."""
+    """Replace lone surrogates, which JSON can hold and no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
-"""Try an environment: play it with scripted replies in two processes, compare them, note what reaches out.
+"""Try an environment: play scripted replies in two processes, compare, log outside access.
 
-The processes are those of a worker (hosted.py), sandbox included, only that this file starts them, to listen to
-Python's audit events. Nothing of the environment is imported into the process that asks.
+The processes are those of a worker (hosted.py), sandbox included, except that this file starts them, to listen
+to Python's audit events. The calling process imports none of the environment's code.
 """
 
 import asyncio
@@ -37,30 +37,30 @@ from .judge_model import Judges
 from .sandbox import Sandbox, choose
 
 COUNTED = 1000
-"""Tasks of a split that are looked at, to count and to compare them ..."""
+"""Most tasks of a split that are counted and compared."""
 COUNT_S = 3.0
-"""... and the seconds after which no more of them are."""
+"""Seconds after which no more tasks are loaded than those to be played."""
 LOOKED_AT_ONCE = 50
 MIN_REPEATED = 10
-"""Tasks after the end of a taskset that have to equal its first ones before it counts as finite."""
+"""Tasks after a taskset's end that have to equal its first ones before it counts as finite."""
 MOST_FAILURES = 3
 """Failed rollouts after which no more are played."""
 MAX_TOKENS = 1 << 20
-"""Of a scripted reply; no limit of a run."""
+"""Limit of a scripted reply, not of a run."""
 CALLS, CALLED = "calls", 2
-"""The script that calls tools, and the replies that do so."""
+"""Name of the script that calls tools, and its number of replies with a call."""
 SHOWN = 3
-"""Examples of what went wrong."""
+"""Most examples of a problem that are shown."""
 MAX_NOTED = 1000
 MAX_NOTES = 1 << 20
-"""Most lines that the environment's process notes, and bytes that are read of them."""
+"""Most lines that the environment's process logs, and most bytes of them that are read."""
 SAME_REWARD = 1e-6
-"""As the trainer compares a claimed reward with its own."""
+"""Tolerance of the trainer between a claimed reward and its own."""
 
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """How an environment is tried."""
+    """Options of the trial of an environment."""
 
     environment: EnvironmentConfig
     sandbox: WorkerSandboxConfig
@@ -70,12 +70,12 @@ class TrialOptions:
     seed: int
     limit_s: float
     replies: tuple[str, ...]
-    """What the model says, turn by turn, the last one from then on; empty: the usual scripts."""
+    """The model's replies, turn by turn, the last one repeated; empty: the usual scripts."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was found, and what is wrong with it and how to mend it."""
+    """Result of one check: the finding, and a problem with its remedy, if there is one."""
 
     name: str
     found: str
@@ -84,25 +84,25 @@ class Check:
 
 @dataclass(frozen=True)
 class ScriptedRollout:
-    """One rollout of the test."""
+    """One rollout of the trial."""
 
     task: int
     script: str
     turns: int
     seconds: float
     reward: float | None
-    """None: it failed."""
+    """Reward; None if the rollout failed."""
     failure: str
     disagreement: str
-    """How the second process scores it otherwise."""
+    """Difference of the second process's score; empty if there is none."""
     calls: int | None
-    """Tools that were called; None where the environment has none, or the rollout failed."""
+    """Number of tool calls; None if the environment has no tools or the rollout failed."""
     tokens: tuple[int, ...] = ()
-    """Of its last branch."""
+    """Token ids of the last branch."""
 
 
 class ScriptedPolicy:
-    """A model that says what a script has for it; no state is shared between rollouts."""
+    """Policy that plays a script; no state is shared between rollouts."""
 
     def __init__(self, chat: Chat, script: str, task: int, replies: Sequence[str]) -> None:
         self._chat = chat
@@ -127,7 +127,7 @@ class ScriptedPolicy:
         return Completion(ids, [-1.0] * len(ids), "length" if cut else "stop", 0, 0)
 
     def _call(self, prompt: str) -> str:
-        """A call of one of the tools that a prompt describes, with arguments of the right types most times."""
+        """Write a random call of one of the prompt's tools; arguments may be of the wrong type."""
         tool = self._random.choice(described_tools(prompt))["function"]
         fields = tool.get("parameters", {}).get("properties", {})
         kinds: dict[Any, Any] = {
@@ -145,7 +145,7 @@ class ScriptedPolicy:
         return f"<tool_call>{call}</tool_call>"
 
     def _noise(self) -> str:
-        """What models say that have not learned: words, numbers, brackets, letters of other alphabets."""
+        """Write text like an untrained model's: words, numbers, brackets, non-ASCII letters."""
         draw = self._random
         words = ["yes", str(draw.randint(-9, 99)), "[crane]", "\\boxed{3}", "<answer>x</answer>"]
         letters = "".join(draw.choices("abc xyz 019.,-+*/=(){}[]\n\u00e9\u4e2d", k=24))
@@ -153,7 +153,7 @@ class ScriptedPolicy:
 
 
 class EnvironmentTrial:
-    """Two processes of an environment, what was found in them, and what is wrong.
+    """Trial of an environment in two processes, with its findings.
 
     Raises UsageError for an environment that is not installed.
     """
@@ -178,7 +178,7 @@ class EnvironmentTrial:
         self.checks.append(Check(name, found, problem))
 
     def shown(self) -> str:
-        """Show the rollout with the most turns as the model saw it."""
+        """Format the rollout with the most turns as the model saw it."""
 
         if not self.rollouts:
             return "\nno rollout to show"
@@ -189,7 +189,7 @@ class EnvironmentTrial:
     # -- playing -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make all checks, or as many as there is time for. Raises UsageError."""
+        """Run all checks, or as many as the time limit allows. Raises UsageError."""
         sandbox = await asyncio.to_thread(choose, self.options.sandbox)
         self._found("sandbox", str(sandbox))
         with tempfile.TemporaryFile() as notes, tempfile.TemporaryDirectory() as answers:
@@ -215,7 +215,7 @@ class EnvironmentTrial:
     async def _hosted(
         self, notes: BinaryIO, sandbox: Sandbox, answers: Path
     ) -> AsyncGenerator[Environment]:
-        """Start one process; a judge's answers are kept in the directory `answers`."""
+        """Make the environment of one process; a judge's answers are stored in `answers`."""
         options = self.options
         environment = HostedEnvironment(
             options.environment,
@@ -252,7 +252,7 @@ class EnvironmentTrial:
             self._found(self._step, "not done", str(error))
 
     async def _check_tasks(self, one: Environment, other: Environment) -> list[Task]:
-        """Compare the tasks of two processes and count them; returns those to train on."""
+        """Compare the tasks of two processes and count them; return those of the train split."""
         train, differing = await self._compare(one, other, "train")
         found = [f"train {_count(train)}"]
         try:
@@ -274,14 +274,14 @@ class EnvironmentTrial:
     async def _compare(
         self, one: Environment, other: Environment, split: Split
     ) -> tuple[list[Task], list[Task]]:
-        """Return the tasks of a split, and those of them that are not the same in both processes."""
+        """Return the tasks of a split, and those of them that differ between the processes."""
         ours = await self._look(one, split, COUNTED)
-        # the other process gives fewer where there was no time for all
+        # the other process may have had no time for all
         pairs = zip(ours, await self._look(other, split, len(ours)), strict=False)
         return ours, [task for task, theirs in pairs if task.digest != theirs.digest]
 
     async def _look(self, environment: Environment, split: Split, most: int) -> list[Task]:
-        """Look at tasks, in order: at least at those that are played, else until it takes too long."""
+        """Load tasks in order: at least those to be played, more until COUNT_S."""
         found: list[Task] = []
         began = time.monotonic()
         while len(found) < most:
@@ -294,7 +294,7 @@ class EnvironmentTrial:
     async def _check_prompts(self, environment: Environment, tasks: list[Task]) -> None:
         text = self.options.model is None
         prompts = [await environment.prompt(task) for task in tasks]
-        # without a tokenizer an id is a character, or marks where a message begins and ends
+        # without a tokenizer an id is a character, or marks the beginning or end of a message
         lengths = [len([it for it in ids if not text or it < CHARACTERS]) for ids in prompts]
         if not any(lengths):
             self._found("prompts", "the environment's own code opens the conversation")
@@ -313,7 +313,7 @@ class EnvironmentTrial:
     async def _scripts(
         self, environment: Environment, task: Task
     ) -> list[tuple[str, Sequence[str]]]:
-        """Name what is said to a task, and the replies where they are given."""
+        """List (name, replies) of the scripts for a task; generated replies are empty."""
         if self.options.replies:
             return [("as given", self.options.replies)]
         scripts: list[tuple[str, Sequence[str]]] = [("empty", ()), ("noise", ()), ("cut off", ())]
@@ -422,7 +422,7 @@ class EnvironmentTrial:
 
 
 def described_tools(prompt: str) -> list[Any]:
-    """The schemas of tools that a prompt has one a line between <tools> marks, as many templates write them."""
+    """Parse the tool schemas of a prompt: one a line in <tools> tags, as many templates write."""
     found = re.search(r"<tools>\n(.*?)\n?</tools>", prompt, re.DOTALL)
     try:
         return [json.loads(line) for line in found[1].splitlines()] if found else []
@@ -431,7 +431,7 @@ def described_tools(prompt: str) -> list[Any]:
 
 
 def _text(chat: Chat, tokens: Sequence[int]) -> str:
-    """Write a conversation for people, one message after the other."""
+    """Format a conversation for display, one message after the other."""
     if isinstance(chat, Transcript):
         messages = chat.messages([*tokens, ASSISTANT])
         return "\n".join(f"[{it['role']}] {it['content']}" for it in messages)
@@ -461,12 +461,14 @@ def _some(lines: list[str]) -> str:
     return "; ".join(lines[:SHOWN]) + more
 
 
-# -- what it does outside of its process -------------------------------------------------------------
+# -- access outside of the process -------------------------------------------------------------------
 
 
 def _read_notes(file: BinaryIO) -> dict[str, list[str]]:
-    """Read what both processes noted, each thing once, by kind. The code that is tested may have written there,
-    too."""
+    """Read the log lines of both processes by kind, without duplicates.
+
+    The tested code may have written to the file, too.
+    """
     file.seek(0)
     lines = file.read(MAX_NOTES).splitlines()[: 2 * MAX_NOTED]
     found: dict[str, list[str]] = {}
@@ -481,19 +483,21 @@ def _read_notes(file: BinaryIO) -> dict[str, list[str]]:
 
 @dataclass
 class Notes:
-    """Python's audit events of an environment's process that reach out of it. Calls from C are not among them;
-    the sandbox refuses those all the same."""
+    """Log of Python's audit events that reach outside of an environment's process.
+
+    Calls from C are not among them; the sandbox refuses those all the same.
+    """
 
     descriptor: int
     roots: Sequence[str]
-    """Where the environment's code lies."""
+    """Directories of the environment's code."""
     library: str
-    """Where verifiers does."""
+    """Directory of verifiers."""
     on: bool = False
     written: set[str] = field(default_factory=set[str])
 
     def take(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note an event, each thing once. An audit hook."""
+        """Log an event, unless it was logged before; an audit hook."""
         if not self.on or event not in KINDS or len(self.written) >= MAX_NOTED:
             return
         what = _told(event, arguments)
@@ -506,8 +510,11 @@ class Notes:
             os.write(self.descriptor, line.encode() + b"\n")
 
     def _where(self) -> tuple[str, bool]:
-        """Find the innermost line of the environment's own, else the innermost outside of Python's library, and
-        say which it is; nothing for what `verifiers` does by itself, such as to ask git for its release."""
+        """Return (place of the calling code, whether it is the environment's own).
+
+        The place is the innermost line of the environment's code, else the innermost outside of Python's
+        library; empty for calls that `verifiers` makes by itself, such as asking git for its release.
+        """
         fallback = ""
         for frame, line in traceback.walk_stack(inspect.currentframe()):
             file = frame.f_code.co_filename
@@ -531,11 +538,11 @@ NOTED = {
     "files": "open os.remove os.rename os.mkdir os.rmdir",
 }
 KINDS = {event: kind for kind, events in NOTED.items() for event in events.split()}
-"""Audit events that are noted, and of which kind."""
+"""Audit event that is logged -> its kind."""
 
 
 def _told(event: str, arguments: tuple[Any, ...]) -> str:
-    """Describe an audit event; empty for files that only Python itself reads, to import."""
+    """Describe an audit event; empty for files that Python itself reads to import."""
     match event, arguments:
         case "socket.__new__", (_, family, *_):
             return f"socket of family {int(family)}"
@@ -562,7 +569,7 @@ def _opened(path: str, *, writes: bool) -> str:
 
 
 def _play_noted(descriptor: int, roots: Sequence[str]) -> None:
-    """Be the environment's process, as host.py is, and note from the set-up on what its code does."""
+    """Run as the environment's process, like host.py; log audit events from the set-up on."""
 
     os.set_inheritable(descriptor, False)
     notes = Notes(descriptor, roots, str(root_of("verifiers")))

@@ -1,8 +1,8 @@
-"""Run a `verifiers` taskset as an Environment in this process; nodes give it a process of its own (hosted.py).
+"""Run a `verifiers` taskset as an Environment in this process; nodes use hosted.py.
 
-This half knows tasks, digests and recorded rollouts; playing.py knows the library and is imported by
-start(), because that takes seconds. A score is always the outcome of playing: run() plays with the
-policy, score() plays again with what a rollout says the policy answered.
+This file handles tasks, digests and recorded rollouts; playing.py handles the library and is imported by
+start(), because that takes seconds. A score is always the result of playing: run() plays with the policy,
+score() plays again with the replies that a rollout recorded.
 """
 
 import asyncio
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from .playing import PreparedTask, TasksetPlayer
 
 PREPARED_TASKS = 4096
-"""Tasks kept with their prompt tokens; a group's rollouts share one."""
+"""Cached tasks, with their prompt tokens; a group's rollouts share one."""
 
 
 class VerifiersEnvironment:
-    """Rollouts run concurrently on one event loop; no model call leaves the process."""
+    """Environment of a `verifiers` taskset; rollouts run concurrently on one event loop.
+
+    No model call leaves the process.
+    """
 
     def __init__(
         self,
@@ -58,9 +61,12 @@ class VerifiersEnvironment:
         chat: Chat | None = None,
         judged: bool = False,
     ) -> None:
-        """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn; `chat`
-        stands in for what `model_dir` holds. `judged`: policies.episode_judge asks the judge that the config
-        names; otherwise an environment that has one plays and does not score."""
+        """Take the options; `seed` is the taskset's unless its own options name one.
+
+        `max_tokens` bounds one turn; `chat` replaces the tokenizer and template of `model_dir`. `judged`:
+        policies.episode_judge asks the judge that the config names; otherwise an environment that has one plays
+        and does not score.
+        """
         self._config = config
         self._model_dir = model_dir
         self._seed = seed
@@ -74,7 +80,7 @@ class VerifiersEnvironment:
 
     @property
     def name(self) -> str:
-        """The taskset's id."""
+        """Id of the taskset."""
         return self._config.id
 
     @property
@@ -84,12 +90,12 @@ class VerifiersEnvironment:
 
     @property
     def judge_fault(self) -> str:
-        """See Environment: whoever answers the judge's questions knows."""
+        """See Environment; always empty, as the node's own process asks the judge."""
         return ""
 
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
-        # Seconds, and more while another thread imports too: peers are to hear from us meanwhile.
+        # takes seconds, and more while another thread imports too: the event loop has to run meanwhile
         await asyncio.to_thread(import_module, ".playing", __package__)
         from .playing import open_player
 
@@ -106,7 +112,7 @@ class VerifiersEnvironment:
             await self._player.start()
         except NodeError:
             raise
-        except Exception as error:  # a taskset's own code raises what it likes
+        except Exception as error:  # a taskset's own code may raise anything
             raise EnvironmentFailed(
                 f"the taskset cannot be loaded ({named_line(error)}): mend it"
             ) from error
@@ -115,23 +121,31 @@ class VerifiersEnvironment:
         )  # an empty taskset, or a template that refuses it, fails here
 
     async def close(self) -> None:
-        """Stop what the taskset started."""
+        """Stop the taskset's resources."""
         player, self._player = self._player, None
         if player is not None:
             await player.close()
 
     async def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index`; its digest is verifiers' own content hash (SHA-256)."""
+        """Return task number `index`; its digest is verifiers' content hash (SHA-256).
+
+        With tools it covers their schemas, too.
+        """
         return Task(index=index, digest=(await self._prepare(index, split)).digest, split=split)
 
     async def prompt(self, task: Task) -> list[int]:
-        """The first turn's prompt; empty where the taskset's own code opens the conversation.
-        Raises ScoreMismatch if the task has other content here."""
+        """Return the first turn's prompt; empty if the taskset's own code opens the conversation.
+
+        Raises ScoreMismatch if the task has other content here.
+        """
         return list((await self._own(task)).prompt)
 
     async def demonstration(self, task: Task) -> Demonstration | None:
-        """What the task's data shows: see PreparedTask.replies. A whole conversation is played to see what the
-        environment says in it. Raises EnvironmentFailed if it is none of this task."""
+        """Return the conversation of the task's data: see PreparedTask.replies.
+
+        A whole conversation is played to get the environment's messages. Raises EnvironmentFailed if the
+        replies are not a rollout of this task.
+        """
         prepared = await self._own(task)
         if not prepared.replies:
             return None
@@ -153,7 +167,7 @@ class VerifiersEnvironment:
         return shown
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Play and score. What the policy raises comes through; all else is the episode's `error`."""
+        """Play and score a task. Errors of the policy are raised; others are the episode's `error`."""
         try:
             episode = await self._play(await self._own(task), policy)
             if episode.score.agents:
@@ -163,8 +177,11 @@ class VerifiersEnvironment:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
 
     async def _check_order(self, task: Task, episode: Episode) -> None:
-        """Play an episode of several agents again: seeds have the numbers of turns in them, so what asks its
-        agents in another order then would have its worker blamed. Raises PlayFailed, and as score()."""
+        """Play an episode of several agents again, to check the order of turns.
+
+        Seeds depend on turn numbers: an environment that asks its agents in another order on replay would get
+        its worker blamed. Raises PlayFailed, and the errors of score().
+        """
         again = await self.score(task, episode.branches)
         if again.turns != episode.score.turns:
             raise PlayFailed(
@@ -173,8 +190,10 @@ class VerifiersEnvironment:
             )
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
-        """Play again with the recorded turns and score what comes out; such a rollout has no score if the
-        taskset itself fails on these replies (EnvironmentFailed)."""
+        """Play again with the recorded turns and score the result.
+
+        Raises EnvironmentFailed if the taskset itself fails on these replies: such a rollout has no score.
+        """
         recording = RecordedRollout(branches, stop_token_ids=self._format.stop_token_ids)
         try:
             episode = await self._play(await self._own(task), recording)
@@ -208,14 +227,14 @@ class VerifiersEnvironment:
         return prepared
 
     async def _prepare(self, index: int, split: Split) -> "PreparedTask":
-        """The task, kept for the other rollouts of its group."""
+        """Prepare a task, cached for the other rollouts of its group."""
         key = (index, split)
         if key not in self._prepared:
             try:
                 made = await self._started.load(index, split)
             except NodeError:
                 raise
-            except Exception as error:  # a taskset's own code raises what it likes
+            except Exception as error:  # a taskset's own code may raise anything
                 raise EnvironmentFailed(
                     f"task {index} cannot be made ({named_line(error)}): mend the taskset"
                 ) from error

@@ -1,1 +1,1 @@
-"""The validator: follow the policy, measure what others sent in, report."""
+"""The validator: follow the policy, measure workers' submissions, report."""

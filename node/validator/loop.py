@@ -72,16 +72,19 @@ ASK_TIMEOUT_S = 20.0
 PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 REFUSED_PAUSE_S = 30.0
-"""After the trainer said that this node is no validator: its operator may add it."""
+"""Pause after the trainer refused this node as a validator: its operator may add it."""
 REPORT_TTL_S = 3600
 MAX_FAILURES = 3
-"""Audits in a row that the auditor cannot make at all; then the node says so and ends."""
+"""Consecutive audits that fail as a whole, after which the node ends with an error."""
 LARGEST = 1e30
-"""Stands for what is not finite: above every bound, and still a number on the wire."""
+"""Replacement for values that are not finite: above every bound, and valid on the wire."""
 
 
 class StateCache:
-    """Keeps the last `keep` policies. WeightSync loads them as into an Engine; it generates nothing."""
+    """Cache of the last `keep` policies, which WeightSync loads as into an Engine.
+
+    It generates nothing.
+    """
 
     def __init__(self, keep: int) -> None:
         self._states = StateHistory(keep)
@@ -94,16 +97,16 @@ class StateCache:
         return self._loaded
 
     def put(self, policy: Policy, changed: Changed | None) -> None:
-        """Keep a proved policy; `changed` says where it differs from the one before, None: anywhere.
+        """Store a verified policy; `changed`: its differences from the previous one, None: anywhere.
 
-        One that is not newer than all that are kept (of another epoch) replaces them.
+        A policy that is not newer than all stored ones (of another epoch) replaces them.
         """
         self._states.add(policy.version, policy.state, changed)
         known = {**self._digests, policy.version: policy.digest}
         self._digests = {version: known[version] for version in self._states}
 
     def held(self, heads: Mapping[tuple[int, int], AdmittedHead], epoch: int) -> tuple[int, ...]:
-        """List the versions of `epoch` that are here, as the heads of that epoch name them."""
+        """List the stored versions of `epoch` whose states are those of the epoch's heads."""
         return tuple(
             version
             for version, state in self._digests.items()
@@ -111,16 +114,16 @@ class StateCache:
         )
 
     def states(self, versions: tuple[int, ...]) -> dict[int, State] | None:
-        """Return the states of these versions; None if one of them is gone."""
+        """Return the states of these versions; None if one of them is missing."""
         if any(version not in self._states for version in versions):
             return None
         return {version: self._states[version] for version in versions}
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """See Engine. There is nothing to start."""
+        """See Engine. Does nothing."""
 
     async def load(self, version: int, state: State) -> None:
-        """See Engine. The states themselves arrive by put(), also those of versions between."""
+        """See Engine. The states arrive by put(), including those of versions between."""
         self._loaded = version
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
@@ -141,7 +144,7 @@ class StateCache:
 
 
 class ValidatorRole:
-    """Asks for audits, makes and reports them, until the run ends."""
+    """Validator of a run: asks for audits, makes and reports them, until the run ends."""
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class ValidatorRole:
         cache: StateCache,
         auditor: Auditor,
     ) -> None:
-        """`sync` follows the policy into `cache` while this runs."""
+        """Take the node's parts; `sync` follows the policy into `cache` during run()."""
         self._key = key
         self._run = run
         self._links = links
@@ -166,14 +169,14 @@ class ValidatorRole:
         self._failures = 0
         self._lines = LogBackoff()
         self.waits_for = ""
-        """Why nothing is audited just now, in words; empty while something is."""
+        """Reason why nothing is audited; empty during an audit."""
         self.audits = 0
-        """Jobs that were reported."""
+        """Number of jobs that were measured and reported."""
         self.rollouts = 0
-        """Rollouts in them."""
+        """Number of rollouts in these jobs."""
 
     async def run(self) -> None:
-        """Audit until the run ends. Raises EngineError when the auditor cannot audit any more."""
+        """Audit until the run ends. Raises EngineError if the auditor keeps failing."""
         pause = PAUSE_S
         while not self._heads.ended:
             if self._sync.version >= self._run.max_steps:
@@ -193,7 +196,7 @@ class ValidatorRole:
                 pause = min(pause * 1.6, PAUSE_MAX_S)
 
     def _explain(self, error: Exception, pause: float) -> float:
-        """Say why the trainer gave no job; return the seconds to wait."""
+        """Report why the trainer gave no job; return the seconds to wait."""
         self.waits_for = f"the trainer gives no audits: {error}"
         if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
             self.waits_for += "; verification.validators of the trainer has to name this node"
@@ -242,7 +245,7 @@ class ValidatorRole:
         return None
 
     async def _do(self, job: AuditJob, sealed: bytes) -> None:
-        """Audit and report, also that an audit is not possible, so that the trainer need not wait."""
+        """Audit a job; report the result, or the failure, so that the trainer need not wait."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(job.seconds):
@@ -300,10 +303,10 @@ class ValidatorRole:
 
 
 async def read_submission(stream: Stream, job: AuditJob) -> bytes:
-    """Read the bytes that follow a job; the frame has bounded them, and memory is taken as they arrive.
+    """Read the submission that follows a job.
 
-    Raises:
-        RemoteProtocolError(WRONG_DIGEST), TransportError, TimeoutError.
+    The frame has limited its size; memory is allocated as the bytes arrive. Raises RemoteProtocolError
+    (WRONG_DIGEST), TransportError, TimeoutError.
     """
     data = bytearray()
     async with asyncio.timeout(GRACE_S + job.size / MIN_RATE):
@@ -315,11 +318,10 @@ async def read_submission(stream: Stream, job: AuditJob) -> bytes:
 
 
 def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) -> list[AuditItem]:
-    """Make one item for each chosen rollout, of nothing but the bundle and the lease in it.
+    """Make one item for each chosen rollout, from the bundle and its lease only.
 
-    Raises:
-        RemoteProtocolError: the bundle is not the worker's, its lease not the trainer's, a chosen rollout
-            does not pass the cheap checks, or it claims a version that is none of the job's.
+    Raises RemoteProtocolError if the bundle is not the worker's, its lease not the trainer's, a chosen rollout
+    does not pass the cheap checks, or it claims a version that is not one of the job's.
     """
     submission = unseal(
         sealed,

@@ -1,8 +1,8 @@
-"""The process that audits for a node, and the messages that it is sent (frames: node/process/frames.py).
+"""Audit process of a node, and its messages (frames: node/process/frames.py).
 
-It holds states, measures items, and may be killed at any time. Requests are done one after the other in a
+The process holds states, measures items, and may be killed at any time. Requests are handled one by one in a
 thread, so that the end of the input is noticed meanwhile. An unexpected error ends the process: the node then
-tries the other items without that one.
+tries the other items without the one that caused it.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from ..weights.state import State
 from .auditor import AuditItem, AuditTerms, Measured, Unreadable
 
 MAX_FRAME = 128 * 2**20
-"""Far above a portion of items, and above the longest branch that can be submitted."""
+"""Largest message, bytes: far above a portion of items and the longest branch."""
 
 
 class AuditSetUp(msgspec.Struct, frozen=True, tag="setup"):
-    """The first request: what all audits have in common."""
+    """First request: the terms that all audits share."""
 
     terms: AuditTerms
     threads: int
-    """Of torch; 0 leaves its choice."""
+    """Threads of torch; 0 leaves its choice."""
 
 
 class HoldState(msgspec.Struct, frozen=True, tag="hold"):
-    """Read the state in the safetensors file `path`, drop those in `evict`."""
+    """Request to read the state in the safetensors file `path` and drop those in `evict`."""
 
     number: int
     path: str
@@ -43,7 +43,7 @@ class HoldState(msgspec.Struct, frozen=True, tag="hold"):
 
 
 class MeasureItems(msgspec.Struct, frozen=True, tag="measure"):
-    """Measure `items`; `states` maps each version to the number that its state is held under."""
+    """Request to measure `items`; `states` maps each version to the number of its held state."""
 
     items: list[AuditItem]
     states: dict[int, int]
@@ -51,7 +51,7 @@ class MeasureItems(msgspec.Struct, frozen=True, tag="measure"):
 
 
 class AuditReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The setup, or a state, is there."""
+    """Answer to a setup or a HoldState that succeeded."""
 
 
 class MeasuredItems(msgspec.Struct, frozen=True, tag="measured"):
@@ -61,7 +61,7 @@ class MeasuredItems(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class AuditError(msgspec.Struct, frozen=True, tag="error"):
-    """The request cannot be done; `always`: with other items neither."""
+    """Failure of a request; `always`: it would fail with other items, too."""
 
     detail: str
     always: bool
@@ -79,7 +79,7 @@ def read_reply(body: bytes) -> ProcessMessage[AuditProcessReply]:
 
 
 class Measurer(Protocol):
-    """Measures items under states: replay.Replay, or a fake in tests."""
+    """Measurement of items under states: replay.Replay, or a fake in tests."""
 
     def measure(
         self,
@@ -91,12 +91,12 @@ class Measurer(Protocol):
         ...
 
     def free_spare_memory(self) -> None:
-        """Give back memory that the next audit may not need."""
+        """Release memory that the next audit may not need."""
         ...
 
 
 class AuditServer:
-    """Answers requests; a setup is the first of them."""
+    """Server of requests; a setup is the first of them."""
 
     def __init__(self, outbox: Outbox, build: Callable[[AuditSetUp], Measurer]) -> None:
         self._outbox = outbox
@@ -107,13 +107,13 @@ class AuditServer:
         self._states: dict[int, State] = {}
 
     def take(self, request: ProcessMessage[AuditProcessRequest]) -> None:
-        """Begin to answer a request, after those before it."""
+        """Queue a request; requests are answered in order."""
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop; a measurement under way ends with the process."""
+        """Stop; a running measurement ends with the process."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: ProcessMessage[AuditProcessRequest]) -> None:
@@ -166,7 +166,7 @@ def build_replay(setup: AuditSetUp) -> Measurer:
 
 
 def main(build: Callable[[AuditSetUp], Measurer] = build_replay) -> None:
-    """Answer at the standard input and output; prints of libraries go to the standard error."""
+    """Serve requests on standard input and output; libraries' prints go to standard error."""
     serve_parent(_REQUESTS.decode, lambda outbox: AuditServer(outbox, build), max_frame=MAX_FRAME)
 
 

@@ -1,9 +1,9 @@
-"""Audits: the seam Auditor, the items that it is given, and what it measures on them.
+"""Audits: the interface Auditor, the items that it takes, and the measures of each item.
 
 An auditor recomputes branches under the policies that they claim. It measures and does not judge (judge.py).
 Its input is hostile but has passed the cheap checks. HfAuditor (hf_auditor.py) implements it by one batched
-prefill in a process that can be killed; AuditService asks for audits wherever they are made, here or by
-validators (node/trainer/audits.py). Suite: tests/conformance/test_auditor.py.
+prefill in a process that can be killed; AuditService runs audits here or on validators
+(node/trainer/audits.py). Suite: tests/conformance/test_auditor.py.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class SampledSpan:
-    """One run of sampled tokens: positions start..end-1 of the branch, drawn by the noise of `seed`."""
+    """One run of sampled tokens: positions start..end-1 of the branch, sampled with `seed`."""
 
     start: int
     end: int
@@ -60,14 +60,14 @@ class SampledSpan:
 
 @dataclass(frozen=True)
 class BoundaryClaim:
-    """The states that are said to have crossed from one pipeline stage to the next."""
+    """Claimed states that one pipeline stage sent to the next."""
 
     layers: int
-    """Layers of the model below it."""
+    """Layers of the model below the boundary."""
     encoding: Encoding
-    """Their form on the wire: they are compared as they arrived."""
+    """Encoding of the states on the wire: they are compared as they arrived."""
     proof: bytes
-    """TOKEN_BYTES for each sampled token [S]; any bytes will do, and are far off then."""
+    """TOKEN_BYTES for each sampled token [S]; any bytes are valid, but wrong ones are far off."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +76,27 @@ class AuditItem:
 
     token_ids: Sequence[int]
     replies: Sequence[SampledSpan]
-    """In order, none empty."""
+    """Replies in order, none empty."""
     logprobs: Sequence[float]
-    """[S], claimed."""
+    """Claimed logprobs of the sampled tokens [S]."""
     versions: Sequence[int]
-    """[S], claimed: the policy version that drew each token; never decreasing."""
+    """Claimed policy version of each sampled token [S]; never decreasing."""
     proof: bytes
     boundaries: Sequence[BoundaryClaim] = ()
-    """From the lowest on; empty if one node computed all, or does not say."""
+    """Boundaries, lowest first; empty if one node computed all, or stated none."""
     routes: bytes = b""
-    """S routes of the run's shape, or none."""
+    """S routes of the run's shape, or empty."""
     temperature: float = 1.0
-    """That of its lease's environment, whatever it was drawn at."""
+    """Temperature of the lease's environment; the worker may have used another one."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
-        """The policy versions that it claims."""
+        """Policy versions that the item claims."""
         return frozenset(self.versions)
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """The measurements of one branch; the fields are explained at protocol/rollouts.py: Evidence."""
+    """Measurements of one branch; protocol/rollouts.py: Evidence explains the fields."""
 
     tokens: int
     fingerprint: float
@@ -112,7 +112,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
-    """The branch's proof is no proof, or the audit of this branch alone failed."""
+    """A branch whose proof is malformed, or on which alone the audit failed."""
 
     detail: str
     proof: bool
@@ -121,23 +121,23 @@ class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
 
 @dataclass(frozen=True)
 class AuditTerms:
-    """The parameters that all audits of a run share."""
+    """Parameters that all audits of a run share."""
 
     model_dir: str
     dtype: str
-    """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
+    """The run's dtype: the prefill rounds as the workers do, so much of the rounding cancels."""
     device: str
-    """`auto` is cuda where there is one."""
+    """Device; `auto` is cuda if there is one."""
     adapters: AdapterContract | None = None
-    """Of a run whose states are adapters: the weights in `model_dir` are the base."""
+    """Shape of the adapters, in a run whose states are adapters; `model_dir` then holds the base."""
     base_state: bytes = b""
-    """Digest of the base."""
+    """Digest of the base's weights."""
     routes: RouteShape | None = None
-    """Of a run whose rollouts may bring routes."""
+    """Shape of routes, in a run whose rollouts may bring them."""
 
 
 def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
-    """Take the terms of a run's audits from its manifest."""
+    """Make the terms of a run's audits from its manifest."""
     return AuditTerms(
         str(model_dir),
         run.proofs.dtype,
@@ -149,7 +149,7 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
 
 
 class Auditor(Protocol):
-    """Recomputes the claims of workers."""
+    """Recomputation of workers' claims."""
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """Read the architecture from `model_dir` (no weights there). Raises EngineError."""
@@ -169,7 +169,7 @@ class Auditor(Protocol):
         ...
 
     async def close(self) -> None:
-        """Free everything."""
+        """Free all resources."""
         ...
 
 
@@ -183,7 +183,7 @@ def wanted_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> lis
 
 
 def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
-    """List the versions that may have drawn the whole branch instead of the claimed ones, ascending.
+    """List the versions that may have sampled the whole branch instead of the claimed, ascending.
 
     A branch of one version is not compared with itself.
     """
@@ -202,18 +202,18 @@ def check_versions(
 
 
 class SameState:
-    """Recognises a version of a history, or any other state by its tensor objects; keeps none of them alive.
+    """Identity of a state, a version of a history or tensor objects, without keeping it alive.
 
-    Equal bits in other objects count as another state: that costs time, never a wrong answer.
+    Equal bits in other objects count as another state: that costs time, but never gives a wrong answer.
     """
 
     def __init__(self, state: State) -> None:
-        held = isinstance(state, HeldState)  # whose tensors are not made for this
+        held = isinstance(state, HeldState)  # its tensors are not built for this
         self._version = weakref.ref(state) if held else None
         self._tensors = {} if held else {name: weakref.ref(one) for name, one in state.items()}
 
     def matches(self, state: State) -> bool:
-        """Whether `state` is that version, or holds exactly these objects, all still alive."""
+        """Return whether `state` is that version, or holds exactly these objects, all still alive."""
         if self._version is not None or isinstance(state, HeldState):
             return self._version is not None and self._version() is state
         seen = self._tensors
@@ -221,7 +221,7 @@ class SameState:
 
 
 # -- from a rollout to items, and from measurements to evidence ------------------------------------
-# The trainer and validators build the same items from the same bundle, so neither has to believe the other.
+# The trainer and validators build the same items from the same bundle, so neither has to trust the other.
 
 
 def plan_of(
@@ -234,7 +234,7 @@ def plan_of(
     """
     if not submission.plan:
         return None
-    # However old the plan is: work made under it may come late.
+    # A plan of any age is accepted: work done under it may arrive late.
     plan = unseal(
         submission.plan, Purpose.PIPELINE, PipelinePlan, now=0, run=run, signer=trainer
     ).body
@@ -245,7 +245,7 @@ def plan_of(
 
 
 def plain_turns(branches: Sequence[Branch]) -> Sequence[Sequence[int]] | None:
-    """Number the turns of a rollout of one branch; None for several, where only the environment can."""
+    """Number the turns of a rollout of one branch; None if several: only the environment can."""
     if len(branches) != 1:
         return None
     return [range(len(sampled_runs(branches[0].sampled)))]
@@ -304,7 +304,7 @@ def versions(branch: Branch) -> list[int]:
 
 
 def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
-    """Take, of each measure, the worst of a rollout's branches."""
+    """Return the worst value of each measure over a rollout's branches."""
     found = list(measured)
     return Evidence(
         rollout.group,
@@ -315,7 +315,7 @@ def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
 
 
 def boundary_distances(measured: Iterable[Measured]) -> tuple[float, ...]:
-    """Take, at each boundary, the worst of a rollout's branches; nothing if some have none."""
+    """Return the worst distance at each boundary over a rollout's branches; () if some have none."""
     found = [one.boundaries for one in measured]
     if not all(found) or len({len(one) for one in found}) != 1:
         return ()
@@ -323,7 +323,7 @@ def boundary_distances(measured: Iterable[Measured]) -> tuple[float, ...]:
 
 
 def _nan_last(value: float) -> float:
-    """NaN is worse than any number."""
+    """Map NaN to infinity, as it is worse than any number."""
     return value if value == value else inf
 
 
@@ -348,21 +348,21 @@ class AuditCall:
     lease: Lease
     node: bytes
     challenge: bytes
-    """Drawn after the receipt; it decided which rollouts are audited."""
+    """Random bytes drawn after the receipt, which chose the rollouts to audit."""
     chosen: Sequence[AuditTarget]
     states: Mapping[int, State]
-    """Every version that is claimed, and every one in `others`."""
+    """States of all claimed versions and of all in `others`."""
     others: Mapping[int, Sequence[int]]
     """Claimed version -> versions that might have been used instead."""
     contract: ProofContract
-    """With the bounds that will judge."""
+    """Proof contract with the bounds to apply."""
     by_trainer: bool = False
-    """Whether no validator may measure it: bounds are made of it."""
+    """Whether only the trainer may measure the rollouts, as bounds are derived from them."""
 
 
 @dataclass(frozen=True)
 class AuditAnswer:
-    """`measured` holds one list per chosen rollout, one entry per branch."""
+    """Measurements: `measured` holds one list per chosen rollout, one entry per branch."""
 
     measured: Sequence[Sequence[Measured | Unreadable]]
     validator: bytes = b""
@@ -370,7 +370,7 @@ class AuditAnswer:
 
 
 class AuditService(Protocol):
-    """Has rollouts audited."""
+    """Service that audits rollouts, here or on validators."""
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
         """Measure every chosen rollout. Raises EngineError when that is not possible."""
@@ -378,11 +378,13 @@ class AuditService(Protocol):
 
 
 class LocalAudits:
-    """An AuditService by this node's own auditor. Calls that wait are audited together: each policy version
-    that several of them need is loaded once."""
+    """An AuditService with this node's own auditor.
+
+    Waiting calls are audited together: each policy version that several of them need is loaded once.
+    """
 
     def __init__(self, auditor: Auditor, clock: PhaseClock | None = None) -> None:
-        """`clock` counts the seconds in which something is audited, as "audit"."""
+        """Take the auditor; `clock` counts the seconds of audits as phase "audit"."""
         self._auditor = auditor
         self._clock = clock or PhaseClock()
         self._waiting: list[_WaitingCall] = []
@@ -404,7 +406,7 @@ class LocalAudits:
         raise own.answer or EngineError("the auditor gave no answer")
 
     async def _audit_beside(self, first: "_WaitingCall") -> None:
-        """Answer `first`, and all others that wait and mean the same by a version."""
+        """Answer `first`, and all waiting calls that have the same states for their versions."""
         states, others = dict(first.call.states), dict(first.call.others)
         together = [first]
         for one in self._waiting:
@@ -430,12 +432,12 @@ class LocalAudits:
 
 
 def _same(one: State, other: State) -> bool:
-    """Whether two states consist of the same objects."""
+    """Return whether two states consist of the same objects."""
     return one is other or SameState(one).matches(other)
 
 
 class _WaitingCall:
-    """A call, and its answer or what prevented it."""
+    """A call, and its answer or its error."""
 
     def __init__(self, call: AuditCall) -> None:
         self.call = call

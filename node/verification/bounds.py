@@ -1,4 +1,4 @@
-"""The bounds of a run: built in, read from a calibration, or made of honest rollouts.
+"""Bounds of a run: built in, read from a calibration, or derived from honest rollouts.
 
 Everything that turns measurements into bounds is in this file; judge.py applies them. A rejecting bound is
 never below a measurement of an honest rollout, and every error rate is stated with the number of rollouts
@@ -39,49 +39,49 @@ BUILT_IN = {
 """dtype -> (reject, suspect), each in the order of MEASURES: wide enough for other kernels and batch sizes, see
 docs/proofs.md."""
 PROVISIONAL = Thresholds(0.4, 0.15, 3.0, 0.5, 4.0, 1e9, 0.2, 4.0)
-"""What no noise explains, where none was measured. Honest rollouts of a 4B model in bfloat16 (vLLM, decoding
-against prefill) measure at most 0.035, 0.003, -, 0.028, 0.13; the noisiest that was seen, a random mixture of
-experts whose router flips, 0.13 and 0.61 for a logprob. A random or foreign proof is about 1.4 off; tokens of
-another seed score several nats below the best; of a neighbouring version (the sixth) nothing can be told.
+"""Bounds beyond any noise, for classes without measurements. Honest rollouts of a 4B model in bfloat16 (vLLM,
+decoding against prefill) measure at most 0.035, 0.003, -, 0.028, 0.13; the noisiest that was seen, a random
+mixture of experts whose router flips, 0.13 and 0.61 for a logprob. A random or foreign proof is about 1.4 off;
+tokens of another seed score several nats below the best; a neighbouring version (the sixth) cannot be detected.
 Honest routes of random mixtures of 8 layers are off in 0.058 of their experts at most, and by 1.5 (vLLM's, by
 the embedded auditor); random ones in 0.87, and by 3 to 8."""
 BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
-"""In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""
+"""other_scale by dtype; in bfloat16 only a calibration shows honest workers' other_policy."""
 EXACT = (
     Thresholds(1e-3, 1e-6, 2e-5, 1e-5, 1e-4, 30.0, 1e-3, 1e-4),
     Thresholds(5e-4, 5e-7, 1e-5, 5e-6, 5e-5, 10.0, 5e-4, 5e-5),
 )
-"""(reject, suspect) of exact numerics, for any dtype: states are equal to the last bit, and what is left is
-fp32 rounding of the measures. Seen of 4,600 honest rollouts: 0 in all but logprobs, which are off by 3e-7 on
-average and by 3e-6 at most, and other_policy, which is at most 3.1 where two versions hardly differ."""
+"""(reject, suspect) of exact numerics, for any dtype: states are equal to the last bit, and the rest is fp32
+rounding of the measures. In 4,600 honest rollouts all measures were 0, except logprobs, which are off by 3e-7
+on average and by 3e-6 at most, and other_policy, which is at most 3.1 if two versions hardly differ."""
 
 BEYOND = 1e-5
 """Share of honest rollouts that a rejecting bound may cost, for each measure."""
 SUSPECT = 0.01
-"""Share of honest rollouts that may be above any suspecting bound: protocol/reputation.py counts on it."""
+"""Share of honest rollouts that may be above any suspecting bound; protocol/reputation.py relies on it."""
 SAFETY = 1.5
-"""Rejecting bounds are at least this x the 99.9 % quantile: other devices, other batches."""
+"""Least ratio of a rejecting bound to the 99.9 % quantile, for other devices and batches."""
 SEEN = 1.2
-"""... and this x the largest that was seen,"""
+"""Least ratio of a rejecting bound to the largest observed value."""
 SEEN_MAX = 2.0
-"""or this, for the largest difference in a rollout: one improbable token makes a long tail."""
+"""The same for the largest difference in a rollout: one improbable token makes a long tail."""
 PRIOR = 10
-"""Likelihood ratios of 1 nat that are added to those that were seen."""
+"""Number of likelihood ratios of 1 nat that are added to the observed ones."""
 FEWEST = 16
-"""Honest rollouts that bounds are made of, at least."""
+"""Least number of honest rollouts for bounds."""
 SHARES = (0.5, 0.9, 0.99, 0.999)
 """Quantiles of the table; the largest value follows."""
 
 REJECT_FLOOR, _suspect_floor = BUILT_IN["float32"]
 SUSPECT_FLOOR = msgspec.structs.replace(_suspect_floor, other_policy=3.0)
-"""No bound is below these: in float32 honest noise is so small that another BLAS would be above it."""
+"""Floors of all bounds: in float32 honest noise is so small that another BLAS would exceed it."""
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bounds that `primerl-node calibrate` found for one model, as JSON."""
+    """Bounds that `primerl-node calibrate` found for one model, as JSON."""
 
     model: str
-    """Digest (hex) of the config.json that it holds for."""
+    """Digest (hex) of the model's config.json."""
     fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
     reject: Thresholds
@@ -104,7 +104,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def exact_contract(config: RunConfig) -> ProofContract:
-    """Make the proof contract of a run of exact numerics, by engines of the class of this machine's."""
+    """Make the proof contract of a run of exact numerics, for this machine's engine class."""
     verification = config.verification
     reject, suspect = EXACT
     return ProofContract(
@@ -124,7 +124,10 @@ def exact_contract(config: RunConfig) -> ProofContract:
 
 
 def proof_contract(config: RunConfig, model: str) -> ProofContract:
-    """Make the run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
+    """Make the run's proof contract; `model` is the digest (hex) of its config.json.
+
+    Raises UsageError.
+    """
     if config.verification.numerics == "exact":
         return exact_contract(config)
     verification, dtype = config.verification, config.engine.dtype
@@ -162,10 +165,10 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
 
 
 def measures_bounds(config: RunConfig) -> bool:
-    """Whether a run measures its bounds of noise itself: in bfloat16, where noise grows with the model.
+    """Return whether a run measures its bounds of noise itself: in bfloat16, unless fixed.
 
-    In float32 it does not: the 8 bytes of a fingerprint round more there than any kernel does, and the built-in
-    bounds are far above both. Nor with exact numerics, which have no noise to measure.
+    Noise grows with the model there. In float32 the 8 bytes of a fingerprint round more than any kernel does,
+    and the built-in bounds are far above both. Exact numerics have no noise to measure.
     """
     verification = config.verification
     fixed = verification.calibration is not None or verification.bounds == "built-in"
@@ -178,7 +181,7 @@ def measures_bounds(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Bands:
-    """Bounds in the form in which a run manifest holds them."""
+    """Bounds in the form of a run manifest."""
 
     reject: Thresholds
     suspect: Thresholds
@@ -186,7 +189,7 @@ class Bands:
     """See other_scale()."""
 
     def contract(self, contract: ProofContract) -> ProofContract:
-        """`contract` with these bounds."""
+        """Return `contract` with these bounds."""
         return msgspec.structs.replace(
             contract, reject=self.reject, suspect=self.suspect, other_scale=self.other_scale
         )
@@ -194,7 +197,7 @@ class Bands:
 
 @dataclass(frozen=True)
 class FalsePositives:
-    """Errors on honest rollouts that had no part in the bounds (two halves, each judged by the other)."""
+    """Errors on honest rollouts outside of the bounds' data: two halves, each judging the other."""
 
     rollouts: int
     rejected: int
@@ -205,7 +208,7 @@ class FalsePositives:
 
 
 def bands(honest: Sequence[Evidence]) -> Bands:
-    """Make bounds for rollouts like `honest`. Raises UsageError if they are too few or not numbers."""
+    """Derive bounds from honest rollouts. Raises UsageError if they are too few or not finite."""
     if len(honest) < FEWEST:
         raise UsageError(
             f"{len(honest)} honest rollouts are too few for bounds: ask for {FEWEST} or more (--rollouts)"
@@ -224,11 +227,12 @@ def bands(honest: Sequence[Evidence]) -> Bands:
 
 
 def other_scale(nats: Values) -> float:
-    """Find the largest s <= 1 with a mean of e^(s x) over honest rollouts of surely at most 1; 0 if none.
+    """Find the largest s <= 1 for which the mean of e^(s x) is surely at most 1; 0 if none.
 
-    The sequential test for another policy needs that (protocol/reputation.py: ban_test). A log-likelihood
-    ratio has it at s = 1; rounding that is common to auditor and workers spoils it. Surely: the mean and 1.64
-    of its standard errors; each x s counts up to the test's own clip.
+    x is other_policy of honest rollouts. The sequential test for another policy needs such an s
+    (protocol/reputation.py: ban_test). A log-likelihood ratio has it at s = 1; rounding that is common to
+    auditor and workers makes it smaller. "Surely": the mean and 1.64 of its standard errors; each x s is
+    clipped as in the test.
     """
 
     def holds(scale: float) -> bool:
@@ -239,7 +243,7 @@ def other_scale(nats: Values) -> float:
 
 
 def column(honest: Sequence[Evidence], name: str) -> Values:
-    """Collect one measure of all rollouts [N]. Raises UsageError if one of them is not a number."""
+    """Collect one measure of all rollouts [N]. Raises UsageError if one value is not finite."""
     values = np.array([getattr(one, name) for one in honest], np.float64)
     if not np.isfinite(values).all():
         raise UsageError(
@@ -250,11 +254,11 @@ def column(honest: Sequence[Evidence], name: str) -> Values:
 
 
 def tail(values: Values, beyond: float) -> float:
-    """Estimate the value that a share `beyond` of rollouts exceeds, also if rarer than one in len(values).
+    """Estimate the value that a share `beyond` of rollouts exceeds, even below 1 / len(values).
 
-    Peaks over a threshold with an exponential tail (Pickands 1975, shape 0): above the u that k of N
-    values exceed, with mean excess m, a share p lies above u + m ln(k / (N p)). k is the top 1 %, but
-    10 at least; m is its upper 95 % bound, mean / (1 - 1.64 / sqrt(k)).
+    Peaks over a threshold with an exponential tail (Pickands 1975, shape 0): above the u that k of N values
+    exceed, with mean excess m, a share p lies above u + m ln(k / (N p)). k is the top 1 %, but 10 at least; m
+    is its upper 95 % bound, mean / (1 - 1.64 / sqrt(k)).
     """
     ordered = np.sort(values)
     count = len(ordered)
@@ -266,7 +270,7 @@ def tail(values: Values, beyond: float) -> float:
 
 
 def upper_bound(events: int, trials: int, confidence: float = 0.95) -> float:
-    """Find the largest probability under which `events` or fewer in `trials` are not rarer than 1 - confidence.
+    """Find the upper confidence bound of a probability, given `events` in `trials`.
 
     One-sided Clopper and Pearson (1934), by bisection; 3 / trials for no events ("rule of three").
     """
@@ -303,7 +307,7 @@ def surely_below(trials: int, share: float, confidence: float = 0.95) -> int:
 
 
 def false_positives(honest: Sequence[Evidence], contract: ProofContract) -> FalsePositives:
-    """Count errors by judging each half of `honest` by bounds made of the other half."""
+    """Count errors by judging each half of `honest` by bounds derived from the other half."""
     rejected = suspected = 0
     for mine, other in ((honest[::2], honest[1::2]), (honest[1::2], honest[::2])):
         if len(other) < FEWEST:
@@ -335,11 +339,11 @@ def d_prime(honest: Sequence[Evidence], others: Sequence[Evidence]) -> float:
 
 
 def ratio_tail(values: Values, beyond: float) -> float:
-    """As tail(), for log-likelihood ratios, of which only those above 0 speak against a worker.
+    """Estimate a tail, as tail(), for log-likelihood ratios; only those above 0 incriminate.
 
-    If the noise were as modelled, at most a share exp(-t) of honest ones would exceed t (Ville 1939). It is
-    not quite (neighbouring tokens share their noise), so the scale is fitted: the mean of those above 0,
-    with PRIOR more of 1 nat.
+    If the noise were as modelled, at most a share exp(-t) of honest ones would exceed t (Ville 1939). It is not
+    quite (neighbouring tokens share their noise), so the scale is fitted: the mean of those above 0, with PRIOR
+    more of 1 nat.
     """
     above = values[values > 0]
     scale = max(1.0, (float(above.sum()) + PRIOR) / (len(above) + PRIOR))
@@ -358,11 +362,12 @@ def _tail(name: str, values: Values, beyond: float) -> float:
 
 
 def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
-    """Find bounds that at most a share SUSPECT of honest rollouts exceeds in any measure (95 % confident).
+    """Find bounds that at most a share SUSPECT of honest rollouts exceeds in any measure.
 
-    All at the same rank: a rank of its own for every measure would suspect six times as many. Where there are
-    too few rollouts for a rank that rare, it is extrapolated. No factor is put on top: other models start just
-    above, and a device that doubles the share drives no test upwards (that takes one suspect in five).
+    With 95 % confidence. All bounds are at the same rank: a separate rank for each measure would suspect six
+    times as many. If there are too few rollouts for a rank that rare, it is extrapolated. No factor is added:
+    other models start just above, and a device that doubles the share drives no test upwards (that takes one
+    suspect in five).
     """
     count = len(next(iter(columns.values())))
     beyond = surely_below(count, SUSPECT)
@@ -377,7 +382,7 @@ def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
 
 
 def _joint_rank(columns: Sequence[Values], beyond: int) -> int:
-    """Find the rank that at most `beyond` rollouts are above in any column."""
+    """Find the rank that at most `beyond` rollouts exceed in any column."""
     ranks = [np.searchsorted(np.sort(values), values, side="left") for values in columns]
     worst = np.sort(np.max(np.stack(ranks), axis=0))
     return int(worst[len(worst) - 1 - beyond])

@@ -1,7 +1,7 @@
-"""Cheats that a calibration plays: other weights, other draws, and whether bounds tell them from honest work.
+"""Cheats for a calibration: other weights, other sampling, and their separation by bounds.
 
-They are played as well as possible: a forger of tokens states the logprobs and the proof that the right model
-gives to his tokens, so that only the seeded sampling is left to tell.
+Cheats are as good as possible: forged tokens come with the logprobs and the proof that the right model gives
+them, so that only the seeded sampling can tell.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from ..inference.model import LanguageModel
 
 CLAIMED = 0
-"""The policy version that every forged rollout claims."""
+"""Policy version that every forged rollout claims."""
 ROWS = 32
 """Rollouts that are forged at once."""
 TOP_K = 20
 """Tokens that a top-k cheat draws from."""
 COOLED = 0.9
-"""Factor on the temperature of a cheat that draws for better rewards."""
+"""Factor on the temperature of a cheat that samples for better rewards."""
 
 UNTOUCHED = ("embed", "lm_head")
-"""Parts of names of matrices that quantised models keep as they are."""
+"""Parts of the names of matrices that quantised models leave unquantised."""
 INT4_GROUP = 128
 """Weights that share a scale in the usual int4 formats (GPTQ, AWQ)."""
 
 BATCH = 16
 """Audited rollouts within which a cheat has to be caught."""
 WANTED = 0.99
-"""Probability with which it has to be."""
+"""Least probability of catching a cheat within BATCH rollouts."""
 COINCIDENCE = 1e-5
-"""A number of suspects that is less probable than this among honest rollouts is as good as a rejection."""
+"""Probability among honest rollouts below which a number of suspects counts as a rejection."""
 
 
 # -- other weights ---------------------------------------------------------------------------------
 
 
 def int8(state: State) -> State:
-    """Round to weight-only int8, one scale an output channel."""
+    """Round to weight-only int8, one scale per output channel."""
     return _quantised(state, 8, 0)
 
 
 def int4(state: State) -> State:
-    """Round to weight-only int4, one scale for INT4_GROUP inputs."""
+    """Round to weight-only int4, one scale per INT4_GROUP inputs."""
     return _quantised(state, 4, INT4_GROUP)
 
 
@@ -64,11 +64,11 @@ VARIANTS: dict[str, Callable[[State], State]] = {"int8 weights": int8, "int4 wei
 
 
 def nudged(state: State, step: float, seed: int) -> State:
-    """Make the next version of `state`: every BF16 weight moved by `step`, up or down at random.
+    """Make the next version of `state`: move every BF16 weight by `step`, up or down at random.
 
     Adam moves weights like this: nearly every element takes a step of about the learning rate. Rounding is
-    stochastic: the trainer keeps weights in fp32, anywhere within the reach of their bf16 value, and a step
-    that is small beside it flips a few of them.
+    stochastic: the trainer keeps weights in fp32, anywhere within the rounding interval of their bf16 value,
+    and a step that is small beside it changes the bf16 value of a few of them.
     """
     chance = np.random.default_rng(seed)
 
@@ -84,10 +84,10 @@ def nudged(state: State, step: float, seed: int) -> State:
 
 
 def _quantised(state: State, bits: int, group: int) -> State:
-    """Round the BF16 matrices to `bits` bits and back, embeddings and head apart.
+    """Round the BF16 matrices to `bits` bits and back, except embeddings and head.
 
-    Symmetric, to nearest, one scale for `group` inputs of an output (0, or where the width is no multiple: for
-    all of them): the weights of weight-only int8 and int4 inference.
+    Symmetric, to nearest, one scale for `group` inputs of an output (for all of them if 0, or if the width is
+    not a multiple): the weights of weight-only int8 and int4 inference.
     """
     return {
         name: _rounded(tensor, bits, group)
@@ -111,13 +111,12 @@ def _rounded(tensor: Tensor, bits: int, group: int) -> Tensor:
     return Tensor("BF16", tensor.shape, ((found + to_even) >> 16).astype("<u2"))
 
 
-# -- other draws -----------------------------------------------------------------------------------
+# -- other sampling --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ForgedReply:
-    """The prompt of a reply to forge, the lease's seed and temperature, and tokens that it is forced to begin
-    with."""
+    """Reply to forge: prompt, the lease's seed and temperature, and forced first tokens."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -126,21 +125,21 @@ class ForgedReply:
 
 
 Distort = Callable[["TorchTensor"], "TorchTensor"]
-"""Changes the logits [B, V] before the run's own sampling draws from them."""
+"""Function that changes the logits [B, V] before the run's own sampling."""
 
 
 def honestly(logits: "TorchTensor") -> "TorchTensor":
-    """Draw as the run asks."""
+    """Return the logits unchanged, to sample as the run asks."""
     return logits
 
 
 def cooler(logits: "TorchTensor") -> "TorchTensor":
-    """Draw at a lower temperature, for better rewards."""
+    """Lower the temperature, for better rewards."""
     return logits.float() / COOLED
 
 
 def top_k(logits: "TorchTensor") -> "TorchTensor":
-    """Draw from the most probable tokens only."""
+    """Keep the most probable tokens only."""
     top = logits.topk(min(TOP_K, logits.shape[-1]), -1)
     kept = logits.new_full(logits.shape, -float("inf"))
     return kept.scatter_(1, top.indices, top.values)
@@ -149,7 +148,7 @@ def top_k(logits: "TorchTensor") -> "TorchTensor":
 def first_replies(
     played: Sequence[AuditTarget], count: int
 ) -> list[tuple[ForgedReply, tuple[int, ...]]]:
-    """Take (prompt and seed, honest reply) of the first replies of `count` rollouts."""
+    """List (prompt and seed, honest reply) of the first replies of `count` rollouts."""
     items = [one.items[0] for one in played[:count]]
     return [
         (
@@ -165,14 +164,14 @@ def first_replies(
 
 
 def first_reply(item: AuditItem) -> tuple[int, ...]:
-    """Take the tokens of an item's first reply."""
+    """Return the tokens of an item's first reply."""
     return tuple(item.token_ids[item.replies[0].start : item.replies[0].end])
 
 
 def forgeries(
     honest: Sequence[tuple[ForgedReply, tuple[int, ...]]], stops: Sequence[int]
 ) -> dict[str, tuple[list[ForgedReply], Distort]]:
-    """Plan the cheats of a worker that runs the right model: name -> replies to forge, and how to draw."""
+    """Plan the cheats with the right model: name -> (replies to forge, change of logits)."""
     lines = [line for line, _ in honest]
     half = len(honest) // 2
     others = [reply for _, reply in [*honest[half:], *honest[:half]]]
@@ -193,7 +192,7 @@ def _forced(lines: Sequence[ForgedReply], replies: Sequence[tuple[int, ...]]) ->
 
 
 def _edited(reply: tuple[int, ...], said: Sequence[int]) -> tuple[int, ...]:
-    """Cut a reply at its middle and end it with another token that the model is known to say."""
+    """Cut a reply in the middle; end it with another token from an honest reply."""
     middle = (len(reply) - 1) // 2
     others = [token for token in said if token != reply[middle]] or [0]
     return (*reply[:middle], others[sum(reply) % len(others)])
@@ -205,9 +204,9 @@ def forge(
     run: RunManifest,
     distort: Distort = honestly,
 ) -> list[AuditItem]:
-    """Play rollouts of one reply, with the logprobs and proofs that `network` gives to their tokens.
+    """Generate rollouts of one reply, with `network`'s logprobs and proofs of their tokens.
 
-    All claim policy CLAIMED and the run's sampling, whatever `network` holds and `distort` does.
+    All claim policy CLAIMED and the run's sampling, with any `network` and `distort`.
     """
     import torch
 
@@ -277,7 +276,7 @@ def _item(
 
 
 def device_name(device: str) -> str:
-    """Look up the name that a device's maker gave it."""
+    """Return the product name of a GPU, else the type of the device."""
     import torch
 
     from ..inference.model import pick_device
@@ -286,26 +285,26 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
 
 
-# -- whether bounds tell a cheat from honest work --------------------------------------------------
+# -- separation of cheats from honest work ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Separated:
-    """The judgements of a cheat's rollouts."""
+    """Judgements of a cheat's rollouts."""
 
     name: str
     rollouts: int
     rejected: int
     suspected: int
-    """The rejected included."""
+    """Suspected rollouts, the rejected ones included."""
     batches: float
     """Share of batches of BATCH rollouts that are caught."""
     required: bool
-    """Whether bounds that let it pass are worth nothing."""
+    """Whether bounds have to catch this cheat."""
 
     @property
     def separates(self) -> bool:
-        """Whether it is caught as often as wanted."""
+        """Whether the cheat is caught with a probability of at least WANTED."""
         return self.batches >= WANTED
 
 
@@ -321,7 +320,7 @@ def separate(
 
 
 def batches_caught(rollouts: int, rejected: int, suspected: int, size: int = BATCH) -> float:
-    """Compute the share of batches that hold a rejected rollout, or more suspects than honest batches do.
+    """Compute the share of batches with a rejection, or more suspects than honest batches have.
 
     A batch is `size` of the `rollouts`, drawn with replacement; `suspected` includes the `rejected`.
     """
@@ -333,7 +332,10 @@ def batches_caught(rollouts: int, rejected: int, suspected: int, size: int = BAT
 
 
 def most_suspects(size: int, share: float = SUSPECT, coincidence: float = COINCIDENCE) -> int:
-    """Find the number of suspects among `size` honest rollouts that only `coincidence` exceeds."""
+    """Find the number of suspects that `size` honest rollouts exceed only by `coincidence`.
+
+    Each is suspect with probability `share`; `coincidence` is the largest probability of exceeding the number.
+    """
     limit = 0
     while at_least(limit + 1, size, share) > coincidence:
         limit += 1

@@ -1,7 +1,7 @@
-"""Check a submission without computing anything: pure functions of bytes, cheapest first, with reason codes.
+"""Check a submission without a model: pure functions of bytes, cheapest first.
 
 Limits come from the run manifest and the lease, never from the submission. A fault of a rollout is returned as
-a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
+a Rejection with a reason code and costs that rollout; a fault of the bundle raises and costs the bundle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from ..inference.fingerprint import TOKEN_BYTES, BadProof, Projection, split
 from ..models.routes import route_fault
 
 ORDER_SLACK = 2
-"""Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
+"""Tokens by which an honest sample may trail a later one, as a pipeline's micro-batches alternate."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class CheckedRollout:
     branches: list[Branch]
     claimed_reward: float
     crossed: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
-    """Per branch, the fingerprints that a pipeline's stages state of what they sent; empty unless complete."""
+    """Per branch, fingerprints of the states that a pipeline's stages sent; empty unless complete."""
 
 
 @dataclass
 class CheckedSubmission:
-    """The rollouts that passed, and the rejections."""
+    """Rollouts that passed, and the rejections."""
 
     rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
     rejections: list[Rejection] = field(default_factory=list[Rejection])
@@ -67,13 +67,12 @@ def check_submission(
     version: int,
     plan: PipelinePlan | None = None,
 ) -> CheckedSubmission:
-    """Compare a submission with its lease and the run's contract; `version` is the newest published.
+    """Compare a submission with its lease and the run's contract; `version`: newest published.
 
-    `plan` is plan_of() of it.
+    `plan` is the submission's plan_of().
 
-    Raises:
-        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease, or the lease is
-            of no environment of the run; MALFORMED: it states boundaries of what it does not hold.
+    Raises RemoteProtocolError: WRONG_TASK or TOO_LARGE if the bundle is not the work of this lease, or the
+    lease is not for an environment of the run; MALFORMED if its boundaries do not fit its branches.
     """
     environment_of(run, lease)
     if len(submission.groups) != len(lease.tasks):
@@ -91,9 +90,10 @@ def check_submission(
 
 
 def _attach(submission: Submission, plan: PipelinePlan, checked: CheckedSubmission) -> None:
-    """Attach the statements of stages to their branches; a rollout that lacks some of them gets none.
+    """Attach boundary fingerprints to their branches; a rollout that lacks some gets none.
 
-    Only sizes are checked: other stages wrote the bytes, so an audit has to tell whether they are fingerprints.
+    Only sizes are checked: other stages wrote the bytes, so only an audit can tell whether they are
+    fingerprints.
     """
     of = {(one.group, one.rollout, one.branch): one.boundaries for one in submission.crossed}
     if len(of) != len(submission.crossed):
@@ -135,7 +135,7 @@ def _check_group(
     if not late:
         checked.rollouts += passed
         return
-    # The whole group: it cannot be told which of its samples had two tries.
+    # Reject the whole group: the sample that had two tries cannot be identified.
     index, why = min(late.items())
     detail = clipped(f"sample {index} {why}")
     checked.rejections += [
@@ -144,13 +144,13 @@ def _check_group(
 
 
 def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
-    """Find the samples of one group that were drawn out of order: index to evidence in words.
+    """Find the samples of one group that were drawn out of order: index -> explanation.
 
     `samples`: the branches of each sample by its index. Samples begin in the order of their indices, in one
-    engine, and those under way draw in step. So whenever the policy changed, a sample whose first reply was
-    not finished had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that
-    generates with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
-    Without the samples that are found the others are in order.
+    engine, and running ones draw in step. So whenever the policy changed, a sample whose first reply was not
+    finished had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that generates
+    with two versions and sends the better one, sample by sample, violates this (docs/proofs.md). Without the
+    returned samples the others are in order.
     """
     firsts = {index: branches[0] for index, branches in samples.items() if branches}
     if len({version for first in firsts.values() for _, version in _spans(first)}) < 2:
@@ -173,7 +173,10 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
 
 
 def _first_reply(branch: Branch) -> tuple[int, list[tuple[int, int]]]:
-    """Return the length and spans of a branch's first reply; the environment sets the pace of later turns."""
+    """Return the length and spans of a branch's first reply.
+
+    The environment determines the pace of later turns.
+    """
     start = branch.sampled.index(True)
     try:
         end = branch.sampled.index(False, start)
@@ -253,7 +256,7 @@ def _check_lengths(branch: Branch, run: RunManifest) -> None:
 
 
 def check_termination(branch: Branch, run: RunManifest, environment: EnvironmentContract) -> None:
-    """Check that every reply ends by a stop token or its full length, with no stop token before its end."""
+    """Check that every reply ends with a stop token or at full length, without an earlier stop."""
     stops = frozenset(run.model.stop_token_ids)
     runs = sampled_runs(branch.sampled)
     longest = environment.sampling.max_tokens
@@ -271,7 +274,7 @@ def check_termination(branch: Branch, run: RunManifest, environment: Environment
 
 
 def _check_spans(branch: Branch) -> None:
-    """Check for one version, or spans that begin with the first version, end with the last and rise."""
+    """Check that a branch has one version, or ascending spans from its first version to its last."""
     if not branch.spans:
         if branch.policy_first != branch.policy_last:
             raise Rejected(Reason.MALFORMED, "several policy versions and no spans")
@@ -290,7 +293,7 @@ def _rising(numbers: Sequence[int]) -> bool:
 
 
 def _check_proof(branch: Branch, run: RunManifest) -> None:
-    """Check that a proof is well formed and as long as the replies; an audit tells what it proves."""
+    """Check that a proof is well formed and as long as the replies; an audit checks its content."""
     fingerprint = Projection()
     try:
         lengths = [end - start for start, end in sampled_runs(branch.sampled)]
@@ -301,7 +304,7 @@ def _check_proof(branch: Branch, run: RunManifest) -> None:
 
 
 def _check_routes(branch: Branch, run: RunManifest) -> None:
-    """Check that routes are wanted and well formed; an audit tells whether they were taken."""
+    """Check that routes are expected and well formed; an audit checks whether they were taken."""
     if not branch.routes:
         return
     if run.routes is None:
@@ -311,7 +314,7 @@ def _check_routes(branch: Branch, run: RunManifest) -> None:
 
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
-    """Find the half-open index ranges of runs of sampled tokens: one per reply."""
+    """Return the half-open index ranges of runs of sampled tokens: one per reply."""
     runs: list[tuple[int, int]] = []
     start = -1
     for position, flag in enumerate([*sampled, False]):

@@ -1,14 +1,13 @@
-"""Find repeated and copied rollouts: the text that was received second, in whatever order they are verified.
+"""Find repeated and copied rollouts: the text that was received second is the copy.
 
-The order of receipt alone decides: an earlier arrival is never called a copy, though its copy be verified
+The order of receipt alone decides: an earlier arrival is never called a copy, even if its copy is verified
 first.
 
-A rollout is remembered by windows of its sampled tokens, side by side, 32 to 512 tokens each, and as a whole;
-it is looked up at every offset, so that shifting a text hides nothing. A window counts only if it carries
-SURPRISE nats by the logprobs of its own sender: another honest worker draws it again with probability e^-40
-(4e-18), so short and near-certain replies are no copies, and no claim of one worker can make another's text a
-copy. A worker that claims less surprise than there was, at every size, is not found here; audits of logprobs
-and seeds see it.
+A rollout is stored as adjacent windows of its sampled tokens, 32 to 512 tokens each, and as a whole; lookups
+use every offset, so that shifting a text hides nothing. A window counts only if it has SURPRISE nats by the
+logprobs of its own sender: another honest worker samples it again with probability e^-40 (4e-18), so short and
+near-certain replies never count as copies, and no claim of one worker can make another's text a copy. A worker
+that understates the surprise at every size is not found here, but by audits of logprobs and seeds.
 """
 
 from collections.abc import Iterator
@@ -24,16 +23,17 @@ from ..environments.environment import Branch
 from .checks import CheckedRollout, Rejected
 
 SURPRISE = 40.0
-"""Nats in a window."""
+"""Least surprise of a window that counts, nats."""
 SHARE = 0.5
-"""Share of the sampled tokens of a rollout that makes it a copy if they were received before."""
+"""Share of a rollout's sampled tokens, received before, that makes it a copy."""
 SIZES = (32, 64, 128, 256, 512)
-"""Tokens in a window; the whole text of a branch is one more window."""
+"""Sizes of windows, tokens; the whole text of a branch is one more window."""
 MAX_WINDOWS = 1 << 17
-"""About 200 bytes each, one for every 16 tokens; the window that was not found again for longest goes first."""
+"""Most stored windows, about 200 bytes each, one per 16 tokens; the least recently found one is dropped
+first."""
 
 _MOST_SURPRISE = 2.5
-"""Nats that one token may count for: nothing below 16 tokens is a window, whatever its logprobs."""
+"""Cap on a token's surprise, nats: no window that counts has fewer than 16 tokens."""
 _NAME_BYTES = 16
 _PLACES = 4096
 """Most rollouts in a group (protocol/rollouts.py)."""
@@ -44,7 +44,7 @@ Keys = NDArray[np.uint64]
 
 
 class Owner(NamedTuple):
-    """The sender of a rollout, in the order of receipt: the smaller came first."""
+    """Sender of a rollout, sorted by the order of receipt: the smaller came first."""
 
     arrival: int
     place: int
@@ -53,7 +53,7 @@ class Owner(NamedTuple):
 
 
 class CopyDetector:
-    """Remembers the texts of the rollouts that were verified lately, and the first sender of each."""
+    """Store of recently verified rollouts' texts, with the first sender of each."""
 
     def __init__(self, max_windows: int = MAX_WINDOWS) -> None:
         self._max_windows = max_windows
@@ -64,9 +64,9 @@ class CopyDetector:
         return len(self._windows)
 
     def check(self, arrival: int, node: bytes, rollout: CheckedRollout) -> None:
-        """Remember the new text of a rollout, unless it is a copy: raise Rejected(DUPLICATE) then.
+        """Store the new text of a rollout; raise Rejected(DUPLICATE) if it is a copy.
 
-        To be called once for each rollout that passed the cheap checks; again, for the same one, is harmless.
+        Call it once for each rollout that passed the cheap checks; repeating a call is harmless.
         """
         owner = Owner(arrival, rollout.group * _PLACES + rollout.index, node)
         texts = [_Text(one) for one in rollout.branches]
@@ -74,7 +74,7 @@ class CopyDetector:
         for text in texts:
             self._find(text, owner, earlier)
         share = sum(earlier.values()) / max(1, sum(len(text.tokens) for text in texts))
-        if share >= SHARE:  # not remembered: copies of the copy are the source's too
+        if share >= SHARE:  # not stored: copies of the copy are the source's, too
             source = min(earlier, key=lambda one: (-earlier[one], one))
             raise Rejected(
                 Reason.DUPLICATE,
@@ -84,7 +84,7 @@ class CopyDetector:
             self._remember(text, owner)
 
     def _find(self, text: "_Text", owner: Owner, earlier: dict[Owner, int]) -> None:
-        """Count the tokens that were received earlier, each once, by their owner."""
+        """Add the tokens that were received earlier, each once, to the counts of their owners."""
         covered = np.zeros(len(text.tokens), bool)
         for start, size, key in text.everywhere():
             name, other = self._windows.get(key, (b"", owner))
@@ -106,7 +106,7 @@ class CopyDetector:
 
 
 class _Text:
-    """The sampled tokens of a branch, and its windows that carry enough surprise."""
+    """Sampled tokens of a branch, and its windows that have enough surprise."""
 
     def __init__(self, branch: Branch) -> None:
         self.tokens = np.array(list(compress(branch.token_ids, branch.sampled)), np.uint32)
@@ -121,16 +121,15 @@ class _Text:
             yield from self._keyed(np.arange(len(self.tokens) - size + 1), size)
 
     def aligned(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, size, key) side by side from the start, at every size.
+        """Yield (start, size, key) of adjacent windows from the start, at every size.
 
-        Every size, so that understating logprobs a little does not lead from a size that is remembered to
-        one that is not.
+        Every size is stored, so that slightly understated logprobs do not lead to a size that is not.
         """
         for size in self._sizes():
             yield from self._keyed(np.arange(0, len(self.tokens) - size + 1, size), size)
 
     def name(self, start: int, size: int) -> bytes:
-        """Name a window by a digest of its text."""
+        """Return the name of a window, a digest of its text."""
         return digest(self.tokens[start : start + size].tobytes())[:_NAME_BYTES]
 
     def _sizes(self) -> list[int]:
@@ -145,9 +144,9 @@ class _Text:
 
 
 def _rolling(tokens: NDArray[np.uint32]) -> tuple[Keys, Keys]:
-    """Sum mixed tokens times powers of an odd base before each place; return also the inverse powers.
+    """Return prefix sums of mixed tokens times powers of an odd base, and the inverse powers.
 
-    All modulo 2^64. It only preselects: windows are the same only if their names are.
+    All modulo 2^64. The sums only preselect: windows are equal only if their names are.
     """
     mixed = tokens.astype(np.uint64) + _BASE
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

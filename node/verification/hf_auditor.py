@@ -1,6 +1,6 @@
-"""An Auditor that prefills in a child process, which is killed when it hangs, dies or runs out of memory.
+"""An Auditor that prefills in a child process, killed if it hangs or runs out of memory.
 
-A fault in there costs at most the item that caused it: the others are measured all the same.
+A fault in the process costs at most the item that caused it: the others are still measured.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
 START_TIMEOUT_S = 120.0
-"""For loading torch, and a device's first use."""
+"""Time for loading torch and for the first use of a device."""
 
 
 class AuditChild(ChildProcess):
-    """The process that audits (audit_process.py): start(), ask(), kill().
+    """Audit process (audit_process.py): spawn(), ask(), kill().
 
-    After AuditFailed, or where an answer is waited for no more, kill() it: it may be busy still.
+    After AuditFailed, or if its answer is no longer waited for, kill() it: it may still be busy.
     """
 
     Error = EngineError
@@ -67,7 +67,7 @@ class AuditChild(ChildProcess):
         self._numbers = itertools.count(1)
 
     async def ask(self, request: AuditProcessRequest, timeout_s: float) -> AuditProcessReply:
-        """Return its answer.
+        """Send a request and return the answer.
 
         Raises AuditFailed, also after `timeout_s`, and EngineError if it can never answer.
         """
@@ -84,12 +84,12 @@ class AuditChild(ChildProcess):
 
 
 class HeldStates:
-    """The states that a process holds, by number; the last one used is at the end."""
+    """States that a process holds, by number; the most recently used one is last."""
 
     def __init__(self, child: AuditChild, most: int) -> None:
-        """`most` states are held, or as many as one audit needs.
+        """Hold up to `most` states, or as many as one audit needs.
 
-        A state is in a file only while it is handed over.
+        A state is in a file only during its handover.
         """
         self._child = child
         self._most = most
@@ -100,7 +100,7 @@ class HeldStates:
     async def provide(self, states: Mapping[int, State], timeout_s: float) -> dict[int, int]:
         """Hand over the states that the process lacks; return the number of each version.
 
-        Raises as AuditChild.ask(), and EngineError if a state cannot be handed over.
+        Raises the errors of AuditChild.ask(), and EngineError if a state cannot be handed over.
         """
         for version, state in states.items():
             held = self._held.pop(version, None)
@@ -124,7 +124,7 @@ class HeldStates:
 
 
 class HfAuditor:
-    """An Auditor over the networks of the embedded engine, in a child process that starts when needed."""
+    """An Auditor with the embedded engine's networks, in a child process started when needed."""
 
     def __init__(
         self,
@@ -134,7 +134,10 @@ class HfAuditor:
         threads: int = 0,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """`timeout_s` is for a portion of an audit; `threads` of torch, 0 leaves its choice."""
+        """Take the config; `timeout_s` is for a portion of an audit.
+
+        `threads` of torch, 0 leaves its choice.
+        """
         self._config = config
         self._timeout_s = timeout_s
         self._threads = threads
@@ -148,7 +151,7 @@ class HfAuditor:
 
     @property
     def pid(self) -> int | None:
-        """The process that audits; None while there is none."""
+        """Id of the audit process; None while there is none."""
         return self._running[0].pid if self._running else None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
@@ -156,11 +159,11 @@ class HfAuditor:
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
         if run.proofs.numerics == "exact":
-            # its decoding and its prefill differ in their last bits
+            # decoding and prefill of this engine differ in their last bits
             raise EngineError(EXACT_NEEDS_VLLM)
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
-        # Of the versions that may be claimed, and the one before, those that the trainer holds whole, too:
+        # Versions that may be claimed and the one before, up to the number that the trainer holds whole:
         # older ones are handed over again when an audit needs them.
         self._most_states = min(run.limits.max_off_policy_steps + 2, WHOLE + 1)
 
@@ -180,7 +183,7 @@ class HfAuditor:
             )
 
     async def close(self) -> None:
-        """See Auditor. An audit that runs ends with an EngineError."""
+        """See Auditor. A running audit ends with an EngineError."""
         self._closed = True
         if self._running is not None:
             await self._running[0].kill()
@@ -195,7 +198,7 @@ class HfAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """Ask a process; kill it if it fails or if the caller is cancelled."""
+        """Measure items in the process; kill it if it fails or the caller is cancelled."""
         needed = sorted({v for item in items for v in wanted_versions(item, others)})
         compared = {version: list(others.get(version, ())) for version in needed}
         child, held = await self._process()
@@ -206,8 +209,8 @@ class HfAuditor:
                 raise AuditFailed(f"the process that audits does not answer {len(items)} items")
             return reply.answers
         except EngineError:
-            raise  # the process is well, and says that this can never be done
-        except BaseException:  # also when cancelled: it would measure on
+            raise  # the process works, and reports that this can never be done
+        except BaseException:  # also when cancelled: the process would go on
             await self._drop()
             raise
 
@@ -224,7 +227,7 @@ class HfAuditor:
             self._running = child, HeldStates(child, self._most_states)
             try:
                 await self._set_up(child, setup)
-            except BaseException:  # also when cancelled: half set up, it is of no use
+            except BaseException:  # also when cancelled: a process that is half set up is of no use
                 await self._drop()
                 raise
         return self._running

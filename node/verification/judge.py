@@ -1,6 +1,6 @@
-"""Judge measurements by the bounds of the manifest, and find the pipeline stage that a fault can be of.
+"""Judge measurements by the manifest's bounds, and attribute faults to pipeline stages.
 
-Pure, and the same on every machine. The bounds themselves are made in bounds.py.
+Pure functions, with the same result on every machine. bounds.py makes the bounds.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ...protocol.reputation import Outcome
 from ...protocol.rollouts import Evidence
 
 CLEAR = 0.5
-"""Share of the suspect bound below which an input is surely right, where an output is only suspect."""
+"""Share of the suspect bound below which an input counts as right if the output is suspect."""
 
 REASONS: dict[str, Reason] = {
     "fingerprint": Reason.WRONG_MODEL,
@@ -25,12 +25,12 @@ REASONS: dict[str, Reason] = {
     "routing_max": Reason.BAD_ROUTES,
     "routing": Reason.BAD_ROUTES,
 }
-"""Measures in the order in which they are blamed: the model first, for it moves all the others."""
+"""Reason of each measure, in the order of blame: the model first, as it affects all others."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """`reason` and `detail` of a rejection, or None; `suspect` counts in the sequential test."""
+    """Reason and detail of a rejection, or None; `suspect` counts in the sequential test."""
 
     reason: Reason | None
     detail: str
@@ -59,20 +59,20 @@ def first_above(evidence: Evidence, bounds: Thresholds) -> str:
 
 @dataclass(frozen=True)
 class StageAttribution:
-    """The stages that may have caused what an audit found on a rollout."""
+    """Stages that may have caused an audit's finding on a rollout."""
 
     group: int
     rollout: int
     distances: tuple[float, ...]
     outcome: Outcome
     stages: tuple[int, ...]
-    """One of these caused it; empty if nothing is wrong, or no boundaries were stated."""
+    """Candidate stages, one of them at fault; empty if nothing is wrong, or no boundaries were stated."""
     other_policy: float = 0.0
-    """As in the evidence: it cannot be told which stage stayed on another version."""
+    """Copy of the evidence's value: the stage that stayed on another version cannot be identified."""
 
     @property
     def named(self) -> int | None:
-        """The only stage that can have caused it."""
+        """The only stage that may have caused it; None if there are several or none."""
         return self.stages[0] if len(self.stages) == 1 else None
 
 
@@ -81,11 +81,11 @@ def blame(
 ) -> StageAttribution:
     """Attribute a judgement to stages by the `distances` at a rollout's boundaries.
 
-    A stage whose input is right and whose output is wrong computed something else than it should have. Where
-    several stages can have caused a fault all of them are given: no honest one is named for a quick answer.
-    Without distances it cannot be told: stages that have left may have made some of it.
-    The last output feeds the head; `evidence` measures it. Boundaries have the same bounds: honest noise
-    grows with every layer, and at the last boundary is about as large as at the end (docs/proofs.md).
+    A stage with a right input and a wrong output computed something wrong. If several stages may have caused a
+    fault, all of them are returned, so that no honest one is blamed. Without distances no stage is returned:
+    stages that have left may have made some of the rollout. The last output feeds the head; `evidence` measures
+    it. Boundaries have the same bounds: honest noise grows with every layer, and at the last boundary is about
+    as large as at the end (docs/proofs.md).
     """
     outputs = (*distances, evidence.fingerprint)
     outcome: Outcome = "clean"
@@ -134,7 +134,7 @@ def _suspect(evidence: Evidence, outputs: Sequence[float], bounds: Thresholds) -
 
 
 def _first_off(outputs: Sequence[float], bound: float, clear: float) -> tuple[int, ...]:
-    """Find the first stage whose output is above `bound`, and those right before it not below `clear`."""
+    """Find the first stage with output above `bound`, and those just before it not below `clear`."""
     # written so that NaN is above every bound
     off = next((stage for stage, out in enumerate(outputs) if not out <= bound), None)
     if off is None:
@@ -146,5 +146,5 @@ def _first_off(outputs: Sequence[float], bound: float, clear: float) -> tuple[in
 
 
 def _drawing(outputs: Sequence[float]) -> tuple[int, ...]:
-    """Blame the drawing, where states are right: the last stage draws, the first states the tokens."""
+    """Blame sampling if states are right: the last stage samples, the first states the tokens."""
     return (0, len(outputs) - 1)

@@ -1,7 +1,7 @@
-"""What an auditor measures on a branch, from the numbers of each token; and the checks that come first.
+"""Measures of a branch, computed from those of its tokens; and the checks of an item.
 
-Every Auditor sums up with these functions, so that its measures mean the same. numpy only: no torch.
-A number that is not finite counts as infinitely far off.
+Every Auditor summarizes with these functions, so that measures mean the same. numpy only: no torch. A number
+that is not finite counts as infinitely far off.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from .auditor import AuditItem, Measured, Unreadable
 Numbers = NDArray[np.float64]
 
 FEWEST = 64
-"""Tokens over which a mean is taken at least, so that one near tie in a short branch is no fault."""
+"""Least divisor of a mean over tokens, so that one near tie in a short branch is no fault."""
 CLIP = 1.0
-"""Nats; most that one token adds to the mean margin."""
+"""Most that one token adds to the mean margin, nats."""
 FLOOR = 2.0**-20
-"""Mean squared relative difference that is below the resolution of a proof (a quarter of a bf16's last bit)."""
+"""Mean squared relative difference below a proof's resolution (a quarter of bf16's last bit)."""
 
 _PROJECTION = Projection()
 
@@ -102,7 +102,7 @@ def _boundary_fault(item: AuditItem, layers: int) -> str:
 
 
 def _in_order(item: AuditItem) -> bool:
-    """Whether replies follow each other, each after a token that led to it."""
+    """Return whether replies are in order, disjoint, and each after another token."""
     end = 1
     for reply in item.replies:
         if not end <= reply.start < reply.end:
@@ -121,7 +121,7 @@ Compares = Sequence[tuple[int, Compared]]
 def summarize(
     margins: Sequence[NDArray[np.floating]], apart: Sequence[Numbers], compared: Sequence[Compares]
 ) -> list[Measured]:
-    """Sum up branches, one entry each, of S sampled tokens.
+    """Summarize branches of S sampled tokens, one entry each.
 
     `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of the proofs.
     """
@@ -160,9 +160,9 @@ def compare_replies(
 ) -> list[Compares]:
     """Compare the proofs of branches, one entry each, with projected states.
 
-    `proofs` are those of the replies (bytes, tokens); `projected` states and each of `others` are [S, 7].
-    A branch gives nothing if its own states are not finite; other policies with states that are not finite are
-    left out. The proofs must have been checked.
+    `proofs` are those of the replies (bytes, tokens); `projected` states and each of `others` are [S, 7]. A
+    branch has no comparison if its own states are not finite; other policies with states that are not finite
+    are left out. The proofs must have been checked.
     """
     replies: list[Replayed] = []
     lengths: list[list[int]] = []
@@ -179,12 +179,12 @@ def compare_replies(
 
 
 def _infinite(values: Numbers) -> Numbers:
-    """Replace what is not finite by infinity."""
+    """Replace values that are not finite by infinity."""
     return np.where(np.isfinite(values), values, inf)
 
 
 def _distance(compared: Compares) -> float:
-    """Take the root mean square over tokens, FEWEST at least.
+    """Return the root mean square over tokens, FEWEST at least.
 
     Over fewer tokens it scatters, and the honest extremes of short replies would set the bound that other
     weights have to exceed.
@@ -197,10 +197,10 @@ def _distance(compared: Compares) -> float:
 
 
 def _other_policy(compared: Sequence[Compared]) -> float:
-    """Compute by how many nats the likeliest other policy explains the proof better than the claimed one.
+    """Compute the log-likelihood ratio, nats, of the likeliest other policy to the claimed one.
 
-    The generalised likelihood ratio of two normal models whose variance is estimated from the same
-    `samples` residuals: (samples / 2) ln(own / other), summed over replies.
+    The generalised likelihood ratio of two normal models whose variance is estimated from the same `samples`
+    residuals: (samples / 2) ln(own / other), summed over replies.
     """
     if not compared or not compared[0].others:
         return 0.0
@@ -214,15 +214,15 @@ def _other_policy(compared: Sequence[Compared]) -> float:
 
 
 def routing(found: NDArray[np.floating]) -> tuple[float, float]:
-    """Sum up off_routes() [S, 2] of S tokens: Measured.routing and routing_max."""
+    """Summarize off_routes() [S, 2] of S tokens as (Measured.routing, routing_max)."""
     found = _infinite(found.astype(np.float64))
     return float(found[:, 0].sum()) / max(len(found), FEWEST), float(found[:, 1].max(initial=0))
 
 
 def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
-    """Measure, at each boundary, how far the claimed states are from `own` [S, boundaries, 8].
+    """Measure the distance of the claimed states from `own` [S, boundaries, 8] at each boundary.
 
-    Root mean square over tokens, FEWEST at least; infinitely far where the own states are not finite.
+    Root mean square over tokens, FEWEST at least; infinite if the own states are not finite.
     """
     if not np.isfinite(own).all():
         return (inf,) * len(item.boundaries)

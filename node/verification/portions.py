@@ -1,7 +1,7 @@
-"""Audits in portions, so that what ends the process behind an auditor costs one item and not its neighbours.
+"""Audit in portions, so that a fault that ends the auditor's process costs one item only.
 
-HfAuditor and VllmAuditor differ in the process that they ask; this is what they share: how much is asked at
-once, what follows a failure, and when none of it is worth another try.
+HfAuditor and VllmAuditor differ in their processes. This file is their common part: sizes of requests, retries
+after a failure, and when to give up.
 """
 
 import logging
@@ -15,55 +15,55 @@ from .auditor import AuditItem, Unreadable, wanted_versions
 logger = logging.getLogger(__name__)
 
 MOST_DEADLY = 4
-"""After this many items of a portion that each end the process alone, the rest is not tried."""
+"""Items of a portion that each end the process alone, after which the rest is skipped."""
 LARGEST_PORTION = 2**18
-"""Tokens to prefill in one go, once for each version; one longer item is still a portion."""
+"""Most tokens to prefill in one portion, counted once per version; one longer item is still a portion."""
 FIRST_PORTION = 2**13
-"""The same for the first portion, before the device's speed is known."""
+"""Limit of the first portion, before the device's speed is known, tokens."""
 SMALLEST_PORTION = 2**10
 PORTION_PARTS = 4
-"""A portion that fails is split in four: it may have wanted too much memory, or have one bad item."""
+"""Parts of a failed portion: it may have needed too much memory, or have one bad item."""
 PORTION_TIME_SHARE = 4
-"""A portion should take this fraction (1/4) of the time that it has."""
+"""Divisor of the time limit: a portion should take a quarter of it."""
 
 W = TypeVar("W")
-"""What is measured: an item, or one under a single version."""
+"""Unit of work: an item, or one under a single version."""
 T = TypeVar("T")
-"""The result of it."""
+"""Result of a unit of work."""
 Attempt = Callable[[Sequence[W]], Awaitable[Sequence[T]]]
-"""Measures some at once. Raises AuditFailed, and EngineError where none can ever be measured."""
+"""Measures some units at once. Raises AuditFailed, or EngineError if none can ever be measured."""
 
 
 class AuditFailed(NodeError):
-    """The process that audits ended, hung, or says that it cannot measure these items."""
+    """The audit process ended, hung, or reports that it cannot measure these items."""
 
 
 class Pace:
-    """Sizes portions so that the device prefills each in a quarter of the time that it has."""
+    """Sizes of portions, such that the device prefills each in a quarter of its time limit."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.limit = FIRST_PORTION
 
     def done(self, cost: int, took_s: float) -> None:
-        """Learn from a finished portion; a small one says little of larger ones."""
+        """Adapt to a finished portion; a small one that was fast enough is ignored."""
         share_s = self._timeout_s / PORTION_TIME_SHARE
         if cost >= FIRST_PORTION // 2 or took_s > share_s:
             fair = int(cost / max(took_s, 1e-3) * share_s)
             self.limit = min(LARGEST_PORTION, max(SMALLEST_PORTION, fair))
 
     def failed(self) -> None:
-        """Learn from a portion that may have been too large."""
+        """Adapt to a portion that may have been too large."""
         self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
 
 
 def prefill_costs(items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]) -> list[int]:
-    """Tokens to prefill of each item, under all versions that it needs."""
+    """Return the tokens to prefill of each item, counted once per version that it needs."""
     return [len(item.token_ids) * len(wanted_versions(item, others)) for item in items]
 
 
 def portion_size(costs: Sequence[int], limit: int = LARGEST_PORTION) -> int:
-    """Count those to take next, by what each costs: `limit` together, but one at least."""
+    """Return the number of units to take next: within `limit` by their costs, but at least one."""
     room = limit
     for number, cost in enumerate(costs):
         room -= cost
@@ -73,14 +73,14 @@ def portion_size(costs: Sequence[int], limit: int = LARGEST_PORTION) -> int:
 
 
 class Portions:
-    """Measures portion by portion, and in smaller ones where a portion fails.
+    """Measurement in portions, which are split into smaller ones after a failure.
 
-    One audit at a time. After AuditFailed the next attempt must be able to work: it replaces a process that is
-    lost.
+    For one audit at a time. After AuditFailed the next attempt must be able to work: it replaces a lost
+    process.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` is the time that one attempt has."""
+        """Take the time limit of one attempt, seconds."""
         self._pace = Pace(timeout_s)
 
     async def measure(
@@ -91,10 +91,10 @@ class Portions:
         *,
         works: bool = False,
     ) -> list[T | Unreadable]:
-        """The results of `work`, in order; `costs` are its tokens to prefill. `works`: this audit has measured
-        something before.
+        """Measure `work`; return the results in order.
 
-        Raises EngineError when nothing can be measured.
+        `costs` are its tokens to prefill. `works`: this audit has measured something before. Raises EngineError
+        if nothing can be measured.
         """
         found: list[T | Unreadable] = []
         while len(found) < len(work):
@@ -113,8 +113,10 @@ class Portions:
     async def _portion(
         self, work: Sequence[W], costs: Sequence[int], attempt: Attempt[W, T]
     ) -> tuple[list[T | Unreadable], bool]:
-        """Measure a portion at once; what fails goes on in quarters, down to single ones. Also whether any was
-        answered."""
+        """Measure a portion at once; retry failures in quarters, down to single units.
+
+        Returns the results, and whether any attempt was answered.
+        """
         found: list[T | Unreadable] = []
         faults: list[str] = []
         answered = retried = False
@@ -129,14 +131,14 @@ class Portions:
             try:
                 found += await attempt(work[part])
                 answered = True
-                if not retried:  # smaller ones say nothing of what the next portion may want
+                if not retried:  # smaller ones tell nothing about the next portion
                     self._pace.done(sum(costs[part]), time.monotonic() - began)
             except AuditFailed as error:
                 if size == 1 and retried:
                     faults.append(str(error))
                     found.append(Unreadable(faults[-1], proof=False))
                     continue
-                if not retried:  # of a single item, too: the process may have been lost before
+                if not retried:  # retries a single item, too: the process may have been lost before
                     retried = True
                     self._pace.failed()
                 fewer = -(-size // PORTION_PARTS)

@@ -1,8 +1,8 @@
-"""Prefill claimed branches and compare: tokens, logprobs and proofs under each policy version.
+"""Prefill claimed branches; compare tokens, logprobs and proofs under each policy version.
 
 Invariants:
-- one forward pass per version; a GPU has its next batch before the last one is summed up;
-- items are foreign: each is checked by itself, and none of them can spoil the measurements of its neighbours;
+- one forward pass per version; a GPU has its next batch before the last one is summarized;
+- items come from strangers: each is checked by itself, and none can spoil the measurements of others;
 - a number that is not finite counts as infinitely far off.
 """
 
@@ -48,50 +48,50 @@ Integers = NDArray[np.int64]
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
 """Tokens of a forward pass: as many as a cache holds, or keep a GPU busy."""
 AHEAD = 1
-"""Batches that a device is given before the one before them is summed up."""
+"""Batches queued on a device before the previous one is summarized."""
 LOGITS = 2**26
-"""Logits at a time, as if all were fp32 (256 MiB): rows enough that a GPU reads the head's weights for many."""
+"""Logits at a time, counted as fp32 (256 MiB): a GPU reads the head's weights for many rows."""
 TILE = 128
 """Rows that a GPU multiplies at once: a few more would cost as much as a whole tile."""
 KEEP_BYTES = 2**30
-"""Networks are kept for the next audit while their states are smaller than this together; one always is."""
+"""Most bytes of the states of cached networks; one network always stays for the next audit."""
 BOUNDARY_NUMBERS = 2**24
-"""Numbers of boundary states that are compared at a time: some copies of them are made, in fp32."""
+"""Numbers of boundary states compared at a time; several fp32 copies of them are made."""
 
 
 @dataclass
 class _Branch:
-    """One item; `at` is the place of its sampled tokens among those of all."""
+    """One item; `at` is the slice of its sampled tokens among those of all items."""
 
     number: int
-    """Among the sound items."""
+    """Index among the sound items."""
     item: AuditItem
     token_ids: Integers
     others: list[int]
     at: slice
     waits: int
-    """Versions whose pass is not done yet."""
+    """Number of versions whose pass is not done yet."""
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """version -> projected states [S, 7], on the CPU."""
     crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """The same of its boundaries [S, boundaries, 8]."""
+    """version -> projected states and lengths at its boundaries [S, boundaries, 8]."""
     routed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """The same of its routes [S, 2], see RouteChecker."""
+    """version -> comparison of its routes [S, 2]; see RouteChecker."""
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The sampled tokens of all branches, one after the other."""
+    """Sampled tokens of all branches, one after the other."""
 
     places: Integers
-    """In their branches."""
+    """Positions in their branches."""
     tokens: Integers
     seeds: Integers
     versions: Integers
     temperatures: NDArray[np.float32]
     margins: NDArray[np.float64]
     logprobs: NDArray[np.float64]
-    """Recomputed; both infinite until they are."""
+    """Recomputed, like the margins; both are infinite until then."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class _Flight:
     led: Tensor
     """Projected states [S, 7] of the sampled tokens of all `branches`."""
     crossed: Tensor
-    """The same at their boundaries [S, boundaries, 8]."""
+    """Projected states and lengths at their boundaries [S, boundaries, 8]."""
     routed: Tensor
-    """The same of their routes [S, 2]."""
+    """Comparison of their routes [S, 2]."""
     drawn: Integers
-    """The tokens, among all, that claim this version [N]."""
+    """Indices, among all tokens, of those that claim this version [N]."""
     numbers: Tensor
-    """Their margins and logprobs [2, N] fp32."""
+    """Margins and logprobs of the tokens of `drawn` [2, N] fp32."""
     mark: Mark
 
 
@@ -122,7 +122,7 @@ class _Kept:
 
 
 class Replay:
-    """Measures items, and keeps the networks that it used last. For one thread."""
+    """Measurement of items, with a cache of the networks used last; for one thread."""
 
     def __init__(
         self,
@@ -132,19 +132,19 @@ class Replay:
         logits: int = LOGITS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
-        """`batch_tokens` of a forward pass, 0 for the default of the device."""
+        """Take the terms; `batch_tokens` of a forward pass, 0 for the default of the device."""
         self._terms = terms
         self._model_dir = Path(terms.model_dir)
         self._batch_tokens = batch_tokens
         self._logits = logits
         self._keep_bytes = keep_bytes
-        self._kept: dict[int, _Kept] = {}  # the last one used is the last one
+        self._kept: dict[int, _Kept] = {}  # the most recently used one is last
         self._base: State | None = None
 
     def prepare(self, *, threads: int = 0) -> None:
         """Check that audits are possible; `threads` of torch, 0 leaves its choice.
 
-        Raises EngineError if the architecture, or a base, cannot be read, or the device is not there.
+        Raises EngineError if the architecture, or a base, cannot be read, or the device is missing.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -186,7 +186,7 @@ class Replay:
 
     @staticmethod
     def free_spare_memory() -> None:
-        """Give back the memory that torch caches on a GPU: a trainer may want it."""
+        """Release torch's cached GPU memory, for a trainer on the same GPU."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -203,7 +203,7 @@ class Replay:
         for branch in branches:
             for version in wanted_versions(branch.item, others):
                 wanting[version].append(branch)
-        # networks that are kept first: fetching another one may cost one of them its place
+        # cached networks first: building another one may evict one of them
         for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
             network = self._network(version, states[version])
             limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
@@ -213,7 +213,7 @@ class Replay:
     def _launch(
         self, network: LanguageModel, version: int, batch: Sequence[_Branch], tokens: _Tokens
     ) -> _Flight:
-        """Have the device measure `batch` under `version`, without waiting for it."""
+        """Start measuring `batch` under `version` on the device, without waiting for it."""
         lengths = [len(branch.item.token_ids) for branch in batch]
         counts = [branch.at.stop - branch.at.start for branch in batch]
         chosen = np.concatenate([np.arange(one.at.start, one.at.stop) for one in batch])
@@ -226,7 +226,7 @@ class Replay:
         pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
         warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
-        greedy = not tokens.temperatures.any()  # all environments of a run are, or none
+        greedy = not tokens.temperatures.any()  # all environments of a run are greedy, or none
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
@@ -247,7 +247,10 @@ class Replay:
     def _route_checker(
         self, batch: Sequence[_Branch], leading: Integers, led: Tensor
     ) -> "RouteChecker | None":
-        """What compares the routes of `batch`, if it has any. `led` is `leading` on the network's device."""
+        """Make the hooks that compare the routes of `batch`; None if it has no routes.
+
+        `led` is `leading` on the network's device.
+        """
         shape = self._terms.routes
         if shape is None or not any(branch.item.routes for branch in batch):
             return None
@@ -278,8 +281,10 @@ class Replay:
         *,
         greedy: bool,
     ) -> Tensor:
-        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led, at
-        `temperatures` [N] fp32, which are all 0 where they are `greedy`."""
+        """Compute margins and logprobs [2, N] fp32 of the tokens `claimed` [N].
+
+        `hidden` [N, d] are the states before them; `temperatures` [N] fp32 are all 0 if `greedy`.
+        """
         step = self._rows(network, hidden)
         return weigh(
             lambda rows: network.logits(hidden[rows]),
@@ -292,7 +297,7 @@ class Replay:
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
-        """Rows of logits at a time, which are of the type of `hidden`."""
+        """Return the rows of logits to compute at a time, in the type of `hidden`."""
         most = self._logits * 4 // (hidden.element_size() * network.vocab_size)
         return max(1, most if most < TILE else most - most % TILE)
 
@@ -306,7 +311,7 @@ class Replay:
     def _build(self, state: State) -> _Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
-        # before the new one is made: memory is short beside a trainer
+        # evicts before the new one is built: memory is short beside a trainer
         while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
@@ -327,7 +332,7 @@ class Replay:
     # -- measurements ----------------------------------------------------------------------------
 
     def _land(self, flight: _Flight, tokens: _Tokens) -> dict[int, Measured]:
-        """Wait for `flight`; return the branches that are complete with it."""
+        """Wait for `flight`; return the measures of the branches that it completes, by number."""
         flight.mark.wait()
         margins, logprobs = flight.numbers.numpy()
         tokens.margins[flight.drawn] = margins
@@ -403,7 +408,7 @@ def _flatten(
 
 
 def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
-    """Pick for each token the row found under the version that it claims, `versions` [S]: [S, ...]."""
+    """Select each token's row under the version that it claims, `versions` [S]; returns [S, ...]."""
     first, *later = sorted(set(versions.tolist()))
     own = found[first]
     for version in later:
@@ -413,7 +418,10 @@ def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
 
 
 def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Group branches of like length and the same boundaries, the longest first, within `limit` tokens."""
+    """Group branches of similar length and equal boundaries, longest first.
+
+    A batch has up to `limit` tokens, or a single longer branch.
+    """
     batches: list[list[_Branch]] = []
     room, key = 0, None
     for branch in sorted(
@@ -432,10 +440,13 @@ def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
 
 
 class RouteChecker:
-    """Hooks of one forward pass that compare the routes of some tokens with what the model's routers choose."""
+    """Hooks of one forward pass that compare tokens' claimed routes with the routers' choices."""
 
     def __init__(self, claimed: Tensor, places: Integers, rows: Tensor) -> None:
-        """`claimed` [S, layers, k], below 0: nothing is claimed. `places` and `rows` as BoundaryChecker's."""
+        """Take the `claimed` routes [S, layers, k]; negative: no claim.
+
+        `places` and `rows` are those of BoundaryChecker.
+        """
         self._claimed = claimed
         self._places = places
         self._rows = rows
@@ -465,20 +476,21 @@ class RouteChecker:
 
 
 def boundary_key(item: AuditItem) -> tuple[tuple[int, Encoding], ...]:
-    """List (layers below, encoding) of each boundary, ascending. Items of one key can share a pass."""
+    """List (layers below, encoding) of each boundary, ascending; items of one key share a pass."""
     return tuple((one.layers, one.encoding) for one in item.boundaries)
 
 
 class BoundaryChecker:
     """Hooks of one forward pass that project the states of some tokens at each boundary.
 
-    Where stages rounded the states that they sent, so does the prefill: what follows is then comparable.
+    If stages rounded the states that they sent, the prefill rounds them, too, so that later states are
+    comparable.
     """
 
     def __init__(
         self, key: tuple[tuple[int, Encoding], ...], places: Integers, rows: Tensor
     ) -> None:
-        """`places` [S], ascending, are tokens of the pass, and `rows` the same on the network's device."""
+        """Take ascending positions `places` [S] in the pass; `rows`: the same on the network's device."""
         self._encodings = dict(key)
         self._places = places
         self._rows = rows

@@ -1,4 +1,4 @@
-"""An Auditor over two: vLLM's for whole engines, hf's for pipelines over nodes."""
+"""An Auditor that uses two: vLLM for whole engines, hf for pipelines over nodes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from .auditor import AuditItem, Auditor, Measured, Unreadable
 
 
 class RoutedAuditor:
-    """Sends items with boundaries between stages to an auditor that can measure them.
+    """Router of items with stage boundaries to an auditor that can measure them.
 
-    The process of `staged` starts when it is needed, so a run without these has one. In a run of exact
+    The process of `staged` starts when needed, so a run without such items has one process. In a run of exact
     numerics there are no pipelines: `whole` gets all items.
     """
 

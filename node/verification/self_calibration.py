@@ -1,10 +1,11 @@
-"""The bounds of noise that a run measures for each class of workers, while it runs.
+"""Bounds of noise that a run measures for each class of workers, while it runs.
 
 Invariants:
-- only rollouts of workers that the operator named (references) and that are not banned make bounds, measured by
-  the trainer itself: a stranger, or a validator, never moves them;
-- before a class has bounds of its own no bound of noise judges it: only what no noise explains is rejected;
-- what was judged stays judged: new bounds apply to what is verified after they were made.
+- bounds are derived only from rollouts of workers that the operator named (references) and that are not banned,
+  measured by the trainer itself: a stranger, or a validator, never moves them;
+- before a class has its own bounds no bound of noise judges it: only deviations beyond any noise are rejected;
+- verdicts are final: new bounds apply to submissions that are verified after they were made.
+
 No I/O, no clock.
 """
 
@@ -24,15 +25,15 @@ from .bounds import PROVISIONAL, bands, false_positives
 from .judge import first_above
 
 KEPT = 2048
-"""Rollouts of a class, the newest, that its bounds are made of."""
+"""Newest rollouts of a class, from which its bounds are derived."""
 ENOUGH = 64
-"""The first bounds of a class are made of so many rollouts: bands() then extrapolates both tails, and the share
-of honest rollouts that they reject is below 5 %, shown with 95 % confidence."""
+"""Rollouts for the first bounds of a class: bands() then extrapolates both tails, and the share of honest
+rollouts that they reject is below 5 %, shown with 95 % confidence."""
 RENEW = 64
-"""New rollouts after which the bounds of a class are made anew: the noise moves with the policy."""
+"""New rollouts after which a class's bounds are renewed: the noise changes with the policy."""
 WIDER = 1.5
 """Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts, as the first rollouts of one
-machine have not shown the tail. Bounds to suspect are not widened: they tell what lies between."""
+machine do not show the tail. Bounds to suspect are not widened: they cover the range between."""
 ADVICE = "name a worker of yours in verification.references, or run `primerl-node calibrate`"
 
 UNKNOWN = NumericsClass()
@@ -43,57 +44,57 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
     node: bytes
     version: Version
-    """The newest policy version that drew any of it."""
+    """Newest policy version that sampled any of it."""
     evidence: Evidence
 
 
 @dataclass(frozen=True)
 class AuditConditions:
-    """How a submission is judged, and whether it may be learned from."""
+    """Bounds and rules for one submission, and whether it may be trained on."""
 
     contract: ProofContract
-    """The run's, with the bounds that judge."""
+    """The run's contract, with the bounds to apply."""
     bounds: ClassBounds | None = None
     """These bounds, in a run that measures them."""
     all_audited: bool = False
-    """Whether every rollout is audited, whatever the worker's record."""
+    """Whether every rollout is audited, with any record of the worker."""
     placing: bool = False
-    """Whether it is among the first of its worker: suspects then tell of its class, not of fraud."""
+    """Whether it is among its worker's first: suspects then indicate a wrong class, not fraud."""
     by_trainer: bool = False
-    """Whether the trainer has to measure it itself."""
+    """Whether the trainer has to measure the submission itself."""
     unlearned: str = ""
-    """Why nothing of it is learned from; empty if what is clean is."""
+    """Reason why none of it is trained on; empty if its clean rollouts are."""
 
 
 @dataclass
 class ClassState:
-    """The references of one class and the bounds made of them."""
+    """References of one class, and the bounds derived from them."""
 
     references: deque[Reference] = field(default_factory=lambda: deque[Reference](maxlen=KEPT))
     bounds: ClassBounds | None = None
     number: int = 0
-    """Of the last bounds, also where they hold no more."""
+    """Number of the latest bounds, even after they were withdrawn."""
     fresh: int = 0
-    """Rollouts since they were made."""
+    """Rollouts since the latest bounds."""
 
 
 class SelfCalibration:
-    """Measures the bounds of each class, and says which bounds judge a worker."""
+    """Measured bounds of each class, and the choice of the bounds for a worker."""
 
     def __init__(self, contract: ProofContract, references: Iterable[bytes] = ()) -> None:
-        """`references`: node ids of the workers that the operator vouches for."""
+        """Take the run's contract, and the node ids of the workers that the operator trusts."""
         self._contract = contract
         self.references = frozenset(references)
         self._named = bool(self.references)
-        """Whether there ever were any: a run whose references are banned is not one that never had some."""
+        """Whether the run ever had references: banned ones are not the same as none."""
         self._classes: dict[NumericsClass, ClassState] = {}
         self._term = 0
 
     def vouched(self, makers: Iterable[bytes]) -> bool:
-        """Whether all nodes that made a submission together are references."""
+        """Return whether all nodes that made a submission together are references."""
         return bool(self.references) and self.references.issuperset(makers)
 
-    # -- what judges a worker ----------------------------------------------------------------------
+    # -- bounds for a worker -----------------------------------------------------------------------
 
     def conditions(
         self, makers: Sequence[bytes], own: NumericsClass, *, placed: bool
@@ -119,12 +120,12 @@ class SelfCalibration:
         )
 
     def bounds_of(self, numerics: NumericsClass) -> ClassBounds | None:
-        """The measured bounds of a class; None while it has none."""
+        """Return the measured bounds of a class; None if it has none."""
         known = self._classes.get(numerics)
         return known.bounds if known else None
 
     def misplaced(self, numerics: NumericsClass, seen: Sequence[Evidence]) -> str:
-        """Say that rollouts are not those of the class, and of which one they could be."""
+        """Explain that rollouts are not of the claimed class, and name a class that they fit."""
         typical = max(seen, key=lambda one: one.fingerprint, default=None)
         said = f"it claims {numerics}, and its first rollouts do not lie within the noise of that class"
         alike = [
@@ -142,7 +143,7 @@ class SelfCalibration:
             f"{bounds.suspect.fingerprint:.3g}; they look like no class that was measured"
         )
 
-    # -- what bounds are made of -------------------------------------------------------------------
+    # -- references and their bounds ---------------------------------------------------------------
 
     def add(
         self,
@@ -150,12 +151,10 @@ class SelfCalibration:
         numerics: NumericsClass,
         measured: Sequence[tuple[int, Evidence]],
     ) -> tuple[list[Reference], ClassBounds | None]:
-        """Take in clean (version, evidence) that the trainer measured of `makers`, the worker first.
+        """Add clean (version, evidence) that the trainer measured of `makers`, the worker first.
 
-        Rollouts that a node which is no reference had a part in are ignored.
-
-        Returns:
-            what was taken, and new bounds of the class if they are due.
+        Ignored if one of these nodes is not a reference. Returns the added references, and new bounds of the
+        class if they are due.
         """
         if not self.vouched(makers) or numerics == UNKNOWN:
             return [], None
@@ -171,23 +170,25 @@ class SelfCalibration:
         return taken, self._renew(numerics, state)
 
     def drop(self, node: bytes) -> list[ClassBounds]:
-        """Forget what a banned reference contributed, and make the bounds that it had a part in anew.
+        """Drop a banned reference's rollouts; renew the bounds that were derived from them.
 
-        Returns:
-            the new bounds; provisional ones where too few rollouts are left.
+        Returns the new bounds; provisional ones if too few rollouts are left.
         """
         self.references -= {node}
         return self._keep(lambda one: one.node != node)
 
     def go_back(self, term: int, version: int) -> list[ClassBounds]:
-        """Go on from policy `version` in epoch `term`: forget rollouts of later versions. Returns as drop()."""
+        """Go back to policy `version` in epoch `term`: drop rollouts of later versions.
+
+        Returns new bounds, as drop().
+        """
         self._term = term
         return self._keep(lambda one: one.version <= version)
 
     def restore(
         self, rows: Mapping[NumericsClass, Sequence[Reference]], made: Iterable[ClassBounds]
     ) -> None:
-        """Take over what was kept before a restart: references of each class, oldest first, and bounds."""
+        """Restore the state before a restart: references of each class, oldest first, and bounds."""
         for numerics, references in rows.items():
             state = self._classes.setdefault(numerics, ClassState())
             state.references.extend(one for one in references if one.node in self.references)
@@ -221,7 +222,7 @@ class SelfCalibration:
         )
         return state.bounds
 
-    # -- what operators see ------------------------------------------------------------------------
+    # -- reports to operators ----------------------------------------------------------------------
 
     def rows(self, claims: Mapping[NumericsClass, int]) -> list[BoundsRow]:
         """List the classes of a run; `claims` counts its workers by the class that they claim."""
@@ -234,7 +235,7 @@ class SelfCalibration:
         ]
 
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
-        """Say what is missing; `strangers` counts the workers that are no references, by claimed class."""
+        """Describe missing references; `strangers` counts the other workers by claimed class."""
         if not self._named:
             return [
                 "bounds of noise are provisional: every rollout is audited, and only what no noise explains "
@@ -261,7 +262,7 @@ class SelfCalibration:
 
 
 def bounds_row(bounds: ClassBounds, gathered: int = 0, workers: int = 0) -> BoundsRow:
-    """Show the bounds of a class; `gathered` rollouts of references are in, `workers` claim it."""
+    """Format the bounds of a class; `gathered` rollouts of references, `workers` that claim it."""
     return BoundsRow(
         str(bounds.numerics),
         0 if bounds.provisional else bounds.number,
@@ -276,7 +277,7 @@ def bounds_row(bounds: ClassBounds, gathered: int = 0, workers: int = 0) -> Boun
 
 
 def provisional(numerics: NumericsClass) -> ClassBounds:
-    """Make the bounds of a class of which nothing was measured."""
+    """Make the bounds of a class without measurements."""
     return ClassBounds(numerics, 0, PROVISIONAL, PROVISIONAL, 0.0, 0, 0)
 
 
@@ -288,13 +289,13 @@ def make_bounds(
     number: int,
     term: int,
 ) -> ClassBounds:
-    """Make the bounds of a class of at least ENOUGH rollouts; no wider than provisional ones."""
+    """Derive a class's bounds from at least ENOUGH rollouts; no wider than provisional ones."""
     honest = [one.evidence for one in references]
     found = bands(honest)
     errors = false_positives(honest, contract)
     factor = WIDER + ENOUGH / len(honest)
     reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
-    # rounding that auditor and worker share scatters it without end: the sequential test weighs it instead
+    # common rounding of auditor and worker scatters it without limit: the sequential test weighs it instead
     reject["other_policy"] = PROVISIONAL.other_policy
     versions = [one.version for one in references]
     return ClassBounds(
@@ -318,6 +319,9 @@ def _narrower(found: Thresholds) -> Thresholds:
 
 
 def _within(seen: Sequence[Evidence], bounds: Thresholds) -> bool:
-    """Whether rollouts lie within a class's noise: no more than one in eight is above a bound to suspect."""
+    """Return whether rollouts are within a class's noise.
+
+    At most one in eight may be above a bound to suspect.
+    """
     odd = sum(first_above(one, bounds) != "" for one in seen)
     return 8 * odd <= len(seen)

@@ -1,9 +1,9 @@
-"""Verify submissions: from a bundle to a verdict and the groups that may be learned from, cheap checks first.
+"""Verify submissions: from a bundle to a verdict and groups to train on, cheap checks first.
 
 Invariants:
-- rewards are recomputed, never taken from the worker, but where the manifest says that nobody can;
+- rewards are recomputed, never taken from the worker, unless the manifest says that they cannot be recomputed;
 - the rollouts to audit follow from randomness drawn after the upload;
-- a rollout is accepted only if it could have been audited: one whose policy is not held any more is stale;
+- a rollout is accepted only if it could have been audited: one whose policy is no longer held is stale;
 - there is always a verdict: bad input costs the rollout, never the trainer.
 """
 
@@ -69,9 +69,9 @@ REWARD_TOLERANCE = 1e-6
 SCORED_AT_ONCE = 32
 """Rollouts of one submission that are scored at a time: a reward may wait for a judge model."""
 SCORED_AGAIN = 3
-"""Times that a rollout with a reward other than claimed is scored again, before its worker is blamed."""
+"""Repeated scorings of a rollout with a reward other than claimed, before blaming its worker."""
 STUCK_MOST = 2
-"""Rollouts of one submission on which the environment may fail to return; the others are not scored then."""
+"""Rollouts of one submission on which the environment may hang; the others are then not scored."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ReceivedSubmission:
     node: bytes
     sealed: bytes
     challenge: bytes
-    """Drawn after the receipt."""
+    """Random bytes that were drawn after the receipt."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RescoredRollout:
 
 @dataclass
 class AuditResults:
-    """The results of the audits of a submission."""
+    """Results of the audits of a submission."""
 
     evidence: list[Evidence] = field(default_factory=list[Evidence])
     judgements: list[Judgement] = field(default_factory=list[Judgement])
@@ -110,7 +110,7 @@ class AuditResults:
     """One per evidence, if a pipeline made the submission."""
     validator: bytes = b""
     versions: list[int] = field(default_factory=list[int])
-    """One per evidence: the newest policy version that drew any of it."""
+    """One per evidence: the newest policy version that sampled any of it."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,15 @@ class Verified:
 
     verdict: Verdict
     rejections: list[Rejection]
-    """All of them; the verdict lists the first."""
+    """All rejections; the verdict lists the first ones."""
     groups: list[RolloutGroup]
     audited: AuditResults = field(default_factory=AuditResults)
     plan: PipelinePlan | None = None
-    """Of the pipeline that made it, if it says so."""
+    """Plan of the pipeline that made the submission, if it names one."""
     placing: bool = False
     """See AuditConditions."""
     environment: str = ""
-    """Name of the environment; empty where the bundle as a whole was refused."""
+    """Name of the environment; empty if the bundle as a whole was refused."""
 
     def reasons(self) -> Counter[Reason]:
         """Count rejected rollouts by reason."""
@@ -136,7 +136,7 @@ class Verified:
 
 @dataclass
 class _Work:
-    """A submission on its way to a verdict."""
+    """A submission that is being verified."""
 
     lease: Lease
     arrival: ReceivedSubmission
@@ -154,7 +154,7 @@ class _Work:
 
 
 class Verifier:
-    """Checks submissions against lease, environment and policy."""
+    """Verification of submissions against lease, environment and policy."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Verifier:
         states: Mapping[int, State],
         copies: CopyDetector,
     ) -> None:
-        """`environments` are those of the run, in its order.
+        """Take the parts; `environments` are those of the run, in its order.
 
         `states` holds the policies that may still be claimed, by version; it is read, not copied.
         """
@@ -176,7 +176,7 @@ class Verifier:
         self._states = states
         self._copies = copies
         self._varies: dict[int, str] = {}
-        """By environment: the evidence that what was said to be recomputable is not."""
+        """Environment number -> evidence that it is not deterministic, although it was declared so."""
         for one in run.environments:
             if one.rewards == "claimed":
                 logger.warning(
@@ -185,17 +185,17 @@ class Verifier:
                     one.name,
                 )
         self._earlier: asyncio.Future[None] | None = None
-        """Done when the submission before has been looked for copies: of two, the first received is the
+        """Done when the previous submission was checked for copies: of two, the first received is the
         original."""
 
     @property
     def fault(self) -> str:
-        """What is wrong with the environments, with what to do; empty while nothing is."""
+        """Faults of the environments, each with a remedy; empty if there are none."""
         return "; ".join(self._varies.values())
 
     @property
     def judge_fault(self) -> str:
-        """Why rewards are waited for: models that judge and do not answer; empty while all do."""
+        """Judges that do not answer, so that rewards wait; empty if all answer."""
         return "; ".join(
             dict.fromkeys(one.judge_fault for one in self._environments if one.judge_fault)
         )
@@ -214,13 +214,12 @@ class Verifier:
         """Verify one submission against policy `version`, the newest one published.
 
         A share `rate` of the rollouts that pass the cheap checks is audited, and all of them once one is
-        guilty. `conditions` hold the bounds that judge; without them the manifest's do. Several submissions
-        may be verified at a time; their cheap checks are made in the order of the calls. `before` is the
-        verdict that a trainer gave before it was killed: it stands, and nothing is audited.
+        guilty. `conditions` hold the bounds to apply; by default the manifest's. Several submissions may be
+        verified at a time; copies are looked for in the order of the calls. `before` is the verdict that a
+        trainer gave before it was killed: it stands, and nothing is audited.
 
-        Raises:
-            RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
-                changed since the lease was signed, which is not the worker's fault.
+        Raises RemoteProtocolError if the bundle as a whole is not the work of its lease, or if the environment
+        has changed since the lease was signed, which is not the worker's fault.
         """
         earlier, done = self._earlier, asyncio.get_running_loop().create_future()
         self._earlier = done
@@ -277,7 +276,10 @@ class Verifier:
     # -- cheap checks ------------------------------------------------------------------------------
 
     async def _check_lease(self, lease: Lease) -> None:
-        """Check that the tasks of a lease are those that the environment makes of their numbers."""
+        """Check that the environment makes the tasks of a lease from their numbers.
+
+        Raises RemoteProtocolError if it makes others.
+        """
         try:
             environment_of(self._run, lease)
             made = self._environment(lease).task
@@ -293,7 +295,7 @@ class Verifier:
         return of_lease(self._environments[lease.environment], lease)
 
     def _check_held(self, rollout: CheckedRollout, work: _Work) -> bool:
-        """Whether every policy that a rollout claims is in memory; it is rejected as stale if not."""
+        """Return whether every policy that a rollout claims is held; else reject it as stale."""
         lost = sorted(_claims(rollout) - self._states.keys())
         if lost:
             detail = f"policy {lost[0]} is not held any more, so this could not be audited"
@@ -302,7 +304,7 @@ class Verifier:
 
     def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
         if environment_of(self._run, work.lease).sampling.temperature == 0:
-            return True  # equal prompts have equal replies, whoever draws them
+            return True  # greedy replies to equal prompts are equal for all workers
         try:
             self._copies.check(work.arrival.number, work.arrival.node, rollout)
         except Rejected as fault:
@@ -362,7 +364,7 @@ class Verifier:
         raise Rejected(Reason.BAD_REWARD, detail)
 
     async def _believe(self, lease: Lease, rollout: CheckedRollout) -> Score:
-        """Take the claimed reward of a rollout of the right task. Raises Rejected."""
+        """Accept the claimed reward of a rollout of the right task. Raises Rejected."""
         try:
             prompt = await self._environment(lease).prompt(_task(lease, rollout))
         except (ScoreMismatch, EnvironmentFailed) as error:
@@ -379,8 +381,11 @@ class Verifier:
         return Score(rollout.claimed_reward)
 
     async def _check_replay(self, lease: Lease, rollout: CheckedRollout, fault: Rejected) -> None:
-        """Raise Rejected, which blames nobody, if a rollout of several turns that was found to be none of its
-        task is found so in another way when it is played again: then the environment says what it likes."""
+        """Raise Rejected, blaming no worker, if replays of a rollout of several turns differ.
+
+        `fault` found that it is not a rollout of its task. If another replay has another result, the
+        environment is not deterministic.
+        """
         number = lease.environment
         several = any(len(sampled_runs(one.sampled)) > 1 for one in rollout.branches)
         if fault.reason is not Reason.BAD_PROMPT or not several:
@@ -410,7 +415,7 @@ class Verifier:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
     def _note_variation(self, lease: Lease, group: int, what: str, told: str, key: str) -> None:
-        """Blame no worker for what differs in that environment, from now on."""
+        """Record that an environment is not deterministic: no worker is blamed for that any more."""
         name, task = environment_of(self._run, lease).name, lease.tasks[group].index
         self._varies[lease.environment] = (
             f"{what} of {name!r} is not deterministic (a rollout of task {task} was {told}): set its "
@@ -423,12 +428,12 @@ class Verifier:
     async def _audit(self, passed: Sequence[RescoredRollout], work: _Work, rate: float) -> None:
         """Audit the rollouts that the challenge picks, and all others once one of these is rejected.
 
-        Does not wait before it has taken the states that `passed` claims.
+        Takes the states that `passed` claims before it waits for anything.
         """
         states = self._claimed_states(passed)
         drawn = [one for one in passed if is_audited(work.arrival.challenge, *one.place, rate)]
         await self._audit_these(drawn, states, work)
-        # Also where an audit failed: a worker that can make audits fail must not be paid for the others.
+        # Also if an audit failed: a worker that can make audits fail must not be paid for the others.
         if len(work.without_rejected(drawn)) < len(drawn):
             places = {one.place for one in drawn}
             rest = [one for one in passed if one.place not in places]
@@ -442,7 +447,7 @@ class Verifier:
         try:
             answer = await self._audits.audit(self._call(passed, states, work))
         except EngineError as error:
-            # A rollout that was to be audited is not learned from unaudited, and its worker is not blamed.
+            # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)
             for one in passed:
                 work.reject(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
@@ -454,7 +459,7 @@ class Verifier:
     def _call(
         self, passed: Sequence[RescoredRollout], held: Mapping[int, State], work: _Work
     ) -> AuditCall:
-        """Make the call; `held` has at least the states of the versions that are claimed."""
+        """Make the audit call; `held` has at least the states of the claimed versions."""
         arrival, lease = work.arrival, work.lease
         sampling = environment_of(self._run, lease).sampling
         chosen: list[AuditTarget] = []
@@ -513,7 +518,7 @@ class Verifier:
             work.reject(rollout, judgement.reason, detail)
 
     def _claimed_states(self, passed: Sequence[RescoredRollout]) -> dict[int, State]:
-        """Take the states of all claimed versions and, where they are held, of those before."""
+        """Return the states of all claimed versions and, if held, of the versions before them."""
         claimed = {version for one in passed for version in _claims(one.rollout)}
         before = {version - 1 for version in claimed} & self._states.keys()
         return {version: self._states[version] for version in sorted(claimed | before)}
@@ -564,7 +569,7 @@ class Verifier:
 
 
 def refuse_all(arrival: ReceivedSubmission, lease: Lease, error: RemoteProtocolError) -> Verified:
-    """Make the verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
+    """Make the verdict on a bundle that is not the work of its lease: reject every rollout."""
     rejections = [
         Rejection(group, index, error.reason, clipped(error.detail))
         for group in range(len(lease.tasks))
@@ -585,9 +590,9 @@ def make_verdict(
     plan: PipelinePlan | None = None,
     bounds: ClassBounds | None = None,
 ) -> Verdict:
-    """Make a verdict that fits a message, however much was rejected and measured.
+    """Make a verdict whose lists are cut to fit a message.
 
-    `bounds` are those that judged, where the run measures them.
+    `bounds` are those that were applied, in a run that measures them.
     """
     return Verdict(
         submission=arrival.digest,
@@ -616,7 +621,7 @@ def _stages_verdict(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> P
 
 
 def _reject_as_before(passed: Sequence[RescoredRollout], before: Verdict, work: _Work) -> None:
-    """Reject the rollouts that a verdict rejected; all of them where it had no room for its rejections."""
+    """Reject the rollouts that a verdict rejected; all of them if its list is incomplete."""
     listed = {(one.group, one.rollout): one for one in before.rejections}
     complete = before.rejected <= len(before.rejections)
     for one in passed:
@@ -633,7 +638,7 @@ def _task(lease: Lease, rollout: CheckedRollout) -> Task:
 
 
 def _claims(rollout: CheckedRollout) -> set[int]:
-    """List the policy versions that a rollout claims."""
+    """Return the policy versions that a rollout claims."""
     return {
         version
         for branch in rollout.branches

@@ -1,12 +1,12 @@
-"""An Auditor that reads with vLLM: the worker's engine, so that most of the rounding is the same on both sides.
+"""An Auditor with vLLM, the workers' engine: most of the rounding is equal on both sides.
 
-vLLM holds one set of weights at a time. An audit goes through the versions that its items need once, that which
-is held first, and between two of them hands over what differs (inference/handover.py); under each it reads the
-items that need it, portion by portion. Claimed text is read as a
-prompt whose last token is left out, so nothing is computed in vain; rollouts of a group share their prompt in
-vLLM's prefix cache. The process with vLLM is replaced when it hangs or dies.
+vLLM holds one set of weights at a time. An audit visits each version that its items need once, starting with
+the held one; between two versions it hands over the differences (inference/handover.py), and under each it
+reads the items that need it, portion by portion. Claimed text is read as a prompt without its last token, whose
+successor is not needed; rollouts of a group share their prompt in vLLM's prefix cache. The process with vLLM is
+replaced if it hangs or dies.
 
-States at the boundaries of a pipeline cannot be measured: vLLM shows what leaves its last layer only.
+States at the boundaries of a pipeline cannot be measured: vLLM only exposes the output of its last layer.
 """
 
 import asyncio
@@ -82,30 +82,30 @@ NO_BOUNDARIES = (
     "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
 )
 STEP_TOKENS = {"cpu": 2**12, "cuda": 2**15}
-"""Tokens of a forward pass. To launch one takes a GPU's host tens of milliseconds, however long it is."""
+"""Tokens of a forward pass; launching one takes the host tens of milliseconds at any length."""
 SEQUENCES = 256
-"""Texts at once."""
+"""Texts in a batch."""
 PART_TOKENS = 2**14
-"""Of the texts that are sent at once."""
+"""Tokens of the texts in one request to the engine."""
 LEAST_SHARE = 0.01
-"""Of a GPU's memory: vLLM wants this much to be free, and then takes what kv_cache_memory_bytes says."""
+"""Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 MOST_DIFFERENCES = 4
-"""Pairs of versions whose differing positions are kept, for an audit goes back and forth between few."""
+"""Cached pairs of versions with their differing positions: audits alternate between few."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Rows = NDArray[np.float32]
 _Prefix = tuple[float, *tuple[int, ...]]
-"""A temperature, and tokens."""
+"""(temperature, *tokens)."""
 
 
 def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any]) -> EngineConfig:
-    """Make the config of an engine that audits `run`, from that of one that generates on this machine.
+    """Make the config of an engine that audits `run`, from one that generates on this machine.
 
-    `shape` is the model's config.json. Its kernels are those of a worker: dtype, tp and what `engine.vllm` says
-    of them. Its memory is its own: keys and values of the longest text and of two steps, for one is scheduled
-    while the other is computed; no CUDA graphs. Where numerics are exact steps and graphs are a worker's, too:
-    what is compiled depends on both.
-    Raises UsageError for an engine that these GPUs cannot have.
+    `shape` is the model's config.json. Kernels are those of a worker: dtype, tp and the kernel options of
+    `engine.vllm`. Memory is sized for audits: keys and values of the longest text and of two steps, as one is
+    scheduled while the other is computed; no CUDA graphs. If numerics are exact, steps and graphs are a
+    worker's, too, as the compiled code depends on both. Raises UsageError for an engine that does not fit these
+    GPUs.
     """
     gpus = visible_gpus(config)
     parts: dict[str, Any] = {"tp": config.tp, "pp": config.pp}
@@ -134,7 +134,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
     }
     if not exact:
         vllm["max_num_batched_tokens"] = step
-        vllm.pop(SPECULATIVE, None)  # a text that is read has no drafts
+        vllm.pop(SPECULATIVE, None)  # a prefill has no drafts
     if gpus:
         vllm["gpu_memory_utilization"] = LEAST_SHARE
     if gpus and not exact:
@@ -146,7 +146,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
 
 
 def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
-    """Bytes of one token's keys and values on one rank."""
+    """Return the bytes of one token's keys and values on one rank."""
     layers = -(-int(shape["num_hidden_layers"]) // config.pp)
     heads = -(-kv_heads(shape) // int(config.tp))
     return 2 * layers * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
@@ -157,23 +157,23 @@ def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Held:
-    """The policy that an engine has."""
+    """Policy that an engine holds."""
 
     version: int
     same: SameState
     state: Callable[[], State | None]
-    """None: the history gave it up."""
+    """Getter of the policy's state; returns None once the history has dropped it."""
 
     @classmethod
     def of(cls, version: int, state: State) -> "_Held":
-        """What an engine has that was given this state."""
+        """Describe an engine that was given this state."""
         weak = weakref.ref(state) if isinstance(state, HeldState) else None
         return cls(version, SameState(state), weak or (lambda: state))
 
 
 @dataclass
 class _Difference:
-    """Where two policies differ."""
+    """Positions where two policies differ."""
 
     policies: tuple[SameState, SameState]
     changed: Changed
@@ -195,7 +195,7 @@ class AuditingEngine:
         timeouts: EngineTimeouts,
         base: AdapterBase | None = None,
     ) -> None:
-        """`base` of a run whose states are adapters."""
+        """Make the process, not started; `base` is that of a run whose states are adapters."""
         environment = environments_of(config, os.environ)[0]
         self._config = config
         self.child = EngineChild("vllm auditor", "vLLM", environment, program, timeouts)
@@ -205,11 +205,11 @@ class AuditingEngine:
         self._policy.base = base
         self._held: _Held | None = None
         self.is_unsure = False
-        """Whether its weights are not known: while they change, and after that broke off."""
+        """Whether the weights are unknown: during an update, and after one was interrupted."""
         self._differences: OrderedDict[frozenset[int], _Difference] = OrderedDict()
 
     def holds(self, version: int, state: State) -> bool:
-        """Whether it computes with this policy now."""
+        """Return whether the engine computes with this policy now."""
         held = self._held
         return held is not None and held.version == version and held.same.matches(state)
 
@@ -219,7 +219,7 @@ class AuditingEngine:
         await self.child.start(EngineSetUp(config, str(model_dir), fingerprint=""))
 
     async def hold(self, version: int, state: State) -> None:
-        """Compute with this policy from now on: what differs from the one before is written in place.
+        """Switch to this policy: positions that differ from the held one are written in place.
 
         Raises EngineError for a state that does not fit, EngineLost.
         """
@@ -241,15 +241,15 @@ class AuditingEngine:
         self._held, self.is_unsure = found, False
 
     async def read(self, requests: Sequence[PrefillRequest], timeout_s: float) -> list[Rows]:
-        """Measure texts under the policy that it holds. Raises as EngineChild.prefill()."""
+        """Measure texts under the held policy. Raises the errors of EngineChild.prefill()."""
         return [read_rows(one) for one in await self.child.prefill(requests, timeout_s)]
 
     def _prepare(
         self, before: _Held | None, version: int, state: State
     ) -> tuple[_Held, Changed | None]:
-        """The policy to hold, and where it differs from that before; None: everywhere."""
+        """Return the policy to hold, and its differences from the held one; None: everywhere."""
         found = _Held.of(version, state)
-        # nothing is generated that adapters merged anew would interrupt, so what they change is not looked for
+        # adapters are merged anew without a search for changes: there is no generation to interrupt
         if self._policy.base or before is None:
             return found, None
         old = before.state()
@@ -258,7 +258,7 @@ class AuditingEngine:
         return found, self._difference(before, old, found, state)
 
     def _difference(self, before: _Held, old: State, found: _Held, new: State) -> Changed:
-        """Compare two policies, or remember it from the last time: bits that differ do so both ways."""
+        """Compare two policies, or reuse an earlier comparison, which holds in both directions."""
         pair = frozenset((before.version, found.version))
         known = self._differences.get(pair)
         if known is None or not known.is_of(old, new):
@@ -277,27 +277,27 @@ class AuditingEngine:
 
 @dataclass
 class _Text:
-    """One item, and what was measured of its S sampled tokens."""
+    """One item, and the measurements of its S sampled tokens."""
 
     item: AuditItem
     wanted: list[int]
-    """The versions to read it under."""
+    """Versions to read the item under."""
     others: list[int]
-    """Those that it is compared with."""
+    """Versions that the item is compared with."""
     claims: Claims
-    """[S]"""
+    """Claims of the sampled tokens [S]."""
     versions: Numbers
-    """[S]: which each of them claims."""
+    """Version that each sampled token claims [S]."""
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
-    """version -> what was measured under it [S, COLUMNS]."""
+    """version -> measurements under it [S, COLUMNS]."""
     fault: Unreadable | None = None
-    """Why it cannot be measured under one of them."""
+    """Reason why the item cannot be measured under one of the versions."""
     sums: "_Sum | None" = None
-    """Once it was read under all."""
+    """Summary, once the item was read under all versions."""
 
     @classmethod
     def of(cls, item: AuditItem, others: Mapping[int, Sequence[int]], route_bytes: int) -> "_Text":
-        """Take apart an item that was checked; `route_bytes` of a token in its run."""
+        """Split up an item that was checked; `route_bytes`: bytes of a token's routes in its run."""
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
@@ -312,26 +312,26 @@ class _Text:
 
     @property
     def places(self) -> Numbers:
-        """Of its sampled tokens [S]."""
+        """Positions of the sampled tokens [S]."""
         return self.claims["places"]
 
     def asked(self, version: int, chosen: Flags | slice) -> Claims:
-        """The claims `chosen` of all S; those of another version ask for states only."""
+        """Return the claims `chosen` of all S; those of another version ask for states only."""
         claims, own = self.claims[chosen].copy(), self.versions[chosen] == version
         claims["drawn"] &= own
         claims["routed"] &= own
         return claims
 
     def prefix(self, place: int) -> "_Prefix":
-        """What leads to a place, and the temperature that is asked for with it."""
+        """Return the temperature and the tokens before a position."""
         return self.item.temperature, *self.lead(place)
 
     def lead(self, place: int) -> list[int]:
-        """The tokens that lead to a place."""
+        """Return the tokens before a position."""
         return list(self.item.token_ids[:place])
 
     def own(self) -> Rows:
-        """What was measured of each token under the version that it claims."""
+        """Return the measurements of each token under the version that it claims."""
         first, *later = self.item.claimed
         found = self.rows[first]
         for version in later:
@@ -341,7 +341,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Sum:
-    """One text's place in the sums of several."""
+    """Entry of one text in the summaries of several."""
 
     sums: "asyncio.Future[list[Measured]]"
     number: int
@@ -351,7 +351,7 @@ class _Sum:
 
 
 def sum_up(texts: Sequence[_Text]) -> list[Measured]:
-    """Sum up texts that were read."""
+    """Summarize texts that were read."""
     own = [text.own() for text in texts]
     compared = compare_replies(
         [split_proof(text.item) for text in texts],
@@ -371,11 +371,10 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
 
 
 def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
-    """Numbers of the texts of one temperature that share what leads to their first claimed place: by the first,
-    all others.
+    """Group texts of equal temperature and prefix: number of the first -> those of the others.
 
-    vLLM computes it for the first of them, and takes it from its cache for the others. One that has no other
-    place is on its own.
+    The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
+    takes it from its cache for the others. A text with one claimed position only follows no other.
     """
     first: dict[_Prefix, int] = {}
     found: dict[int, list[int]] = {}
@@ -387,7 +386,7 @@ def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
 
 
 def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
-    """Part `requests` in order, PART_TOKENS or a single one each."""
+    """Split `requests` in order into parts of up to PART_TOKENS, or of a single request."""
     part: list[PrefillRequest] = []
     tokens = 0
     for request in requests:
@@ -401,7 +400,7 @@ def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]
 
 
 class VllmAuditor:
-    """An Auditor over one vLLM engine in a process of its own."""
+    """An Auditor with one vLLM engine in its own process."""
 
     def __init__(
         self,
@@ -411,7 +410,10 @@ class VllmAuditor:
         program: Sequence[str] = PROGRAM,
         timeouts: EngineTimeouts | None = None,
     ) -> None:
-        """`config` is that of an engine that generates here; `timeout_s` is for a portion under one version."""
+        """Take the config of an engine that generates here.
+
+        `timeout_s` is for a portion under one version.
+        """
         self._config = config
         self._timeout_s = timeout_s
         self._program = program
@@ -429,11 +431,11 @@ class VllmAuditor:
 
     @property
     def pid(self) -> int | None:
-        """The process that audits; None while there is none."""
+        """Id of the audit process; None while there is none."""
         return self._engine.child.pid if self._engine else None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        """See Auditor. vLLM is started meanwhile: that takes 15 s or more, and the first audit waits for it."""
+        """See Auditor. vLLM starts in the background, 15 s or more; the first audit waits for it."""
         if self._run is not None:
             raise EngineError("the auditor was started before: make another one")
         if self._program is PROGRAM and not is_installed():
@@ -474,7 +476,7 @@ class VllmAuditor:
         return await text.sums.found()
 
     async def close(self) -> None:
-        """See Auditor. An audit that runs ends with an EngineError."""
+        """See Auditor. A running audit ends with an EngineError."""
         self._closed = True
         if self._warming is not None:
             self._warming.cancel()
@@ -505,9 +507,9 @@ class VllmAuditor:
     # -- one audit ---------------------------------------------------------------------------------
 
     async def _measure(self, texts: Sequence[_Text], states: Mapping[int, State]) -> None:
-        """Read texts under all versions that they need, and sum them up."""
+        """Read texts under all versions that they need, and summarize them."""
         if not texts:
-            return  # nor is vLLM waited for
+            return  # without waiting for vLLM
         engine = await self._started()
         needed = {version for text in texts for version in text.wanted}
         for version in sorted(needed, key=lambda one: (not engine.holds(one, states[one]), one)):
@@ -522,8 +524,10 @@ class VllmAuditor:
                 text.fault = fault
 
     async def _attempt(self, version: int, state: State, texts: Sequence[_Text]) -> list[None]:
-        """Read texts at once under one version; a process that is lost, or whose weights are not known, is
-        ended."""
+        """Read texts at once under one version.
+
+        Ends a process that is lost or whose weights are unknown.
+        """
         engine = await self._started()
         try:
             await engine.hold(version, state)
@@ -537,14 +541,14 @@ class VllmAuditor:
                 raise AuditFailed(str(error)) from error
             raise
         if done := [text for text in texts if len(text.rows) == len(text.wanted)]:
-            # made while the next texts are read
+            # computed while the next texts are read
             sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
             for number, text in enumerate(done):
                 text.sums = _Sum(sums, number)
         return [None] * len(texts)
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
-        """Measure texts under the version that the engine holds, and what it had cached once more."""
+        """Measure texts under the held version; read positions again that came from the cache."""
         heads = shared_heads(texts)
         followers = {one for numbers in heads.values() for one in numbers}
         claims = [
@@ -584,7 +588,7 @@ class VllmAuditor:
         answers: list[Rows],
         prefixes: Mapping["_Prefix", Sequence[int]],
     ) -> None:
-        """Complete `answers`: each prefix is read once, for all the texts (by number) that begin with it."""
+        """Complete `answers`: read each prefix once, for all texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
         for (temperature, *lead), numbers in prefixes.items():
             parts = [texts[one].asked(version, not_computed(answers[one])) for one in numbers]
@@ -601,7 +605,7 @@ class VllmAuditor:
                 start = end
 
     async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
-        """Have texts read, in parts: the engine begins while the rest is sent."""
+        """Read texts in parts: the engine begins while the rest is sent."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading = [
@@ -621,7 +625,7 @@ class VllmAuditor:
     # -- the process -------------------------------------------------------------------------------
 
     async def _warm_up(self) -> None:
-        """Start vLLM before it is asked for; the first audit tries again where that fails."""
+        """Start vLLM ahead of the first audit, which tries again if that fails."""
         try:
             async with self._busy:
                 await self._started()
@@ -629,7 +633,7 @@ class VllmAuditor:
             logger.warning("vLLM, which audits, does not start: %s", error)
 
     async def _started(self) -> AuditingEngine:
-        """Return an engine that is started. Raises EngineError if there can be none."""
+        """Return a started engine. Raises EngineError if there can be none."""
         self._require_started()
         if self._engine is not None and self._engine.child.lost.is_set():
             fault = self._engine.child.fault
@@ -641,7 +645,7 @@ class VllmAuditor:
             )
             try:
                 await engine.start(self._model_dir)
-            except BaseException:  # also when cancelled: half started, it is of no use
+            except BaseException:  # also when cancelled: a half-started engine is of no use
                 await self._drop()
                 raise
         return self._engine
@@ -653,4 +657,4 @@ class VllmAuditor:
 
 
 class _Refused(Exception):
-    """The engine is well, and does not read these items."""
+    """The engine works, but does not read these items."""

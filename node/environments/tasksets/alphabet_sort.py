@@ -1,8 +1,8 @@
 """Keep a list of names in alphabetical order while more names come in, over several turns.
 
 Tags, options and the score are those of prime-rl's environment of this name, which takes its names from a data
-set of the hub; here they are drawn from lists below. An ordinary `verifiers` v1 package with an Env of its own;
-draws.py is beside it. An episode belongs to one split for ever, by the hash of its names.
+set of the hub; here they are drawn from the lists below. An ordinary `verifiers` v1 package with an Env of its
+own; it needs draws.py. The hash of an episode's names assigns it to one split permanently.
 """
 
 # A hook must name the library's bare types, which are generic, and data is known at run time only.
@@ -42,16 +42,16 @@ LAST = (
 
 
 class AlphabetSortTaskConfig(vf.TaskConfig):
-    """How turns are scored."""
+    """Options of the score."""
 
     similarity_power: int = Field(default=4, ge=1, le=64)
     """Exponent of a turn's similarity: the higher, the less a nearly right list is worth."""
     power_per_turn: bool = True
-    """Whether it applies to each turn, or to the mean of all turns."""
+    """Whether the exponent applies to each turn, or to the mean of all turns."""
 
 
 class AlphabetSortConfig(vf.TasksetConfig):
-    """How long episodes are."""
+    """Options of the taskset: seed, split and lengths of episodes."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
@@ -71,14 +71,14 @@ class AlphabetSortConfig(vf.TasksetConfig):
 
 
 class AlphabetSortData(vf.TaskData):
-    """One episode: what is said in later turns, and the right list of every turn."""
+    """One episode: the messages of later turns, and the correct list of every turn."""
 
     follow_ups: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
 
 
 class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfig]):
-    """As many turns as there are answers, each with the whole list so far."""
+    """Task of as many turns as there are answers, each with the whole list so far."""
 
     @vf.reward(weight=1.0)
     async def alphabet_sort(self, trace: vf.Trace) -> float:
@@ -109,9 +109,9 @@ class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfi
 
 
 def turn_score(reply: str, answer: Sequence[str], tag: str, power: int) -> float:
-    """Similarity of the list in a reply's tags to the right one, to the power of `power`.
+    """Return the similarity of a reply's tagged list to the correct one, raised to `power`.
 
-    Of several lists the last one counts, and only if each was better than the one before it.
+    If there are several lists the last one counts, and only if each is better than the one before it.
     """
     expected = "\n".join(answer).lower()
     found: list[float] = []
@@ -123,10 +123,10 @@ def turn_score(reply: str, answer: Sequence[str], tag: str, power: int) -> float
 
 
 class AlphabetSortEnv(vf.SingleAgentEnv):
-    """Hands out the names of the later turns."""
+    """Env that sends the names of the later turns."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """One episode."""
+        """Play one episode."""
         async with agents.agent.interaction(task) as interaction:
             segment = await interaction.turn()
             for follow_up in task.data.follow_ups:
@@ -136,16 +136,16 @@ class AlphabetSortEnv(vf.SingleAgentEnv):
 
 
 class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     def load(self) -> Iterator[AlphabetSortTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> AlphabetSortTask:
-        """Task number `index` (from 0): a function of seed, split, options and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, options and index alone."""
         config = self.config
         for attempt in range(MAX_ATTEMPTS):
             draws = Draws("alphabet-sort", config.seed, config.split, index, attempt)
@@ -157,7 +157,10 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
 
 
 def _episode(draws: Draws, config: AlphabetSortConfig) -> tuple[list[list[str]], int]:
-    """(names of each turn, in the order in which they are told; the part to sort by). No part occurs twice."""
+    """Draw (names of each turn in the order of telling, index of the part to sort by).
+
+    No part occurs twice.
+    """
     counts = [
         draws.between(config.min_names_per_turn, config.max_names_per_turn)
         for _ in range(draws.between(config.min_turns, config.max_turns))

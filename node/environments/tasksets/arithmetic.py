@@ -1,7 +1,7 @@
 """Small sums and differences, as an ordinary `verifiers` v1 package.
 
-It imports nothing of ours, so that `verifiers` can load it by itself. A question belongs to one split for
-ever, by its own hash: nothing that is learned from can turn up in the evaluation.
+It imports nothing else of this package, so that `verifiers` can load it by itself. The hash of a question
+assigns it to one split permanently: no training question occurs in the evaluation.
 """
 
 # A hook must name the library's bare Trace, which is generic.
@@ -16,12 +16,12 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 HELD_OUT_BELOW = 26
-"""Of 256 values of a question's first hash byte: about a tenth of all questions is held out."""
+"""Bound of the first byte of a question's hash: about a tenth of all questions is held out."""
 MAX_ATTEMPTS = 10_000
 
 
 class ArithmeticConfig(vf.TasksetConfig):
-    """Which questions are asked."""
+    """Options of the questions."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
@@ -37,7 +37,7 @@ class ArithmeticData(vf.TaskData):
 
 
 class ArithmeticTask(vf.Task[ArithmeticData]):
-    """One turn: the reply must be the number and nothing else."""
+    """Task of one turn: the reply must be the number and nothing else."""
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -57,16 +57,16 @@ class ArithmeticTask(vf.Task[ArithmeticData]):
 
 
 class ArithmeticTaskset(vf.Taskset[ArithmeticTask, ArithmeticConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     def load(self) -> Iterator[ArithmeticTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> ArithmeticTask:
-        """Task number `index` (from 0): a function of seed, split, options and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, options and index alone."""
         for attempt in range(MAX_ATTEMPTS):
             question, answer = self._draw(index, attempt)
             if self._in_split(question):
@@ -80,7 +80,10 @@ class ArithmeticTaskset(vf.Taskset[ArithmeticTask, ArithmeticConfig]):
         return held_out == (self.config.split == "eval")
 
     def _draw(self, index: int, attempt: int) -> tuple[str, str]:
-        """One hash, read as a number in mixed base: the same on every machine and Python."""
+        """Draw (question, answer) from one hash, read as a number in mixed base.
+
+        The result is the same on every machine and Python.
+        """
         config = self.config
         name = f"arithmetic/{config.seed}/{config.split}/{index}/{attempt}".encode()
         number = int.from_bytes(hashlib.shake_128(name).digest(24), "big")

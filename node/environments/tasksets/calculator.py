@@ -1,7 +1,7 @@
-"""Compute with a calculator: the model calls a tool, reads its result, and answers with the number.
+"""Compute with a calculator: the model calls a tool, reads the result, answers the number.
 
-An ordinary `verifiers` v1 package with a toolset; draws.py is beside it. A question is either learned from or
-held out, for ever, by its own hash.
+An ordinary `verifiers` v1 package with a toolset; it needs draws.py. The hash of a question assigns it to one
+split permanently.
 """
 
 # A hook must name the library's bare types, which are generic, and states are known at run time only.
@@ -23,7 +23,7 @@ from .draws import Draws, is_held_out
 MAX_ATTEMPTS = 10_000
 MAX_CHARACTERS = 200
 MAX_BITS = 256
-"""Of a number that a calculation begins with or comes to."""
+"""Largest number that a calculation begins with or results in, bits."""
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class CalculatorConfig(vf.TasksetConfig):
-    """Which questions are asked."""
+    """Options of the questions."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
@@ -42,7 +42,7 @@ class CalculatorConfig(vf.TasksetConfig):
     """Numbers are drawn from 0..max_value."""
     operations: Literal["+", "-", "*", "+-", "+*", "+-*"] = "+-*"
     steps: Annotated[int, Field(ge=1, le=8)] = 2
-    """Operations of a question."""
+    """Number of operations in a question."""
 
 
 class CalculatorData(vf.TaskData):
@@ -50,11 +50,11 @@ class CalculatorData(vf.TaskData):
 
     answer: str
     replies: tuple[str, ...]
-    """A call and the answer, for a warm-up: nobody else is shown them."""
+    """A call and the answer, for SFT warm-up only."""
 
 
 class CalculatorState(vf.State):
-    """What the calculator showed so far."""
+    """Results of the calculator so far."""
 
     results: tuple[str, ...] = ()
 
@@ -73,7 +73,7 @@ class CalculatorToolset(vf.Toolset[vf.SharedToolsetConfig, CalculatorState]):
 
 
 class CalculatorTask(vf.Task[CalculatorData, CalculatorState]):
-    """One question: as many calls as it takes, then the number and nothing else."""
+    """Task of one question: any number of calls, then the number and nothing else."""
 
     @vf.reward(weight=1.0)
     async def exact(self, trace: vf.Trace) -> float:
@@ -87,21 +87,21 @@ class CalculatorTask(vf.Task[CalculatorData, CalculatorState]):
 
 
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     @classmethod
     def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset[Any, Any]]:
-        """One calculator for all rollouts: what it showed is in the state of each."""
+        """Return one calculator for all rollouts; its results are in the state of each."""
         return [CalculatorToolset(vf.SharedToolsetConfig())]
 
     def load(self) -> Iterator[CalculatorTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> CalculatorTask:
-        """Task number `index` (from 0): a function of seed, split, options and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, options and index alone."""
         config = self.config
         draws = Draws("calculator", config.seed, config.split, index)
         for _ in range(MAX_ATTEMPTS):
@@ -127,14 +127,16 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
 
 
 def evaluate(expression: str) -> str:
-    """The value of an expression of whole numbers, in decimal. What is none raises ValueError, whose words the
-    model reads."""
+    """Evaluate an expression of whole numbers; return the value in decimal.
+
+    Raises ValueError for other text; the model reads its message.
+    """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     try:
         parsed = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError("this is no expression") from None  # Python's own words differ by release
+        raise ValueError("this is no expression") from None  # Python's own text differs by release
     return str(_value(parsed.body))
 
 

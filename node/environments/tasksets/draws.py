@@ -1,4 +1,4 @@
-"""Draw numbers, choices and orders from a name: equal on every machine and Python, unlike `random`."""
+"""Draw numbers, choices and orders from a name: equal on every machine, unlike `random`."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 HELD_OUT_BELOW = 26
-"""Of 256 values of a text's first hash byte: about a tenth of all texts is held out."""
+"""Bound of the first byte of a text's hash: about a tenth of all texts is held out."""
 DIGEST_BYTES = 64
 
 
@@ -21,9 +21,9 @@ class Draws:
         self._block = 0
 
     def below(self, count: int) -> int:
-        """A number in 0..count-1, uniform but for 2**-256 or less; `count` is below 2**128."""
+        """Draw a number in 0..count-1, uniform up to 2**-256; `count` is below 2**128."""
         if self._left < count << 256:
-            # a fresh block, however much of the last one is left: no draw hangs on two of them
+            # a new block; the rest of the last one is dropped, as no draw may depend on two blocks
             name = self._name + b"/%d" % self._block
             self._number = int.from_bytes(hashlib.shake_128(name).digest(DIGEST_BYTES), "big")
             self._left = 1 << 8 * DIGEST_BYTES
@@ -33,19 +33,19 @@ class Draws:
         return drawn
 
     def between(self, low: int, high: int) -> int:
-        """A number in low..high."""
+        """Draw a number in low..high."""
         return low + self.below(high - low + 1)
 
     def choice(self, items: Sequence[T]) -> T:
-        """One of `items`."""
+        """Draw one of `items`."""
         return items[self.below(len(items))]
 
     def sample(self, items: Sequence[T], count: int) -> list[T]:
-        """`count` different places of `items`, in random order (Fisher-Yates)."""
+        """Draw `count` items at different indices, in random order (Fisher-Yates)."""
         rest = list(items)
         return [rest.pop(self.below(len(rest))) for _ in range(count)]
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a text belongs to the evaluation, for ever, by its own hash."""
+    """Return whether the hash of a text assigns it to the evaluation."""
     return hashlib.blake2b(text.encode()).digest()[0] < HELD_OUT_BELOW

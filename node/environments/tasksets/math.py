@@ -1,8 +1,8 @@
-"""Short problems of algebra, whose answers are judged by what they mean: 0.5, 1/2 and \\frac{1}{2} are one.
+"""Short algebra problems with answers compared by value: 0.5, 1/2 and \\frac{1}{2} are equal.
 
-`math-verify` parses and compares; an ordinary `verifiers` v1 package otherwise, with draws.py beside it. A
-question belongs to one split for ever, by its own hash. No clock decides about a reward: answers that could
-take long to compute are wrong by their looks.
+`math-verify` parses and compares; an ordinary `verifiers` v1 package otherwise, which needs draws.py. The hash
+of a question assigns it to one split permanently. No reward depends on a clock: answers that could take long to
+compute are recognised by patterns and count as wrong.
 """
 
 # A hook must name the library's bare Trace, which is generic.
@@ -25,23 +25,23 @@ from .draws import Draws, is_held_out
 INSTRUCTION = "\nPut your final answer within \\boxed{}."
 MAX_ATTEMPTS = 1000
 MAX_ANSWER = 256
-"""Characters of an answer that is looked at."""
+"""Longest answer that is compared, characters."""
 TOO_HARD = re.compile(
     r"\^\s*\{?[^{}]*\^"  # a power of a power
     r"|\^\s*\{?\s*-?\d{5}"  # or a large power
     r"|[)}\]]\s*\^\s*\{?\s*-?\d{2}"  # also of a sum, which has many terms
     r"|\d{64}|!|\\(?:binom|int|sum|prod|lim)\b|factorial",
 )
-"""Answers whose value may take longer to find than it is worth."""
+"""Pattern of answers whose value may take too long to compute."""
 OPERATOR = re.compile(r"[^\s{(\[,=]\s*[-+*]|\\(?:cdot|times|div|pm)\b")
-"""Sums and products; a sign is none, nor a fraction."""
+"""Pattern of sums and products; a sign or a fraction does not match."""
 
 Family = Literal["linear", "fraction", "quadratic", "product", "system"]
 FAMILIES: tuple[Family, ...] = ("linear", "fraction", "quadratic", "product", "system")
 
 
 class MathConfig(vf.TasksetConfig):
-    """Which problems are asked."""
+    """Options of the problems."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
@@ -57,7 +57,7 @@ class MathData(vf.TaskData):
 
 
 class MathTask(vf.Task[MathData]):
-    """One turn: the last \\boxed{} after any thoughts has to mean the answer."""
+    """Task of one turn: the last \\boxed{} after any thoughts must equal the answer in value."""
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -76,13 +76,13 @@ class MathTask(vf.Task[MathData]):
 
 
 def is_right(reply: str, answer: str) -> bool:
-    """Whether the boxed answer of a reply has the value of another one; False where a box is missing."""
+    """Return whether the boxed answer of a reply equals another in value; False without a box."""
     given, right = boxed_answer(reply), boxed_answer(answer)
     return bool(given and right) and is_equal(right, given)
 
 
 def boxed_answer(reply: str) -> str:
-    """What stands in the last box of a reply, outside its thoughts; empty without one."""
+    """Return the content of a reply's last box, outside its thoughts; empty without one."""
     if "<think>" in reply and "</think>" not in reply:
         return ""
     return extract_boxed_answer(reply.rsplit("</think>", 1)[-1], strict=True).strip()
@@ -90,34 +90,34 @@ def boxed_answer(reply: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_equal(answer: str, given: str) -> bool:
-    """Whether two pieces of LaTeX have one value, by math-verify."""
+    """Return whether two LaTeX expressions are equal in value, by math-verify."""
     if answer == given:
         return True
     if len(given) > MAX_ANSWER or TOO_HARD.search(given):
         return False
     if OPERATOR.search(given) and not OPERATOR.search(answer):
-        return False  # left for the judge to compute
+        return False  # the expression is not computed
     from math_verify import parse, verify  # loads sympy
 
-    # it warns that without its own timeout, which is a matter of seconds, somebody else has to set one
+    # silences its warning that callers who disable its timeout have to set another one
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # 0 is no timeout: it would hang on the machine's speed
+    # 0: no timeout, as with one the result would depend on the machine's speed
     gold, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, given))
     return bool(gold and found and verify(gold, found, timeout_seconds=0))
 
 
 class MathTaskset(vf.Taskset[MathTask, MathConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     def load(self) -> Iterator[MathTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> MathTask:
-        """Task number `index` (from 0): a function of seed, split, options and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, options and index alone."""
         config = self.config
         for attempt in range(MAX_ATTEMPTS):
             draws = Draws("math", config.seed, config.split, index, attempt)

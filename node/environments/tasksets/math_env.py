@@ -1,9 +1,9 @@
-"""Problems of a data set of the hub, judged as in math.py: what prime-rl and the INTELLECT runs train on.
+"""Problems of a data set of the hub, scored as in math.py: training data of prime-rl.
 
 `math-env` takes the options of prime-rl's environment of that name; `hendrycks-math`, `intellect-math`,
-`deepscaler` and `simple-math` are the same with other defaults. Rows come from files of the machine's owner,
-~/.primerl/datasets/OWNER/NAME/[SUBSET/]SPLIT*.jsonl or .parquet, and else from the hub or its cache. Invariant:
-a run names a data set, never a path.
+`deepscaler` and `simple-math` are the same with other defaults; the INTELLECT runs train on such data. Rows
+come from files of the machine's owner, ~/.primerl/datasets/OWNER/NAME/[SUBSET/]SPLIT*.jsonl or .parquet, and
+else from the hub or its cache. Invariant: a run names a data set, never a path.
 """
 
 # A hook must name the library's bare Trace, which is generic.
@@ -24,14 +24,14 @@ from .draws import Draws
 from .math import INSTRUCTION, boxed_answer, is_right
 
 FOLDER = Path(".primerl") / "datasets"
-"""Below the home directory."""
+"""Directory of the owner's data sets, below the home directory."""
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 GENESYS = {
     "question_key": "prompt",
     "answer_key": "verification_info.ground_truth",
     "instruction_prompt": "",
 }
-"""The columns of INTELLECT-2's data: the prompt asks for a box itself."""
+"""Columns of INTELLECT-2's data; its prompts ask for a box themselves."""
 PRESETS: dict[str, dict[str, Any]] = {
     "hendrycks-math": {"dataset_name": "PrimeIntellect/Hendrycks-Math"},
     "intellect-math": {
@@ -54,14 +54,15 @@ class LenRewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     reward_type: Literal["exact", "max", "clip"] = "max"
-    """What the target is: to be met (exact), to stay below, the shorter the better (max), or a bound (clip)."""
+    """Meaning of the target: an exact length (exact), a limit with shorter being better (max), or a bound
+    (clip)."""
     target_length_sampling: Literal["discrete", "range"] = "discrete"
     length_prompt_location: Literal["system_prompt", "instruction"] = "system_prompt"
     min_length: int = Field(default=1000, ge=1)
     max_length: int = Field(default=24000, ge=1)
     target_lengths: tuple[int, ...] = Field(default=(500, 1000, 2000, 3000), min_length=1)
     reward_coef: float = 0.0003
-    """Per token."""
+    """Reward per token."""
     max_reward_delta: float = 0.5
     """Factor of a right reply that has exactly the target length (max)."""
 
@@ -83,7 +84,7 @@ class LenRewardConfig(BaseModel):
         return f"Think for {bound}{target} tokens before giving a response."
 
     def apply(self, reward: float, target: int, length: int) -> float:
-        """The reward of a reply of `length` tokens, where it is `reward` without regard to length."""
+        """Return the reward of a reply of `length` tokens; `reward`: its reward at any length."""
         match self.reward_type:
             case "exact":
                 return reward - self.reward_coef * abs(target - length)
@@ -96,10 +97,10 @@ class LenRewardConfig(BaseModel):
 
 
 class MathEnvConfig(vf.TasksetConfig):
-    """Which rows of which data set are asked."""
+    """Options of the data set and the choice of its rows."""
 
     seed: int = 0
-    """Of the target lengths."""
+    """Seed of the target lengths."""
     dataset_name: str = "PrimeIntellect/Hendrycks-Math"
     dataset_subset: str = ""
     dataset_split: str = "train"
@@ -108,13 +109,13 @@ class MathEnvConfig(vf.TasksetConfig):
     dataset_seed: int = 42
     question_key: str = "question"
     answer_key: str = "answer"
-    """A column, and after dots keys of the JSON in it."""
+    """Name of a column, followed after dots by keys of the JSON in it."""
     difficulty_key: str = ""
-    """A column with an average reward or solve rate: rows outside of the two bounds are left out."""
+    """Column with an average reward or solve rate; rows outside of the two bounds are skipped."""
     min_avg_reward: float = 0.0
     max_avg_reward: float = 1.0
     instruction_prompt: str = INSTRUCTION
-    """Stands behind each question."""
+    """Text after each question."""
     len_reward: LenRewardConfig | None = None
 
     @model_validator(mode="before")
@@ -133,7 +134,7 @@ class MathEnvConfig(vf.TasksetConfig):
 
 
 class MathEnvData(vf.TaskData):
-    """One problem, its answer in a box, and what the length of a reply is judged by."""
+    """One problem, its boxed answer, and the options of the length reward."""
 
     answer: str
     target_length: int = 0
@@ -141,7 +142,7 @@ class MathEnvData(vf.TaskData):
 
 
 class MathEnvTask(vf.Task[MathEnvData]):
-    """One turn: the last box after any thoughts has to mean the answer, and the reply to keep its length."""
+    """Task of one turn: right answer in the last box after any thoughts, at the target length."""
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -182,10 +183,10 @@ def _length(trace: vf.Trace) -> int:
 
 
 class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
-    """As many tasks as the data set has rows with a question and an answer."""
+    """Taskset with one task for each row that has a question and an answer."""
 
     def load(self) -> Iterator[MathEnvTask]:
-        """All rows in order, or shuffled by dataset_seed."""
+        """Yield the tasks of all rows in order, or shuffled by dataset_seed."""
         for number, (question, answer) in enumerate(self._problems):
             yield MathEnvTask(self._data(number, question, answer), self.config.task)
 
@@ -210,7 +211,7 @@ class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
 
     @cached_property
     def _problems(self) -> list[tuple[str, str]]:
-        """(question, answer) of each row that is asked. Raises ValueError if there is none."""
+        """(question, answer) of each selected row. Raises ValueError if there is none."""
         config = self.config
         found = [
             (question, answer)
@@ -231,7 +232,7 @@ class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
 
 
 def _problem(row: Mapping[str, Any], config: MathEnvConfig) -> Iterator[tuple[str, str]]:
-    """Question and answer of a row; nothing if it lacks one, or if its difficulty is out of bounds."""
+    """Yield question and answer of a row; nothing if one is missing or its difficulty excluded."""
     if config.difficulty_key:
         rate = _value(row, config.difficulty_key)
         if not isinstance(rate, int | float):
@@ -242,14 +243,14 @@ def _problem(row: Mapping[str, Any], config: MathEnvConfig) -> Iterator[tuple[st
     if isinstance(answer, int | float):
         answer = str(answer)
     if isinstance(question, str) and isinstance(answer, str):
-        answer = answer.rsplit("####", 1)[-1]  # gsm8k's
+        answer = answer.rsplit("####", 1)[-1]  # the form of gsm8k
         answer = (extract_boxed_answer(answer, strict=True) or answer).strip()
         if question.strip() and answer:
             yield question, answer
 
 
 def _value(row: Mapping[str, Any], key: str) -> Any:
-    """What stands under `key`, whose dots lead into JSON or nested values; None if nothing does."""
+    """Return the value of `key`, whose dots lead into JSON or nested values; None if missing."""
     column, *inner = [key] if key in row else key.split(".")
     value = row.get(column)
     for name in inner:
@@ -263,7 +264,7 @@ def _value(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _rows(config: MathEnvConfig) -> Iterable[Mapping[str, Any]]:
-    """The rows of the data set, from the owner's files or else from the hub."""
+    """Return the rows of the data set, from the owner's files or else from the hub."""
     folder = Path.home() / FOLDER / config.dataset_name
     if config.dataset_subset and (folder / config.dataset_subset).is_dir():
         folder /= config.dataset_subset

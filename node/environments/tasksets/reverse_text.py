@@ -1,7 +1,7 @@
-"""Reverse a short random string: the taskset of the demo, an ordinary `verifiers` v1 package.
+"""Reverse a short random string: the demo's taskset, an ordinary `verifiers` v1 package.
 
-It imports nothing of ours, so that `verifiers` can load it by itself. A string belongs to one split for
-ever, by its own hash: nothing that is learned from can turn up in the evaluation.
+It imports nothing else of this package, so that `verifiers` can load it by itself. The hash of a string assigns
+it to one split permanently: no training string occurs in the evaluation.
 """
 
 # A hook must name the library's bare Trace, which is generic.
@@ -17,11 +17,11 @@ from pydantic import Field, model_validator
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT_BELOW = 26
-"""Of 256 values of a string's first hash byte: about a tenth of all strings is held out."""
+"""Bound of the first byte of a string's hash: about a tenth of all strings is held out."""
 
 
 class ReverseTextConfig(vf.TasksetConfig):
-    """Which strings are asked for."""
+    """Options of the strings."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
@@ -36,13 +36,13 @@ class ReverseTextConfig(vf.TasksetConfig):
 
 
 class ReverseTextData(vf.TaskData):
-    """One string and its mirror image."""
+    """One string and its reverse."""
 
     answer: str
 
 
 class ReverseTextTask(vf.Task[ReverseTextData]):
-    """One turn: the reply must be the reversed string and nothing else."""
+    """Task of one turn: the reply must be the reversed string and nothing else."""
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -62,7 +62,11 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
 
 
 def common_subsequence(left: str, right: str) -> int:
-    """Length of the longest common subsequence; O(len(left) * len(right)) time, one row of memory."""
+    """Return the length of the longest common subsequence.
+
+    O(len(left)
+    - len(right)) time, one row of memory.
+    """
     row = [0] * (len(right) + 1)
     for char in left:
         diagonal = 0
@@ -74,16 +78,16 @@ def common_subsequence(left: str, right: str) -> int:
 
 
 class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     def load(self) -> Iterator[ReverseTextTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> ReverseTextTask:
-        """Task number `index` (from 0): a function of seed, split, lengths and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, lengths and index alone."""
         text = next(filter(self._in_split, map(self._draw(index), itertools.count())))
         data = ReverseTextData.model_validate({"idx": index, "prompt": text, "answer": text[::-1]})
         return ReverseTextTask(data, self.config.task)
@@ -93,8 +97,11 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         return held_out == (self.config.split == "eval")
 
     def _draw(self, index: int) -> Callable[[int], str]:
-        """Attempt number -> a string. One hash, read as a number in mixed base: the same everywhere,
-        unlike `random`, whose algorithms may change with Python."""
+        """Return a function from attempt number to string.
+
+        Each string is made of one hash, read as a number in mixed base: the same everywhere, unlike `random`,
+        whose algorithms may change with Python.
+        """
         config = self.config
         span = config.max_len - config.min_len + 1
 

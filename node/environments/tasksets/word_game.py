@@ -1,8 +1,8 @@
-"""Guess a word of five letters: after each guess the game says which letters are in place or elsewhere or, with
-hints, shows those in place and one more.
+"""Guess a word of five letters, with marks after each guess.
 
-An ordinary `verifiers` v1 package with an Env of its own; draws.py is beside it. A word is either learned from
-or held out, for ever, by its own hash.
+The marks show the letters that are in place or elsewhere; with hints, the game shows those in place and one
+more. An ordinary `verifiers` v1 package with an Env of its own; it needs draws.py. The hash of a word assigns
+it to one split permanently.
 """
 
 # A hook must name the library's bare types, which are generic, and states are known at run time only.
@@ -63,19 +63,19 @@ WORDS = (
     "while white whole width windy woman world worry worth wound wrist write wrong yacht yield young "
     "youth zebra"
 ).split()
-"""Secrets; a guess may be any five letters."""
+"""Secret words; a guess may be any five letters."""
 
 
 class WordGameConfig(vf.TasksetConfig):
-    """How the game is played."""
+    """Options of the game."""
 
     seed: int = 0
     split: Literal["train", "eval"] = "train"
     max_guesses: int = Field(default=6, ge=1, le=32)
     hints: bool = False
-    """Show the letters that were in place and one more after each guess, in place of marks: easier to use."""
+    """Whether to show the letters in place and one more after each guess, not marks: easier to use."""
     demonstration_skill: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of a demonstration's guesses that are words and fit what is known; the others are any letters."""
+    """Share of a demonstration's guesses that are words and fit the answers; the others are random."""
 
 
 class WordGameData(vf.TaskData):
@@ -85,11 +85,11 @@ class WordGameData(vf.TaskData):
     max_guesses: int
     hints: bool
     replies: tuple[str, ...]
-    """A game for a warm-up, by someone who knows of the secret what the answers tell."""
+    """Game for SFT warm-up, by a player that only knows the answers."""
 
 
 class WordGameState(vf.State):
-    """The guesses so far, in lower case; an empty one where a reply had none."""
+    """The guesses so far, in lower case; an empty one if a reply had none."""
 
     guesses: tuple[str, ...] = ()
 
@@ -121,13 +121,16 @@ class WordGameTask(vf.Task[WordGameData, WordGameState]):
 
 
 def read_guess(reply: str) -> str:
-    """The five letters in the last square brackets of a reply, in lower case; empty if there are none."""
+    """Return the five letters in a reply's last square brackets, in lower case; else empty."""
     found = re.findall(r"\[\s*([A-Za-z]+)\s*\]", reply)
     return found[-1].lower() if found and len(found[-1]) == LETTERS else ""
 
 
 def marks(guess: str, secret: str) -> str:
-    """One mark a letter: G in place, Y elsewhere, - absent; a letter gets as many as the secret has of it."""
+    """Mark each letter: G in place, Y elsewhere, - absent.
+
+    A letter gets at most as many marks G and Y as the secret has of it.
+    """
     if not guess:
         return ABSENT * LETTERS
     pairs = list(zip(guess, secret, strict=True))
@@ -149,7 +152,7 @@ def _closeness(text: str) -> float:
 
 
 class WordGameEnv(vf.SingleAgentEnv):
-    """Answers each guess, until one is right or none is left."""
+    """Env that answers each guess, until one is right or none is left."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         """One game."""
@@ -171,8 +174,10 @@ class WordGameEnv(vf.SingleAgentEnv):
 
 
 def known(guesses: Sequence[str], secret: str) -> str:
-    """The letters that any guess had in place and, for each guess, the first missing one, save the last of all;
-    dashes for others. A reply without a guess tells nothing."""
+    """Return the letters that any guess had in place, and one hint per guess; dashes for others.
+
+    The hint is the first missing letter, but never the last missing one. A reply without a guess gives none.
+    """
     found = [ABSENT] * LETTERS
     for guess in filter(None, guesses):
         for place, letter in enumerate(guess):
@@ -185,7 +190,7 @@ def known(guesses: Sequence[str], secret: str) -> str:
 
 
 def answer_to(guess: str, secret: str, left: int) -> str:
-    """Say which letters of a guess are in place or elsewhere, and how many guesses are left."""
+    """Describe which letters of a guess are in place or elsewhere, and the guesses left."""
     rest = f"{left} {'guess' if left == 1 else 'guesses'} left."
     if not guess:
         return f"That was no guess: write a word of {LETTERS} letters in square brackets. {rest}"
@@ -193,16 +198,16 @@ def answer_to(guess: str, secret: str, left: int) -> str:
 
 
 class WordGameTaskset(vf.Taskset[WordGameTask, WordGameConfig]):
-    """Endless; task number i needs no walk from 0."""
+    """Endless taskset; task number i is made directly, without iterating from 0."""
 
     INFINITE = True
 
     def load(self) -> Iterator[WordGameTask]:
-        """All tasks in order."""
+        """Yield all tasks in order."""
         return map(self.task_at, itertools.count())
 
     def task_at(self, index: int) -> WordGameTask:
-        """Task number `index` (from 0): a function of seed, split, options and index alone."""
+        """Return task number `index` (from 0), a function of seed, split, options and index alone."""
         config = self.config
         words = [word for word in WORDS if is_held_out(word) == (config.split == "eval")]
         draws = Draws("word-game", config.seed, config.split, index)
@@ -222,7 +227,7 @@ class WordGameTaskset(vf.Taskset[WordGameTask, WordGameConfig]):
 def _shown_game(
     draws: Draws, words: Sequence[str], secret: str, config: WordGameConfig
 ) -> Iterator[str]:
-    """Guesses up to the secret; words are of `words` alone."""
+    """Yield guesses up to the secret; the skilled ones are from `words`."""
     guesses, fitting = list[str](), words
     for _ in range(config.max_guesses):
         is_skilled = draws.below(1000) < 1000 * config.demonstration_skill
@@ -240,7 +245,7 @@ def _shown_game(
 
 
 def fits(word: str, told: str) -> bool:
-    """Whether a word has the letters that are known."""
+    """Return whether a word has all letters that are known."""
     return all(letter in (one, ABSENT) for one, letter in zip(word, told, strict=True))
 
 
