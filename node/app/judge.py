@@ -7,7 +7,7 @@ one policy version that never changes. What asks it is an HTTP client, such as t
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from ...protocol.manifests import RunManifest
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.trust import RunDocuments
 from ..api.completions import CHAT, EngineRoutes
-from ..api.server import ApiError, Body, EventStream, HttpServer, Routes, Served, serving
+from ..api.server import ApiError, Body, EventStream, HttpServer, Served, serving
 from ..config.judge import JudgeRunConfig
 from ..config.run import (
     EnvironmentConfig,
@@ -45,7 +45,7 @@ from ..ops.metrics import PhaseClock
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger
-from ..storage.run_files import CONFIG, TICKET, check_kinds, make_directory, write_private
+from ..storage.run_files import CONFIG, check_kinds, make_directory, write_private
 from ..trainer import run_manifest
 from ..trainer.leased_replies import (
     LeasedReplies,
@@ -58,17 +58,16 @@ from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseScheduler, lease_policy
 from ..trainer.state import LEASES_PER_BOOT, Progress
-from ..trainer.status_view import worker_rows
+from ..trainer.status_view import show_leases, worker_rows
 from ..trainer.submissions import SubmissionReceiver
-from ..trainer.tickets import TicketIssuer
 from ..trainer.workers import WorkerRegistry
 from ..training.backend import Snapshot
 from ..weights.replica import prove
 from ..weights.state import State
 from . import rundir
 from .factories import Factories
-from .running_node import IssuingNode
-from .services import open_services, open_store
+from .issuing_node import IssuingNode
+from .services import open_store
 from .trainer import Verification
 
 if TYPE_CHECKING:
@@ -197,33 +196,15 @@ class JudgeNode(IssuingNode):
             # in words of its own: a judge has no checkpoint to begin another one from
             check_contract(config, run_manifest.known_documents(known, self.key.node_id).manifest)
         documents = await run_manifest.documents(config, self.key, ledger, store, model_dir)
-        run = documents.manifest
-        async with open_services(
-            config,
-            self.key,
-            ledger,
-            store,
-            run_id=documents.run_id,
-            trainer=self.key.node_id,
-            role="trainer",
-            factories=self._factories,
-        ) as services:
+        async with self.open_run(config, ledger, store, documents, self._factories) as services:
             self._services = services
             newest = services.heads.latest()
-            run_manifest.check_clock(run, newest, int(time.time()))
             weights = (await asyncio.to_thread(prove, 0, state)).digest
             if newest is not None and newest.head.state != weights:
                 raise UsageError(
                     f"{self._config.run_dir} is of a judge with other weights: give another --name, as rewards "
                     "of two judges do not compare"
                 )
-            services.keep_chunks.update(rundir.pinned(run, store))
-            self.tickets = TicketIssuer(
-                services,
-                self._config.run_dir / TICKET,
-                ttl_s=self._config.ticket_ttl_s,
-                uses=self._config.ticket_uses,
-            )
             name = f"{public_name(config.model.name)}@{weights.hex()[:DIGEST_SHOWN]}"
             verification = Verification(config, documents, self.key.node_id, self._factories)
             try:
@@ -316,12 +297,13 @@ class JudgeNode(IssuingNode):
         served = Served(
             api.served_name or name, vocab_size(model_dir), run.limits.max_model_len, api
         )
-        routes: Sequence[Routes] = (JudgeRoutes(EngineRoutes(engine, chat, served)),)
-        async with serving(HttpServer(engine, served, tuple(routes))) as url:
+        routes = (JudgeRoutes(EngineRoutes(engine, chat, served)),)
+        async with serving(HttpServer(engine, served, routes)) as url:
             yield url
 
     async def _keep_house(self, scheduler: LeaseScheduler, ledger: Ledger) -> None:
         """Take back leases that expired, and forget old submissions, until cancelled."""
+        forgotten = 0
         while True:
             await asyncio.sleep(LOOK_S)
             late = scheduler.take_back(time.time())
@@ -329,7 +311,10 @@ class JudgeNode(IssuingNode):
                 logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
             if late:
                 await scheduler.work_changed()
-            ledger.forget_bodies(self._progress.verified_up_to - BODIES_KEPT)
+            old = self._progress.verified_up_to - BODIES_KEPT
+            if old > forgotten:
+                ledger.forget_bodies(old)
+                forgotten = old
 
     async def _status(self) -> Status:
         status = self.base_status()
@@ -340,15 +325,8 @@ class JudgeNode(IssuingNode):
         show_network(status, services)
         if scheduler is None or prompts is None:
             return status
-        registry, progress = scheduler.registry, self._progress
-        status.version = status.newest_version = scheduler.version
-        status.leases = len(scheduler.book.held)
+        show_leases(status, scheduler, self._progress)
         status.waiting_groups = len(prompts)
-        status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
-        status.pipelines = registry.pipelines.rows()
-        status.bounds = registry.bounds.rows(registry.classes())
-        missing = registry.bounds.warnings(registry.classes(strangers=True))
-        status.warnings = [*registry.warnings(), *missing]
         if waiting := prompts.unleased():
             status.waiting_for = f"{waiting} prompts wait for workers: `primerl-node join` them"
         return status

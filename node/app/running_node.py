@@ -1,7 +1,6 @@
 """A running node of any role: its control socket, its entry in the registry, its status."""
 
 import asyncio
-import dataclasses
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,10 +13,8 @@ from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
 from ..ops.control import Command, ControlServer, Status, register, unregister
-from ..ops.errors import BusyError, first_cause
+from ..ops.errors import first_cause
 from ..ops.metrics import EventLoopMonitor
-from ..storage.ledger import IssuedTicket
-from ..trainer.tickets import TicketIssuer
 
 
 class Node:
@@ -86,42 +83,3 @@ class Node:
                     await working
         if not working.cancelled():
             working.result()
-
-
-class IssuingNode(Node):
-    """A node that a run belongs to: it issues tickets, and its operator may list and revoke them."""
-
-    def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
-        super().__init__(config, key, data_dir, role)
-        self.tickets: TicketIssuer | None = None
-        """None before the node is reachable."""
-
-    @property
-    def issued(self) -> TicketIssuer:
-        """The issuer of tickets. Raises BusyError before there is one."""
-        if self.tickets is None:
-            raise BusyError("the trainer has no ticket yet: ask again in a moment")
-        return self.tickets
-
-    @property
-    def ticket_commands(self) -> Mapping[str, Command]:
-        """What its operator may ask about tickets."""
-        return {"ticket": self._ticket, "tickets": self._list_tickets, "revoke": self._revoke}
-
-    async def _ticket(
-        self, label: str | None = None, uses: int | None = None, expires_s: float | None = None
-    ) -> dict[str, object]:
-        """Return the node's own ticket or, with any argument, a new one."""
-        if label is None and uses is None and expires_s is None:
-            return self.issued.current().shown()
-        return self.issued.issue(label=label or "", uses=uses, expires_s=expires_s).shown()
-
-    async def _list_tickets(self) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self.issued.listed()]
-
-    async def _revoke(self, name: str) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self.issued.revoke(name)]
-
-
-def _ticket_row(one: IssuedTicket) -> dict[str, object]:
-    return {**dataclasses.asdict(one), "id": one.id.hex()}

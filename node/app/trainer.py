@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
@@ -33,7 +32,7 @@ from ..p2p.status_view import show_network
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
-from ..storage.run_files import ROLLOUTS, TICKET, weights_dir
+from ..storage.run_files import ROLLOUTS, weights_dir
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints
@@ -45,7 +44,6 @@ from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_p
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.status_view import show_training, worker_rows
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
-from ..trainer.tickets import TicketIssuer
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
 from ..training.curriculum import Curriculum
@@ -57,8 +55,8 @@ from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
-from .running_node import IssuingNode
-from .services import open_services, open_store
+from .issuing_node import IssuingNode
+from .services import open_store
 from .startup import Startup, own_tasks
 
 EVALUATIONS = "evaluations.jsonl"
@@ -263,26 +261,11 @@ class TrainerNode(IssuingNode):
             )
             run, own = documents.manifest, self.data_dir / "model"
             model_dir = await asyncio.to_thread(rundir.trained_model, run, store, model_dir, own)
-        async with open_services(
-            self._config,
-            self.key,
-            ledger,
-            store,
-            run_id=documents.run_id,
-            trainer=self.key.node_id,
-            role="trainer",
-            factories=self._factories,
+        async with self.open_run(
+            self._config, ledger, store, documents, self._factories
         ) as services:
             self._services = services
-            run_manifest.check_clock(run, services.heads.latest(), int(time.time()))
-            services.keep_chunks.update(rundir.pinned(run, store))
-            self.tickets = TicketIssuer(
-                services,
-                self._config.run_dir / TICKET,
-                ttl_s=self._config.ticket_ttl_s,
-                uses=self._config.ticket_uses,
-            )
-            self._announce(self.tickets.current().text)
+            self._announce(self.issued.current().text)
             environments = self._environments = self._factories.mixture(self._config, model_dir)
             group = group_of(documents.manifest.name, documents.run_id)
             monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)

@@ -8,23 +8,29 @@ from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, shown_silence
 from .loop import TrainerRole
 from .scheduler import LeaseScheduler
+from .state import Progress
+
+
+def show_leases(status: Status, scheduler: LeaseScheduler, progress: Progress) -> None:
+    """Fill in leases, verdicts, pipelines and bounds in `status`."""
+    registry = scheduler.registry
+    status.version = status.newest_version = scheduler.version
+    status.leases = len(scheduler.book.held)
+    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+    status.pipelines = registry.pipelines.rows()
+    status.bounds = registry.bounds.rows(registry.classes())
+    missing = registry.bounds.warnings(registry.classes(strangers=True))
+    status.warnings = [*registry.warnings(), *missing]
 
 
 def show_training(status: Status, role: TrainerRole) -> None:
     """Fill in the progress of training in `status`."""
-    progress, scheduler = role.progress, role.scheduler
+    progress = role.progress
+    show_leases(status, role.scheduler, progress)
     status.step, status.reward = progress.step, progress.reward
     status.staleness, status.history = progress.staleness, progress.history
-    status.version = status.newest_version = role.publisher.version
-    status.leases = len(scheduler.book.held)
-    status.waiting_groups = scheduler.demand.waiting_groups()
-    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
-    status.pipelines = scheduler.registry.pipelines.rows()
-    registry = scheduler.registry
+    status.waiting_groups = role.scheduler.demand.waiting_groups()
     status.environments = environment_rows(role)
-    status.bounds = registry.bounds.rows(registry.classes())
-    missing = registry.bounds.warnings(registry.classes(strangers=True))
-    status.warnings = [*registry.warnings(), *missing]
 
 
 def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
