@@ -447,8 +447,13 @@ class LeadTime:
         self.turnaround_s += weight * (max(0.0, seconds) - self.turnaround_s)
 
     def trained(self, seconds: float) -> None:
-        """Count a batch that took `seconds` to train and publish."""
-        self.step_s += (PACE_STEP if self.step_s else 1.0) * (seconds - self.step_s)
+        """Count a batch that took `seconds` to train and publish.
+
+        The mean falls at once and rises slowly: a first step that compiles must not keep the next ones short
+        of groups.
+        """
+        rises = self.step_s and seconds > self.step_s
+        self.step_s += (PACE_STEP if rises else 1.0) * (seconds - self.step_s)
 
     def judged(self, admitted: bool, per_batch: int) -> None:
         """Count a group that is to be trained or not; the share is over about one batch."""

@@ -449,6 +449,10 @@ def head_size(shape: Mapping[str, Any]) -> int:
     return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
 
 
+ALIKE_HEADS = 128
+"""The head size for which FlashAttention-3 takes keys in equal blocks, whether a step has one row of a
+sequence or several. With others a prompt's logprobs differ from those of the same tokens drawn one by one, so exact
+numerics use FlashAttention-2 there, whose blocks depend on the head size alone."""
 WITHIN_OTHERS = ("qwen3_5_text",)
 """Model types whose config vLLM 0.25.1 takes for that of an enclosing model, and fails."""
 
@@ -687,8 +691,24 @@ def engine_arguments(
             "allowed_media_domains": [NO_DOMAIN],
         }
     arguments |= config.vllm
-    compilation = arguments.get("compilation_config") or {}
-    if config.batch_invariant and not cpu and isinstance(compilation, dict):
+    if cpu:
+        return arguments
+    if config.batch_invariant and head_size(shape) != ALIKE_HEADS:
+        arguments["attention_config"] = {
+            "flash_attn_version": 2,
+            **(arguments.get("attention_config") or {}),
+        }
+    given = arguments.get("compilation_config") or {}
+    if not isinstance(given, dict):
+        return arguments
+    compilation: dict[str, Any] = {**given}
+    if not arguments.get("enforce_eager") and not arguments.get(SPECULATIVE):
+        # Prompts arrive one by one, so most steps read one beside tokens that are drawn. By default vLLM
+        # launches such steps layer by layer, which keeps a core busy. It falls back where the attention lacks
+        # support.
+        compilation = {"cudagraph_mode": "FULL", **compilation}
+        arguments["compilation_config"] = compilation
+    if config.batch_invariant:
         # inductor's sums depend on the shapes that it was shown, so norms use vLLM's own kernels; combining
         # kernels would be decided by timing
         operations = ["+rms_norm", *compilation.get("custom_ops", [])]

@@ -654,6 +654,8 @@ class Hooks:
         if drafts_of(runner):
             judge = runner.rejection_sampler
             self._verify, judge.forward = judge.forward, self._verified
+            if runner.device.type == "cuda":
+                runner.drafter.propose = equal_drafts(runner.drafter.propose, drafts_of(runner))
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         if self._served:
@@ -785,6 +787,20 @@ def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
 def drafts_of(runner: Any) -> int:
     """Return the most draft tokens of a request in a step of this runner."""
     return int(getattr(runner, "num_spec_tokens", 0))
+
+
+def equal_drafts(propose: Callable[..., list[list[int]]], count: int) -> Callable[..., Any]:
+    """Wrap an n-gram proposer: every request gets `count` drafts, token 0 where it found none.
+
+    vLLM replays a whole step as one CUDA graph only if all requests have as many rows as the most drafts give.
+    The rows of wrong drafts cost less than launching each layer by itself. vLLM drops drafts that a request has
+    no room for, and those of unfinished prompts.
+    """
+
+    def padded(*arguments: Any, **named: Any) -> list[list[int]]:
+        return [one + [0] * (count - len(one)) for one in propose(*arguments, **named)]
+
+    return padded
 
 
 def _scaled(logits: Tensor, metadata: Any) -> Tensor:

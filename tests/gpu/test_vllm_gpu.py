@@ -210,7 +210,8 @@ async def test_a_hundred_updates_beside_generation_lose_no_request(
 
 async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path: Path) -> None:
     """To the last bit, by batch-invariant kernels, and after an update in place."""
-    shape = SHAPE.model_copy(update={"tie_word_embeddings": False})
+    # other head sizes than 128: FlashAttention-3 takes keys in other blocks for one row than for several
+    shape = SHAPE.model_copy(update={"tie_word_embeddings": False, "head_dim": 128})
     huggingface.create(tmp_path, shape, 0)
     random = huggingface.policy_state(huggingface.load_model(tmp_path))
     states = [random, repeating(random, 64, 0.9)]
@@ -236,7 +237,10 @@ async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path
         finally:
             await drafting.close()
         assert (stats.accepted_tokens > 1000) == bool(more)
-    assert found[0] == found[1]
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+        assert one == other
 
 
 async def test_a_state_that_does_not_fit_is_refused(engine: HostedEngine, case: Case) -> None:

@@ -105,6 +105,17 @@ def test_turnaround_is_the_mean_over_about_one_batch() -> None:
     assert lead.turnaround_s == 0.0
 
 
+def test_a_slow_first_step_does_not_keep_later_ones_short_of_groups() -> None:
+    lead = LeadTime()
+    lead.returned(16, 16, 12.0)
+    lead.trained(25.0)  # it compiled
+    lead.trained(3.0)
+    assert lead.step_s == 3.0
+    assert lead.depth(8, training=False) == 1.25 + 8 / 4
+    lead.trained(7.0)
+    assert lead.step_s == 4.0
+
+
 @pytest.mark.parametrize("capacity", [0, -1, -100])
 def test_nothing_is_granted_beyond_capacity(capacity: int) -> None:
     book = LeaseBook(policy())

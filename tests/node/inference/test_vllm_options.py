@@ -105,15 +105,52 @@ def test_batch_invariant_kernels_are_chosen_by_no_shape_and_no_clock() -> None:
         config = EngineConfig(batch_invariant=True, vllm=vllm)
         return engine_arguments(config, Path("m"), SHAPE, cpu=cpu).get("compilation_config")
 
-    made = {"custom_ops": ["+rms_norm"], "inductor_compile_config": {"combo_kernels": False}}
+    made = {
+        "cudagraph_mode": "FULL",
+        "custom_ops": ["+rms_norm"],
+        "inductor_compile_config": {"combo_kernels": False},
+    }
     assert compilation() == made
-    given = {"mode": 0, "custom_ops": ["+quick_gelu"]}
+    given = {"mode": 0, "cudagraph_mode": "NONE", "custom_ops": ["+quick_gelu"]}
     assert compilation(compilation_config=given) == {
         **made,
-        "mode": 0,
+        **given,
         "custom_ops": ["+rms_norm", "+quick_gelu"],
     }
     assert compilation(cpu=True) is None
+
+
+@pytest.mark.parametrize(
+    ("vllm", "mode"),
+    [
+        ({}, {"cudagraph_mode": "FULL"}),
+        ({"enforce_eager": True}, None),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}, None),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
+        ({"compilation_config": 3}, 3),
+    ],
+)
+def test_steps_that_read_a_prompt_are_whole_graphs_too(vllm: dict[str, Any], mode: Any) -> None:
+    config = EngineConfig(vllm=vllm)
+    found = engine_arguments(config, Path("m"), SHAPE, cpu=False)
+    assert found.get("compilation_config") == mode
+    assert "cudagraph_mode" not in str(engine_arguments(EngineConfig(), Path("m"), SHAPE, cpu=True))
+
+
+@pytest.mark.parametrize(("size", "version"), [(64, 2), (128, None), (256, 2)])
+def test_exact_numerics_use_attention_whose_blocks_depend_on_the_head_size_alone(
+    size: int, version: int | None
+) -> None:
+    def attention(*, invariant: bool, cpu: bool = False, **vllm: Any) -> Any:
+        config = EngineConfig(batch_invariant=invariant, vllm=vllm)
+        shape = SHAPE | {"head_dim": size}
+        return engine_arguments(config, Path("m"), shape, cpu=cpu).get("attention_config")
+
+    assert attention(invariant=True) == ({"flash_attn_version": version} if version else None)
+    assert attention(invariant=False) is None
+    assert attention(invariant=True, cpu=True) is None
+    given = {"flash_attn_version": 3}
+    assert attention(invariant=True, attention_config=given) == given
 
 
 def test_several_ranks_share_what_one_would_keep_of_the_memory() -> None:

@@ -14,7 +14,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm import projection_proof
 from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
-from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer
+from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer, equal_drafts
 from primerl.protocol.manifests import RouteShape
 
 torch.set_num_threads(1)
@@ -121,6 +121,7 @@ class Runner:
     requests: dict[str, Request] = field(default_factory=dict[str, Request])
     execute_model_state: Any = None
     num_spec_tokens: int = 0
+    device: torch.device = torch.device("cpu")
     routers: list[Any] = field(default_factory=list[Any])
     """What each router tells its logits and its choice."""
 
@@ -660,3 +661,10 @@ def test_routers_of_another_shape_are_refused() -> None:
     engine.add("a", 5)
     with pytest.raises(RuntimeError, match="routers do not tell"):
         engine.step({"a": 5})
+
+
+def test_each_request_gets_as_many_drafts_as_any() -> None:
+    def propose(number: int, *, most: int) -> list[list[int]]:
+        return [[5, 6], [], [7] * most][:number]
+
+    assert equal_drafts(propose, 3)(3, most=3) == [[5, 6, 0], [0, 0, 0], [7, 7, 7]]
