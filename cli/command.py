@@ -105,8 +105,12 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
     from ..node.app.daemon import check_config
     from ..node.config.run import RunConfig
 
-    model = config.model if isinstance(config, RunConfig) else None
-    check_config(config.engine, model, proven=proven)
+    engine, model = config.engine, None
+    if isinstance(config, RunConfig):
+        model = config.model
+        if config.verification.numerics == "exact":
+            engine = engine.model_copy(update={"batch_invariant": True})
+    check_config(engine, model, proven=proven)
 
 
 def check_model(config: "RunConfig | SftConfig") -> None:

@@ -140,5 +140,6 @@ def check_config(
         shape = read_shape(directory)
     else:
         return
-    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens)
+    invariant = config.batch_invariant
+    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens, invariant=invariant)
     check_parallel(config, shape)

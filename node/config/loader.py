@@ -107,7 +107,7 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def find_file(name: str) -> Path:
     """Find a config by path, or a bundled one by name. Raises UsageError."""
-    path = Path(name).expanduser()
+    path = _at_home(Path(name))
     if path.is_file():
         return path
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
@@ -380,11 +380,19 @@ def _variable(key: str) -> str:
 
 def _expand_home(config: Config) -> Config:
     paths = {
-        name: value.expanduser()
+        name: _at_home(value)
         for name in type(config).model_fields
         if isinstance(value := getattr(config, name), Path)
     }
     return config.model_copy(update=paths)
+
+
+def _at_home(path: Path) -> Path:
+    """Replace `~` and `~user`; like a shell, leave the name of a user that does not exist."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")

@@ -40,7 +40,7 @@ NOT_KERNELS = (
 
 Options that set the tokens of a step are not listed: kernels are compiled for that number.
 """
-KERNELS = 3
+KERNELS = 2
 """Version of the replacements for vLLM's batch-invariant GPU kernels (vllm_worker.py)."""
 BRANDS = re.compile(r"^(NVIDIA |GeForce |Tesla )+")
 CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")

@@ -739,7 +739,7 @@ def prepare_library(
     drafts = config.draft_tokens
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
     vllm = _library()
-    check_family(shape, cpu=cpu, drafts=drafts)
+    check_family(shape, cpu=cpu, drafts=drafts, invariant=config.batch_invariant)
     if cpu:
         _check_head_size(head_size(shape))
     arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)

@@ -450,9 +450,9 @@ def head_size(shape: Mapping[str, Any]) -> int:
 
 
 ALIKE_HEADS = 128
-"""The head size for which FlashAttention-3 takes keys in equal blocks, whether a step has one row of a
-sequence or several. With others a prompt's logprobs differ from those of the same tokens drawn one by one, so exact
-numerics use FlashAttention-2 there, whose blocks depend on the head size alone."""
+"""The head size for which FlashAttention-3 takes keys in equal blocks, whether a sequence has one row in a step
+or several. With heads of 64 it does not: logprobs of a prompt differ from those of the same tokens drawn one by
+one, and a step of one row each that is replayed as a graph of several computes wrong logits (both seen)."""
 WITHIN_OTHERS = ("qwen3_5_text",)
 """Model types whose config vLLM 0.25.1 takes for that of an enclosing model, and fails."""
 
@@ -463,10 +463,12 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
     return any(int(shape.get(name) or 0) for name in names)
 
 
-def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> None:
+def check_family(
+    shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0, invariant: bool = False
+) -> None:
     """Raise EngineError for a model that vLLM would compute wrongly, or not at all.
 
-    `drafts`: most draft tokens of a sequence in a step.
+    `drafts`: most draft tokens of a sequence in a step. `invariant`: with batch-invariant kernels.
     """
     if shape.get("model_type") in WITHIN_OTHERS:
         raise EngineError(
@@ -478,6 +480,11 @@ def check_family(shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0) -> Non
         raise EngineError(
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
             f"engine.vllm.{SPECULATIVE}"
+        )
+    if invariant and not cpu and (size := head_size(shape)) != ALIKE_HEADS:
+        raise EngineError(
+            f"the model's attention heads have size {size}, and on a GPU kernels are batch-invariant for "
+            f"{ALIKE_HEADS} only: set verification.numerics to calibrated, and remove engine.batch_invariant"
         )
     if not cpu:
         return
@@ -693,16 +700,19 @@ def engine_arguments(
     arguments |= config.vllm
     if cpu:
         return arguments
-    if config.batch_invariant and head_size(shape) != ALIKE_HEADS:
-        arguments["attention_config"] = {
-            "flash_attn_version": 2,
-            **(arguments.get("attention_config") or {}),
-        }
     given = arguments.get("compilation_config") or {}
     if not isinstance(given, dict):
         return arguments
     compilation: dict[str, Any] = {**given}
-    if not arguments.get("enforce_eager") and not arguments.get(SPECULATIVE):
+    if head_size(shape) != ALIKE_HEADS:
+        if str(compilation.get("cudagraph_mode")).upper() == "FULL":
+            raise UsageError(
+                "engine.vllm.compilation_config: cudagraph_mode FULL computes wrong logits for heads of "
+                f"other sizes than {ALIKE_HEADS}, and this model's have {head_size(shape)}: leave it out"
+            )
+    elif not (
+        config.batch_invariant or arguments.get(SPECULATIVE) or arguments.get("enforce_eager")
+    ):
         # Prompts arrive one by one, so most steps read one beside tokens that are drawn. By default vLLM
         # launches such steps layer by layer, which keeps a core busy. It falls back where the attention lacks
         # support.

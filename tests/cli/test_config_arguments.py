@@ -256,6 +256,14 @@ DRY_RUNS: dict[str, tuple[type[BaseConfig], list[str]]] = {
 """Every command with --dry-run: its config, and arguments that make one."""
 
 
+def test_the_name_of_a_user_that_does_not_exist_is_left_alone() -> None:
+    assert load(RunConfig, ["--output-dir", "~nobody-here/x"], {}).output_dir == Path(
+        "~nobody-here/x"
+    )
+    with pytest.raises(UsageError, match="~nobody-here"):
+        load(RunConfig, ["@", "~nobody-here/run.toml"], {})
+
+
 def test_every_command_with_a_dry_run_is_listed(cli: Callable[..., Ran]) -> None:
     found = {name for name in (*CONFIGURED, *PLAIN) if "--dry-run" in cli(name, "--help").out}
     assert found == set(DRY_RUNS)

@@ -106,7 +106,6 @@ def test_batch_invariant_kernels_are_chosen_by_no_shape_and_no_clock() -> None:
         return engine_arguments(config, Path("m"), SHAPE, cpu=cpu).get("compilation_config")
 
     made = {
-        "cudagraph_mode": "FULL",
         "custom_ops": ["+rms_norm"],
         "inductor_compile_config": {"combo_kernels": False},
     }
@@ -131,26 +130,19 @@ def test_batch_invariant_kernels_are_chosen_by_no_shape_and_no_clock() -> None:
     ],
 )
 def test_steps_that_read_a_prompt_are_whole_graphs_too(vllm: dict[str, Any], mode: Any) -> None:
-    config = EngineConfig(vllm=vllm)
-    found = engine_arguments(config, Path("m"), SHAPE, cpu=False)
+    config, shape = EngineConfig(vllm=vllm), SHAPE | {"head_dim": 128}
+    found = engine_arguments(config, Path("m"), shape, cpu=False)
     assert found.get("compilation_config") == mode
-    assert "cudagraph_mode" not in str(engine_arguments(EngineConfig(), Path("m"), SHAPE, cpu=True))
+    assert "cudagraph_mode" not in engine_arguments(EngineConfig(), Path("m"), shape, cpu=True)
 
 
-@pytest.mark.parametrize(("size", "version"), [(64, 2), (128, None), (256, 2)])
-def test_exact_numerics_use_attention_whose_blocks_depend_on_the_head_size_alone(
-    size: int, version: int | None
-) -> None:
-    def attention(*, invariant: bool, cpu: bool = False, **vllm: Any) -> Any:
-        config = EngineConfig(batch_invariant=invariant, vllm=vllm)
-        shape = SHAPE | {"head_dim": size}
-        return engine_arguments(config, Path("m"), shape, cpu=cpu).get("attention_config")
-
-    assert attention(invariant=True) == ({"flash_attn_version": version} if version else None)
-    assert attention(invariant=False) is None
-    assert attention(invariant=True, cpu=True) is None
-    given = {"flash_attn_version": 3}
-    assert attention(invariant=True, attention_config=given) == given
+def test_whole_graphs_are_refused_for_heads_that_they_compute_wrongly() -> None:
+    shape = SHAPE | {"head_dim": 64}
+    assert "compilation_config" not in engine_arguments(EngineConfig(), Path("m"), shape, cpu=False)
+    for mode in ("FULL", "full"):
+        config = EngineConfig(vllm={"compilation_config": {"cudagraph_mode": mode}})
+        with pytest.raises(UsageError, match="other sizes than 128, and this model's have 64"):
+            engine_arguments(config, Path("m"), shape, cpu=False)
 
 
 def test_several_ranks_share_what_one_would_keep_of_the_memory() -> None:

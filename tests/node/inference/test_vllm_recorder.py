@@ -19,6 +19,7 @@ from primerl.protocol.manifests import RouteShape
 
 torch.set_num_threads(1)
 WIDTH, VOCABULARY, LENGTH = 16, 50, 256
+CPU = torch.device("cpu")
 
 
 class Forbid:
@@ -121,7 +122,7 @@ class Runner:
     requests: dict[str, Request] = field(default_factory=dict[str, Request])
     execute_model_state: Any = None
     num_spec_tokens: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     routers: list[Any] = field(default_factory=list[Any])
     """What each router tells its logits and its choice."""
 

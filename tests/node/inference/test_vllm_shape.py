@@ -194,3 +194,11 @@ def test_a_later_state_has_the_tensors_of_the_first() -> None:
     assert "'b' is missing" in difference(known, {"a": (1, 2)})
     assert "'c' is not" in difference(known, known | {"c": (1,)})
     assert "[2, 1]" in difference(known, known | {"a": (2, 1)})
+
+
+def test_exact_numerics_are_refused_for_heads_whose_kernels_depend_on_the_step() -> None:
+    check_family(SHAPE | {"head_dim": 128}, cpu=False, invariant=True)
+    check_family(SHAPE | {"head_dim": 64}, cpu=True, invariant=True)
+    check_family(SHAPE | {"head_dim": 64}, cpu=False)
+    with pytest.raises(EngineError, match=r"heads have size 64.*numerics to calibrated"):
+        check_family(SHAPE | {"head_dim": 64}, cpu=False, invariant=True)
