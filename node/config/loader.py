@@ -39,6 +39,7 @@ SWITCHES = frozenset({"resume"})
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
+Section = TypeVar("Section", bound=BaseModel)
 Tree = dict[str, Any]
 
 
@@ -378,13 +379,16 @@ def _variable(key: str) -> str:
     return PREFIX + key.upper().replace(".", "__")
 
 
-def _expand_home(config: Config) -> Config:
-    paths = {
-        name: _at_home(value)
-        for name in type(config).model_fields
-        if isinstance(value := getattr(config, name), Path)
-    }
-    return config.model_copy(update=paths)
+def _expand_home(config: Section) -> Section:
+    """Replace `~` in all paths, those of sections too."""
+    new: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Path):
+            new[name] = _at_home(value)
+        elif isinstance(value, BaseModel) and (section := _expand_home(value)) is not value:
+            new[name] = section
+    return config.model_copy(update=new) if new else config
 
 
 def _at_home(path: Path) -> Path:

@@ -1,9 +1,7 @@
 """Configuration of monitors, which get the metrics of metrics.jsonl; names are prime-rl's."""
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator
 from pydantic_config import BaseConfig
 
 
@@ -28,7 +26,7 @@ class WandbConfig(BaseConfig):
 class TensorboardConfig(BaseConfig):
     """TensorBoard, by tensorboardX: `pip install primerl-node[tensorboard]`."""
 
-    directory: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    directory: Path | None = None
     """Directory of the event files; default: RUN_DIR/tensorboard; with `join`, in the data directory."""
 
 

@@ -242,6 +242,8 @@ def test_what_is_no_toml_is_refused(tmp_path: Path) -> None:
 
 def test_a_home_directory_is_expanded_everywhere(home: Path) -> None:
     assert load(RunConfig, [], {"PRIMERL_DATA_DIR": "~/x"}).data_dir == home / "x"
+    nested = load(RunConfig, ["--verification.calibration", "~/bounds.json"], {})
+    assert nested.verification.calibration == home / "bounds.json"
 
 
 DRY_RUNS: dict[str, tuple[type[BaseConfig], list[str]]] = {
