@@ -22,6 +22,6 @@ unset PYTHONDONTWRITEBYTECODE # else every process of vLLM would compile all its
 program=$1
 shift
 if [[ $program == pytest ]]; then
-    exec "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider -o filterwarnings=default "$@"
+    exec "${PYTHON:-python3}" -m pytest -q -p no:cacheprovider -o filterwarnings=default -o log_level=INFO "$@"
 fi
 exec "${PYTHON:-python3}" "scripts/bench/$program.py" "$@"
