@@ -103,6 +103,10 @@ class TrainBackend(Protocol):
         """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""
         ...
 
+    async def compile_step(self) -> None:
+        """Compile what a step computes, where it is compiled; changes nothing. Raises EngineError."""
+        ...
+
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Make one optimizer step; an empty batch only advances the schedule. Raises EngineError."""
         ...

@@ -17,6 +17,7 @@ from ..weights.state import State
 from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
 from .rank_group import NOT_RUNNING, RankGroup
 from .rank_messages import (
+    RankCompile,
     RankDone,
     RankEndSupervised,
     RankEvaluate,
@@ -103,6 +104,13 @@ class FsdpBackend:
         except BaseException:  # also when cancelled: ranks without a model are useless
             await self.close()
             raise
+
+    async def compile_step(self) -> None:
+        """Compile what a step computes; changes nothing. Raises EngineError, RankFailed.
+
+        Deadline: fsdp.start_timeout_s.
+        """
+        await self._ask(RankCompile(), self._config.fsdp.start_timeout_s)
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Make one optimizer step; an empty batch only advances the schedule.

@@ -45,7 +45,7 @@ from .losses import (
     sft,
 )
 from .meter import Cost, StepMeter, cost_of
-from .model import MULTIPLE, TrainedModel, compute_dtype
+from .model import MULTIPLE, TrainedModel, compute_dtype, is_compiled
 from .optimizer import Optimizer, learning_rate
 from .packing import MicroBatch, Packed, pack
 from .world import RankChannel, World, pick_device
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 MAX_LOGPROB = 1e-3
 """Tolerance for a sampler's logprob above 0 by rounding; larger values are malformed."""
 WARMUP_BETAS = (0.9, 0.98)
+MADE_UP = 4
+"""Most sequences in a row of compile_step()."""
 
 
 class Learner:
@@ -175,6 +177,26 @@ class Learner:
             values |= self._model.expert_load.figures()
         self.step_done = batch.step
         return StepMetrics(values | self._meter.figures(packed.lengths))
+
+    def compile_step(self) -> None:
+        """Compile what a step computes, on made-up samples whose gradients are dropped.
+
+        Three rows: the second has another length and number of sequences, so that there is code for any; a
+        single sequence is a case of its own. Does nothing if nothing is compiled.
+        """
+        if not is_compiled(self._config, self._world):
+            return
+        whole = self._config.seq_len
+        part = max(2, whole // MADE_UP)
+        for count, length in ((MADE_UP, part), (MADE_UP - 1, part), (1, whole)):
+            tokens = [place % self.vocabulary for place in range(length)]
+            mask = [False] + [True] * (length - 1)
+            samples = [
+                Sample(tokens, mask, [-1.0] * length, advantage=1.0 - number % 2 * 2)
+                for number in range(count * self._world.data_size)
+            ]
+            self._accumulate(self._pack(samples), TrainBatch(0, samples))
+        self._optimizer.zero_grad()
 
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the cross entropy per trained token (`loss/mean`) and `tokens`, without learning."""

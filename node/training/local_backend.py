@@ -57,6 +57,10 @@ class LocalBackend:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._learner = await self._run(lambda: self._build(model_dir))
 
+    async def compile_step(self) -> None:
+        """Compile what a step computes, where it is compiled; changes nothing. Raises EngineError."""
+        await self._with(lambda learner: learner.compile_step())
+
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Make one optimizer step; an empty batch only advances the schedule. Raises EngineError.
 

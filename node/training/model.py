@@ -409,11 +409,16 @@ def check_head(causal: Any) -> None:
         )
 
 
+def is_compiled(config: TrainingConfig, world: World) -> bool:
+    """Return whether the model's layers are compiled when they first run."""
+    return config.compile if config.compile is not None else world.device.type == "cuda"
+
+
 def _prepared(
     forward: Callable[..., Any], config: TrainingConfig, world: World
 ) -> Callable[..., Any]:
     """Wrap a layer's forward with the configured compilation and checkpointing."""
-    wanted = config.compile if config.compile is not None else world.device.type == "cuda"
+    wanted = is_compiled(config, world)
     # expert parallelism breaks graphs, and a checkpoint around a graph break is not compiled at all
     inside = config.expert_parallel > 1 and config.activation_checkpointing != "selective"
     inside = inside and wanted

@@ -32,6 +32,7 @@ from .rank_messages import (
     READING,
     RankAnswer,
     RankCall,
+    RankCompile,
     RankDone,
     RankEnd,
     RankEndSupervised,
@@ -149,6 +150,8 @@ class RankServer:
             return {}
         learner = self._started()
         match request:
+            case RankCompile():
+                learner.compile_step()
             case RankStep(batch):
                 return learner.step(batch).values
             case RankEvaluate(samples):

@@ -36,6 +36,10 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     """Terms of environments with their own sampling or loss, by name."""
 
 
+class RankCompile(msgspec.Struct, frozen=True, tag="compile"):
+    """Request to compile what a step computes."""
+
+
 class RankStep(msgspec.Struct, frozen=True, tag="step"):
     """Request for one optimizer step."""
 
@@ -111,6 +115,7 @@ class RankEnd(msgspec.Struct, frozen=True, tag="end"):
 RankRequest = (
     RankJoin
     | RankStart
+    | RankCompile
     | RankStep
     | RankEvaluate
     | RankSupervise

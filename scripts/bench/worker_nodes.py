@@ -93,6 +93,9 @@ class IdleBackend:
         self._state = await asyncio.to_thread(read_state, model_dir)
         self._seen = False
 
+    async def compile_step(self) -> None:
+        """Do nothing."""
+
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Do nothing."""
         return StepMetrics({"optim/skipped": 0.0})

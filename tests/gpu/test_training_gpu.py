@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -226,6 +227,19 @@ def test_compiled_and_recomputed_steps_are_the_plain_ones(directory: Path, again
     changes = {"activation_checkpointing": again}
     compiled = figures(learner(directory, compile=True, **changes))
     assert compiled == pytest.approx(figures(learner(directory, compile=False)), rel=0.03, abs=0.01)
+
+
+def test_after_compiling_ahead_no_step_compiles(directory: Path) -> None:
+    torch.compiler.reset()
+    graphs = counters["stats"]
+    mine = learner(directory, compile=True)
+    mine.compile_step()
+    compiled = graphs["unique_graphs"]
+    assert compiled > 0
+    for step, lengths in enumerate(([900, 300, 40, 2500], [700, 80], [1100] * 3), 1):
+        mine.step(TrainBatch(step, samples(lengths)))
+    assert graphs["unique_graphs"] == compiled
+    mine.close()
 
 
 def test_packed_logprobs_are_those_of_each_sequence_alone(directory: Path) -> None:

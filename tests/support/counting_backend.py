@@ -41,6 +41,10 @@ class CountingBackend:
         self._model_dir = model_dir
         self._history = digest(f"seed {self._seed}".encode())
 
+    async def compile_step(self) -> None:
+        """Compile nothing."""
+        self._running()
+
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Hash `batch` into the history; an empty one only increases the step."""
         self._running()

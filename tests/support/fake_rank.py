@@ -33,6 +33,9 @@ class FakeLearner:
         self.steps = 0
         self.channel = RankChannel.open(20.0)
 
+    def compile_step(self) -> None:
+        self.steps = 0
+
     def step(self, batch: TrainBatch) -> StepMetrics:
         kind = batch.samples[0].token_ids[0] if batch.samples else FINE
         odd = self.world.rank == self.world.size - 1

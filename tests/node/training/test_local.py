@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
+from torch._dynamo.utils import counters
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -49,6 +50,32 @@ def test_packed_logprobs_are_those_of_each_sample_alone(model_dir: Path) -> None
             float(table[t - 1, token]) for t, token in enumerate(one.token_ids) if t and one.mask[t]
         ]
     assert together == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow  # the C++ compiler takes a minute
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiling_ahead_changes_nothing_and_spares_the_first_step(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    torch.compiler.reset()
+    graphs = counters["stats"]
+    mine = learner(model_dir, FAST.model_copy(update={"compile": True}))
+    before = masters(mine, tmp_path / "before")
+    mine.compile_step()
+    assert masters(mine, tmp_path / "after") == before
+    compiled = graphs["unique_graphs"]
+    assert compiled > 0
+    values = mine.step(batch(1)).values
+    assert graphs["unique_graphs"] == compiled
+    plain = learner(model_dir).step(batch(1)).values
+    assert values["loss/mean"] == pytest.approx(plain["loss/mean"], rel=1e-4)
+
+
+def test_what_is_not_compiled_needs_no_time_ahead(model_dir: Path, tmp_path: Path) -> None:
+    mine = learner(model_dir)
+    before = masters(mine, tmp_path / "before")
+    mine.compile_step()
+    assert masters(mine, tmp_path / "after") == before
 
 
 def test_the_size_of_micro_batches_does_not_change_the_step(
