@@ -54,6 +54,9 @@ class Recorder:
         """Tokens of demonstrations, by batch."""
         self.advantages: list[list[float]] = []
 
+    async def compile_step(self) -> None:
+        pass
+
     async def step(self, batch: TrainBatch) -> StepMetrics:
         rollouts = [sample for sample in batch.samples if not sample.given]
         self.advantages.append([sample.advantage for sample in rollouts])
