@@ -4,7 +4,7 @@
 #   [PYTHON=python3] bash tests/gpu/many.sh PART OUT
 #
 #   PART      GPUs   what
-#   tests     1      pytest -m gpu
+#   tests     1, 2, 3   pytest -m gpu: engines; the trainer and its kernels on a second GPU, families of models on a third
 #   audits    1, 2   audits by vLLM: honest noise, cheats, speed; 0.6B, and 4B on a second GPU
 #   exact     1, 2   the same with exact numerics
 #   honest    1, 2   5,120 honest rollouts judged by bounds that 256 others made: 0.6B, and 4B on a second GPU
@@ -58,7 +58,12 @@ whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --windo
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
-    tests) bench 0 tests pytest -m gpu tests/gpu -o addopts=--import-mode=importlib ;;
+    tests)
+        few="-m gpu -o addopts=--import-mode=importlib -rfE"
+        bench 0 tests-engines pytest $few tests/gpu/test_vllm_gpu.py tests/gpu/test_hosted_gpu.py
+        bench 1 tests-trainer pytest $few tests/gpu/test_training_gpu.py tests/gpu/test_boundary_gpu.py tests/gpu/test_noise_gpu.py
+        bench 2 tests-families pytest $few tests/gpu/test_families_gpu.py
+        ;;
     audits)
         bench 0 audits-0.6b gpu_audit --shape 0.6b --numerics calibrated --rollouts 512 --reply 256 --minutes 8
         bench 1 audits-4b gpu_audit --shape 4b --numerics calibrated --rollouts 512 --reply 256 --minutes 8

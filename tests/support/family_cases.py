@@ -50,11 +50,12 @@ LATENT = {
     "moe_intermediate_size": 32,
     "n_group": 1,
     "topk_group": 1,
-    "kv_lora_rank": 16,
+    # DeepSeek's own sizes: vLLM's kernels know no others
+    "kv_lora_rank": 512,
     "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 2,
     "topk_method": "noaux_tc",  # without it vLLM has no bias of the router
