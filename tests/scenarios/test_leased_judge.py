@@ -23,8 +23,10 @@ from primerl.node.config.run import JoinConfig, ModelCreateConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.judge_model import ANSWERS, JudgeModel
 from primerl.node.evaluation.candidates import candidate, read
+from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models import huggingface
 from primerl.node.ops import control
 from primerl.node.storage.rollouts import RolloutFiles
@@ -34,6 +36,9 @@ NETWORK = {"libp2p": False, "connect_timeout_s": 2.0}
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": False}
 MOST = 6
 """Tokens of a judge's reply."""
+VLLM = pytest.mark.skipif(not is_installed(), reason="vLLM is not installed")
+START_S = 250.0
+"""For a run that waits for a start of vLLM; a busy machine takes a minute for it."""
 
 
 def make_judge(directory: Path) -> Path:
@@ -94,11 +99,20 @@ class Court:
         return task
 
     def join(
-        self, name: str, engine: Callable[[EngineConfig], Engine] = HfEngine
+        self,
+        name: str,
+        engine: Callable[[EngineConfig], Engine] = build_engine,
+        kind: str = "hf",
     ) -> "asyncio.Task[None]":
-        """Start a worker of the judge."""
+        """Start a worker of the judge; `kind` is the engine's type in its config."""
         assert self.address is not None
-        told = {"ticket": self.address.ticket, "network": NETWORK, "fsync": False, "wait": True}
+        told: dict[str, Any] = {
+            "ticket": self.address.ticket,
+            "network": NETWORK,
+            "fsync": False,
+            "wait": True,
+            "engine": {"type": kind, "device": "cpu"},
+        }
         config, key = JoinConfig.model_validate(told), key_of(name)
         factories = replace(self._factories(key.node_id), engine=engine)
         node = WorkerNode(config, key, self.directory / name, factories)
@@ -192,9 +206,12 @@ class Graded(Judged):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=VLLM)])
 async def test_rewards_of_a_leased_judge_are_what_its_model_says_and_a_forger_is_named(
-    tmp_path: Path, model_dir: Path
+    engine: str, tmp_path: Path, model_dir: Path
 ) -> None:
+    """The honest worker draws with `engine`, and the judge audits with the embedded one."""
     async with court(tmp_path / "court") as judge:
         forger = judge.join("forger", Forger)
         config = JudgeConfig.model_validate(judge.asking)
@@ -209,8 +226,8 @@ async def test_rewards_of_a_leased_judge_are_what_its_model_says_and_a_forger_is
             assert named["accepted"] == 0
             assert named["top_reason"] == "bad_sampling"
             assert (await swarm.trainer.status())["accepted"] == 0  # nothing was scored by it
-            honest = judge.join("honest")
-            summary = await swarm.finished()
+            honest = judge.join("honest", kind=engine)
+            summary = await swarm.finished(START_S)
         row = await judge.until_row("honest", lambda row: row["accepted"] > 0)
         assert row["rejected"] == 0
         assert not forger.done()
