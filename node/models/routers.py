@@ -51,6 +51,21 @@ def route_shape(model_dir: Path) -> RouteShape | None:
     return RouteShape(layers=len(routers), experts=experts, top_k=top_k)
 
 
+def check_route_shape(model_dir: Path, wanted: RouteShape) -> None:
+    """Raise EngineError unless the model can take routes of the shape `wanted` of a run's manifest."""
+    found = route_shape(model_dir)
+    if found != wanted:
+        model = "no experts" if found is None else _shown(found)
+        raise EngineError(
+            f"this run's manifest has routes of {_shown(wanted)}, and its model has {model}: leave it, and "
+            "tell its operator to begin another one"
+        )
+
+
+def _shown(shape: RouteShape) -> str:
+    return f"{shape.top_k} of {shape.experts} experts in {shape.layers} layers"
+
+
 # -- replay ----------------------------------------------------------------------------------------
 
 

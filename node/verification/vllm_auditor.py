@@ -442,6 +442,10 @@ class VllmAuditor:
             raise EngineError(NEEDS_VLLM)
         check_installed()
         check_exact(self._config, run)
+        if run.routes is not None:
+            from ..models.routers import check_route_shape
+
+            await asyncio.to_thread(check_route_shape, model_dir, run.routes)
         self._vocabulary = await asyncio.to_thread(vocab_size, model_dir)
         self._layers = await asyncio.to_thread(layer_count, model_dir)
         shape = await asyncio.to_thread(read_shape, model_dir)

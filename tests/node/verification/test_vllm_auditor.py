@@ -52,6 +52,13 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+MIXTURE = SHAPE | {
+    "model_type": "qwen3_moe",
+    "intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 TOKENS = 3
 
 
@@ -267,9 +274,30 @@ async def test_close_ends_an_audit_and_the_process(auditor: VllmAuditor) -> None
         await auditor.audit([item(FINE)], STATES, {})
 
 
+@pytest.mark.parametrize(
+    ("family", "layers", "words"),
+    [("qwen3", 2, "its model has no experts"), ("qwen3_moe", 3, "2 of 8 experts in 2 layers")],
+)
+async def test_routes_that_the_model_cannot_take_are_refused_before_a_process_starts(
+    model_dir: Path, family: str, layers: int, words: str
+) -> None:
+    (model_dir / "config.json").write_text(json.dumps(MIXTURE | {"model_type": family}))
+    routes = RouteShape(layers=layers, experts=8, top_k=2)
+    run = structs.replace(make_run("float32"), routes=routes)
+    engine = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
+    for auditor in (engine, HfAuditor(FP32, timeout_s=DEADLINE_S)):
+        with pytest.raises(EngineError, match=f"2 of 8 experts in {layers} layers, .*{words}"):
+            await auditor.start(model_dir, run)
+        with pytest.raises(EngineError, match="not running"):
+            await auditor.audit([item(FINE)], STATES, {})
+        await auditor.close()
+    assert engine.pid is None
+
+
 async def test_routes_are_measured_under_the_version_that_each_token_claims(
     model_dir: Path,
 ) -> None:
+    (model_dir / "config.json").write_text(json.dumps(MIXTURE))
     shape = RouteShape(layers=2, experts=8, top_k=2)
     config = FP32.model_copy(update={"vllm": {"route_bytes": shape.token_bytes}})
     auditor = VllmAuditor(config, timeout_s=DEADLINE_S, program=PROGRAM)
