@@ -95,7 +95,8 @@ class JudgeAddress:
     ticket: str
     url: str
     model: str
-    """The name that requests say: with the digest of its weights, so that no other judge answers them."""
+    """The name that requests say: api.served_name, else one with the digest of its weights, so that no other
+    judge answers them."""
 
 
 def as_run(config: JudgeRunConfig) -> RunConfig:
@@ -205,7 +206,8 @@ class JudgeNode(IssuingNode):
                     f"{self._config.run_dir} is of a judge with other weights: give another --name, as rewards "
                     "of two judges do not compare"
                 )
-            name = f"{public_name(config.model.name)}@{weights.hex()[:DIGEST_SHOWN]}"
+            own_name = f"{public_name(config.model.name)}@{weights.hex()[:DIGEST_SHOWN]}"
+            name = self._config.api.served_name or own_name
             verification = Verification(config, documents, self.key.node_id, self._factories)
             try:
                 await verification.start(model_dir)
@@ -293,10 +295,8 @@ class JudgeNode(IssuingNode):
             chat = await asyncio.to_thread(ChatFormat.load, model_dir)
         except EnvironmentFailed as error:
             raise UsageError(f"this model cannot be a judge: {error}") from error
-        api = self._config.api
-        served = Served(
-            api.served_name or name, vocab_size(model_dir), run.limits.max_model_len, api
-        )
+        limit = run.limits.max_model_len
+        served = Served(name, vocab_size(model_dir), limit, self._config.api)
         routes = (JudgeRoutes(EngineRoutes(engine, chat, served)),)
         async with serving(HttpServer(engine, served, routes)) as url:
             yield url

@@ -14,6 +14,7 @@ from support.memory_network import MemoryNetwork
 from support.swarm import CONFIG, at_home, key_of, until
 from support.witness import Fakes, WitnessAuditor
 
+from primerl.node.api.completions import CHAT
 from primerl.node.app.factories import Factories
 from primerl.node.app.judge import JudgeAddress, JudgeNode, as_run
 from primerl.node.config.engine import EngineConfig
@@ -116,12 +117,14 @@ async def test_a_judge_goes_on_as_the_run_that_it_was_and_with_no_other_model_or
 
 
 async def test_a_judge_draws_one_way_and_says_that_it_waits_for_workers(tmp_path: Path) -> None:
-    async with judge(tmp_path) as up:
+    async with judge(tmp_path, api={"port": 0, "served_name": "grader"}) as up:
+        assert up.address.model == "grader"
         for refused in ({"temperature": 0.5}, {"stream": True}, {"ignore_eos": True}):
             reply = await up.client.post("/v1/chat/completions", {**ASKED, **refused})
             assert (reply.status, next(iter(refused)) in reply.text) == (400, True)
         assert (await up.client.post("/v1/completions", {"prompt": "a"})).status == 404
-        waiting = [asyncio.create_task(up.client.chat(max_tokens=4)) for _ in range(2)]
+        named = {**ASKED, "model": up.address.model}
+        waiting = [asyncio.create_task(up.client.post(CHAT, named)) for _ in range(2)]
         status = await up.waiting()
         assert (status["role"], status["version"], status["waiting_groups"]) == ("judge", 0, 1)
         assert status["waiting_for"] == "1 prompts wait for workers: `primerl-node join` them"
