@@ -366,7 +366,7 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "run", f"{run}  {run_id}  seed {summary.get('seed', '?')}, {steps} steps"
     for label, name in (("exact match", "exact_match"), ("reward", "reward")):
         before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
-        if before is not None and after is not None:
+        if before is not None and after is not None and summary.get("eval_prompts") != 0:
             yield label, f"{before:.3f} before, {after:.3f} after (held-out prompts)"
     environments = summary.get("environments") or {}
     for name, one in environments.items() if len(environments) > 1 else ():

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from ..ops.errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
+from .judge import JudgeRunConfig
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -32,6 +33,7 @@ COMMANDS: tuple[type[BaseConfig], ...] = (
     SftConfig,
     EvalConfig,
     ServeConfig,
+    JudgeRunConfig,
 )
 """All commands' configs: a variable that one command does not know may be another's setting."""
 SWITCHES = frozenset({"resume"})

@@ -204,6 +204,8 @@ def cut(reply: Completion, request: GenerateRequest) -> Completion:
 class PromptSupply(TaskSupply):
     """Supplies leases with the prompts of a queue."""
 
+    NONE_READY = "nobody asks the judge for a reply now"
+
     def __init__(self, prompts: PromptQueue, book: LeaseBook) -> None:
         super().__init__(LeasedPrompts(), book)
         self._prompts = prompts

@@ -129,6 +129,9 @@ class LeaseDemand:
 class TaskSupply:
     """Prepares the digests of an environment's next tasks before they are leased."""
 
+    NONE_READY = "the next tasks of the environments that it can play are being made"
+    """What an idle worker is told while no task is prepared."""
+
     def __init__(self, environment: Environment, book: LeaseBook, number: int = 0) -> None:
         """`number` is the environment's index in the run."""
         self._environment = environment
@@ -340,8 +343,11 @@ class LeaseScheduler:
             return f"this node rests {rest:.0f} s, as leases of it did not come back"
         if any(held.node == peer for held in self.book.held.values()):
             return "it holds as many leases as its record allows"
-        if self._ready().isdisjoint(self.registry.workers[peer].playable):
-            return "the next tasks of the environments that it can play are being made"
+        playable = self.registry.workers[peer].playable
+        if not playable:
+            return "it can play none of the run's environments"
+        if self._ready().isdisjoint(playable):
+            return self.tasks[min(playable)].NONE_READY
         if self.book.staffed(now) and not self.registry.proven(peer):
             waiting = len(self.book.newcomers)
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"

@@ -174,6 +174,7 @@ def test_variables_of_another_command_are_no_error() -> None:
         load(JoinConfig, [], {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "x"}).leases == 0
     )
     assert load(RunConfig, [], {"PRIMERL_TICKET": "t", "PRIMERL_PARENT_PID": "1"}).seed == 0
+    assert load(RunConfig, [], {"PRIMERL_API__SERVED_NAME": "the-judge"}).seed == 0
 
 
 @pytest.mark.parametrize(

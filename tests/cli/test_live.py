@@ -270,6 +270,7 @@ def test_what_is_missing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "[demo]" in out
     for absent in ("exact match", "Mean reward", "rollouts", "deltas"):
         assert absent not in out
+    assert "held-out" not in printed(tmp_path, {**SUMMARY, "eval_prompts": 0}, capsys)
 
 
 def test_a_run_that_was_stopped_has_no_summary_and_can_go_on(
