@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support.counting_backend import CountingBackend
+from support.fake_rank import gone
 from support.training_cases import DEVICE, FAST, batch, make_model
 
 from primerl.node.config.training import FsdpConfig
@@ -47,7 +48,10 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
         ranks = RankGroup(SHARDED, 2 if request.param == "fsdp" else 1)
         await ranks.start()
         yield lambda: FsdpBackend(SHARDED, max_steps=10, seed=0, ranks=ranks)
+        directory = ranks.directory
         await ranks.close()
+        await gone(ranks.pid, *ranks.pids)
+        assert not directory.exists()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
