@@ -13,7 +13,6 @@ import msgspec
 
 from ...protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from ..config.engine import EngineConfig
-from ..inference.vllm_arguments import head_size, kv_heads
 from ..ops.errors import EngineError, UsageError
 
 
@@ -222,6 +221,8 @@ def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> di
     and value) x heads x head size x element size x block size. With fewer KV heads than ranks, heads are
     replicated.
     """
+    from ..inference.vllm_arguments import head_size, kv_heads  # with the config of a whole run
+
     plan, stage = place.shape, place.stage
     blocks = plan.kv_tokens // plan.block_size + 1  # vLLM reserves block 0
     heads = max(1, kv_heads(shape) // tp)

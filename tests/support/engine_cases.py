@@ -88,13 +88,19 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     return found
 
 
+_reference: list[Any] = []
+"""The state and the directory that reference_logprobs() was given last, and their model: asking takes less time
+than building it."""
+
+
 def reference_logprobs(
     model_dir: Path, state: State, tokens: list[int], temperature: float
 ) -> list[float]:
     """log p(token i | tokens before) by one plain forward pass of transformers, 0.0 for the first."""
-    model: Any = huggingface.model_from_state(model_dir, state)
+    if not _reference or _reference[0] is not state or _reference[1] != model_dir:
+        _reference[:] = state, model_dir, huggingface.model_from_state(model_dir, state)
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens])).logits[0].float() / temperature
+        logits = _reference[2](input_ids=torch.tensor([tokens])).logits[0].float() / temperature
     logprobs = torch.log_softmax(logits[:-1], -1)
     targets = torch.tensor(tokens[1:])[:, None]
     return [0.0, *logprobs.gather(1, targets)[:, 0].tolist()]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,7 @@ from primerl.node.training.model import TrainedModel, check_context
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.codec import encode_delta
-from primerl.node.weights.state import State, digests
+from primerl.node.weights.state import Changed, State, digests
 
 TEMPERATURE = 0.8
 NATS = {"hf": 1e-4, "vllm": 2e-3}
@@ -77,18 +78,38 @@ async def running(engine: Engine, directory: Path) -> AsyncGenerator[Engine]:
         await engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@dataclass(frozen=True)
+class Policies:
+    """Two policies of a family, and where the second one differs."""
+
+    family: str
+    directory: Path
+    """Of the first one."""
+    first: State
+    second: State
+    changed: Changed
+
+
+def make_policies(family: str, directory: Path) -> Policies:
+    first, other = (make_family(family, directory / name, seed) for seed, name in enumerate("ab"))
+    return Policies(family, directory / "a", first, *stepped(first, other))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    """Of each family in turn."""
+    return make_policies(request.param, tmp_path_factory.mktemp(request.param))
+
+
 async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_audited(
-    family: str, tmp_path: Path
+    policies: Policies,
 ) -> None:
     torch.set_num_threads(1)
-    first, other = (make_family(family, tmp_path / name, seed) for seed, name in enumerate("ab"))
-    second, changed = stepped(first, other)
-    directory = tmp_path / "a"
+    directory, first, second = policies.directory, policies.first, policies.second
     async with running(HfEngine(FP32), directory) as engine:
         await engine.load(1, first)
         assert apart(directory, first, await drawn(engine, 1)) < NATS["hf"]
-        await engine.update(2, second, changed)
+        await engine.update(2, second, policies.changed)
         found = await drawn(engine, 2)
         assert apart(directory, second, found) < NATS["hf"]
     auditor = PrefillCore(FP32)
@@ -104,24 +125,18 @@ async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_au
         assert honest.fingerprint < 0.01 < behind.fingerprint
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_delta_between_two_policies_gives_every_bit_of_the_second(
-    family: str, tmp_path: Path
-) -> None:
-    first, other = (make_family(family, tmp_path / name, seed) for seed, name in enumerate("ab"))
-    second, changed = stepped(first, other)
-    payload = list(encode_delta(first, second, changed=changed))
-    found = applied(first, payload, infos(second))
-    assert digests(found) == digests(second)
+def test_a_delta_between_two_policies_gives_every_bit_of_the_second(policies: Policies) -> None:
+    payload = list(encode_delta(policies.first, policies.second, changed=policies.changed))
+    found = applied(policies.first, payload, infos(policies.second))
+    assert digests(found) == digests(policies.second)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_merged_into_the_base_compute_what_is_trained(family: str, tmp_path: Path) -> None:
-    base = make_family(family, tmp_path)
-    config = LoraConfig(rank=4, alpha=8.0, target_modules=FAMILIES[family].adapters)
+def test_adapters_merged_into_the_base_compute_what_is_trained(policies: Policies) -> None:
+    base, directory = policies.first, policies.directory
+    config = LoraConfig(rank=4, alpha=8.0, target_modules=FAMILIES[policies.family].adapters)
     training = TrainingConfig(threads=1, device="cpu", seq_len=64, lora=config)
     attach = partial(lora.attach, config=config, seed=1)
-    model = TrainedModel.build(tmp_path, training, World.alone(torch.device("cpu")), attach=attach)
+    model = TrainedModel.build(directory, training, World.alone(torch.device("cpu")), attach=attach)
     adapters = lora.adapter_tensors(model.causal)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -131,7 +146,7 @@ def test_adapters_merged_into_the_base_compute_what_is_trained(family: str, tmp_
     merged = merge(base, bf16_state(adapters.items()), config)
     assert digests(merged) != digests(base)
     tokens = list(PROMPT)
-    wanted = reference_logprobs(tmp_path, merged, tokens, 1.0)[1:]
+    wanted = reference_logprobs(directory, merged, tokens, 1.0)[1:]
     causal: Any = model.causal
     ends = torch.tensor([len(tokens)], dtype=torch.int32)
     with torch.no_grad():
@@ -143,7 +158,7 @@ def test_adapters_merged_into_the_base_compute_what_is_trained(family: str, tmp_
         ).logits[0, :-1]
     targets = torch.tensor(tokens[1:])[:, None]
     found = logits.log_softmax(-1).gather(1, targets)[:, 0]
-    plain = reference_logprobs(tmp_path, base, tokens, 1.0)[1:]
+    plain = reference_logprobs(directory, base, tokens, 1.0)[1:]
     # merged weights are rounded to bf16, those that are trained are not: another expert may read a token
     assert float((found - torch.tensor(wanted)).abs().mean()) < 0.03
     assert float((found - torch.tensor(plain)).abs().mean()) > 0.1
@@ -160,13 +175,12 @@ def test_adapters_merged_into_the_base_compute_what_is_trained(family: str, tmp_
     ],
 )
 async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Path) -> None:
-    first, other = (make_family(family, tmp_path / name, seed) for seed, name in enumerate("ab"))
-    second, changed = stepped(first, other)
-    directory = tmp_path / "a"
+    made = make_policies(family, tmp_path)
+    directory, first, second = made.directory, made.first, made.second
     async with running(HostedEngine(VLLM), directory) as engine:
         await engine.load(1, first)
         assert apart(directory, first, await drawn(engine, 1)) < NATS["vllm"]
-        await engine.update(2, second, changed)
+        await engine.update(2, second, made.changed)
         assert apart(directory, second, await drawn(engine, 2)) < NATS["vllm"]
 
 
