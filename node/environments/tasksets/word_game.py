@@ -229,12 +229,12 @@ def _shown_game(
 ) -> Iterator[str]:
     """Yield guesses up to the secret; the skilled ones are from `words`."""
     guesses, fitting = list[str](), words
-    for _ in range(config.max_guesses):
+    for left in reversed(range(config.max_guesses)):
         is_skilled = draws.below(1000) < 1000 * config.demonstration_skill
         letters = "".join(draws.choice(ascii_lowercase) for _ in range(LETTERS))
         guesses.append(draws.choice(fitting) if is_skilled else letters)
         yield guesses[-1]
-        if guesses[-1] == secret:
+        if guesses[-1] == secret or not left:
             return
         if config.hints:
             told = known(guesses, secret)
