@@ -34,7 +34,7 @@ def write_picture(summary: Mapping[str, Any], path: Path) -> None:
     if stale:
         _draw_staleness(axes[1], stale)
     axes[-1].set_xlabel("optimizer step", color=INK)
-    axes[0].set_title(_title(summary), loc="left", color=INK, fontsize=12, pad=12)
+    axes[0].set_title(_title(summary), loc="left", color=INK, fontsize=12, y=1.0, pad=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.subplots_adjust(
