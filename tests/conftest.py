@@ -33,6 +33,9 @@ LONGEST = (
     "node/inference/test_hosted.py",
     "attacks/test_unaudited.py",
     "attacks/test_environment_code.py",
+    "node/models/test_families.py",
+    "test_install.py",
+    "test_structure.py",
 )
 """Files that take longest: those that compute and those that wait in turn."""
 
