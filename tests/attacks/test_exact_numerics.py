@@ -148,7 +148,8 @@ async def test_honest_rollouts_are_equal_to_the_last_bit(court: Court) -> None:
     assert [one for one in found if one.reason or one.suspect] == []
     measures = measured(await court.auditor.audit(items, court.states, {}))
     assert {(one.fingerprint, one.sampling_max) for one in measures} == {(0.0, 0.0)}
-    assert max(one.logprob_max for one in measures) < 2e-6
+    # two units in the last place of a logit of 64: in fp32 the head's sums depend on how many rows a step has
+    assert max(one.logprob_max for one in measures) < 1.6e-5
 
 
 async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: Court) -> None:
