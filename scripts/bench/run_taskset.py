@@ -5,6 +5,7 @@ around them.
 """
 
 # A hook must name the library's bare Trace, which is generic.
+# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
 
 import hashlib
 import itertools
