@@ -452,8 +452,8 @@ class LeadTime:
         The mean falls at once and rises slowly: a first step that compiles must not keep the next ones short
         of groups.
         """
-        rises = self.step_s and seconds > self.step_s
-        self.step_s += (PACE_STEP if rises else 1.0) * (seconds - self.step_s)
+        weight = PACE_STEP if 0.0 < self.step_s < seconds else 1.0
+        self.step_s += weight * (seconds - self.step_s)
 
     def judged(self, admitted: bool, per_batch: int) -> None:
         """Count a group that is to be trained or not; the share is over about one batch."""

@@ -37,9 +37,8 @@ def write_picture(summary: Mapping[str, Any], path: Path) -> None:
     axes[0].set_title(_title(summary), loc="left", color=INK, fontsize=12, y=1.0, pad=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    figure.subplots_adjust(
-        left=0.09, right=0.98, top=0.92, bottom=0.11
-    )  # a tight box is drawn twice
+    # fixed margins: for a tight box everything is drawn twice
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.92, bottom=0.11)
     figure.savefig(temporary, format="png")
     temporary.replace(path)
 

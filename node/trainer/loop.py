@@ -306,9 +306,9 @@ class TrainerRole:
                 tasks.create_task(self._expire_loop()),
             ]
             await self.scheduler.work_changed()
-            with self._clock.phase("compile"):
-                await self._backend.compile_step()  # while workers draw the first batch
             try:
+                with self._clock.phase("compile"):
+                    await self._backend.compile_step()  # while workers draw the first batch
                 while self.progress.step < self._config.max_steps:
                     await self._turn(tasks)
                 await self._published()

@@ -266,7 +266,9 @@ def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
         at_most("staleness, most", found["staleness_max"], found["staleness_bound"]),
     ]
     if not quick:
+        wall = 480.0
         if len(found["held_out"]) > 1:
+            wall = 540.0
             goals += [
                 at_least(f"{name}: reward after / before", after / max(before, 1e-3), 1.2, "x")
                 for name, (before, after) in found["held_out"].items()
@@ -274,7 +276,6 @@ def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
         else:
             gain = found["reward_last"] - found["reward_first"]
             goals.append(at_least("reward gained", gain, 0.2))
-        wall = 540.0 if len(found["held_out"]) > 1 else 480.0
         goals.append(at_most("wall time", found["wall_s"], wall, "s"))
     return goals
 
