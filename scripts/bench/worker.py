@@ -84,6 +84,8 @@ def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str
         engine["concurrency"] = dict.fromkeys(("min_inflight", "max_inflight"), options.inflight)
     if options.cuda and options.engine == "vllm":
         engine["vllm"] = {"gpu_memory_utilization": options.memory}
+        if options.graphs:
+            engine["vllm"]["compilation_config"] = {"cudagraph_mode": options.graphs}
     return engine
 
 
@@ -525,6 +527,7 @@ def parse() -> argparse.Namespace:
         "--length", type=int, default=1024 if cuda else 256, help="engine.max_model_len"
     )
     parser.add_argument("--memory", type=float, default=0.35, help="of the GPU, for each engine")
+    parser.add_argument("--graphs", metavar="MODE", help="vLLM's cudagraph_mode, of both engines")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
     options = parser.parse_args()
     options.cuda = cuda
