@@ -475,8 +475,7 @@ def check_family(
             f"vLLM serves {shape['model_type']} only as a part of a model that reads images: set engine.type "
             "to hf"
         )
-    linear = "linear_attention" in (shape.get("layer_types") or ())
-    if linear and drafts:
+    if has_linear_attention(shape) and drafts:
         raise EngineError(
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
             f"engine.vllm.{SPECULATIVE}"
@@ -488,7 +487,7 @@ def check_family(
         )
     if not cpu:
         return
-    if linear:
+    if has_linear_attention(shape):
         raise EngineError(
             "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"
         )
@@ -637,6 +636,11 @@ def check_device(device: str, *, cpu: bool) -> None:
         )
 
 
+def has_linear_attention(shape: Mapping[str, Any]) -> bool:
+    """Whether some layers of a config.json have linear attention."""
+    return "linear_attention" in (shape.get("layer_types") or ())
+
+
 def set_environment(*, cpu: bool, invariant: bool = False, drafts: bool = False) -> None:
     """Set the variables of ENVIRONMENT that are not set yet.
 
@@ -687,8 +691,12 @@ def engine_arguments(
             # otherwise vLLM takes most of the machine's memory
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }
-    elif has_experts(shape):
-        arguments["moe_backend"] = "triton"  # others store the weights in their own layout
+    else:
+        if has_experts(shape):
+            arguments["moe_backend"] = "triton"  # others store the weights in their own layout
+        if has_linear_attention(shape):
+            # the default on an H100 needs FlashInfer and a compiler
+            arguments["gdn_prefill_backend"] = "triton"
     if api is not None:
         arguments |= {
             "skip_tokenizer_init": False,

@@ -240,6 +240,12 @@ def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
         "reward_last": fmean(rewards[-ENDS:]),
         "exact_match_before": summary["exact_match_before"],
         "exact_match_after": summary["exact_match_after"],
+        "batches": {
+            name: [
+                line[f"reward/{name}"] for line in lines if line.get(f"reward/{name}") is not None
+            ]
+            for name in summary["environments"]
+        },
         "held_out": {
             name: (one["reward_before"], one["reward_after"])
             for name, one in summary["environments"].items()
@@ -301,6 +307,11 @@ def show(found: dict[str, Any]) -> None:
         *(
             (f"reward on held-out {name}", f"{before:.3f} -> {after:.3f}")
             for name, (before, after) in found["held_out"].items()
+        ),
+        *(
+            (f"reward on {name}", f"{fmean(curve[:ENDS]):.3f} -> {fmean(curve[-ENDS:]):.3f}")
+            for name, curve in found["batches"].items()
+            if curve
         ),
         (
             "mismatch KL, mean and most",

@@ -231,6 +231,7 @@ def run_whole(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     log = directory / "rl.log"
     looks: list[Look] = []
+    trainer: list[dict[str, Any]] = []
     metrics = directory / RUN / "metrics.jsonl"
     shown = 0
     began = time.time()
@@ -240,6 +241,8 @@ def run_whole(
             while process.poll() is None and time.time() - began < options.limit:
                 for number in range(1, workers + 1):
                     looks += look(directory / RUN / f"worker_{number}", number)
+                if options.logs:
+                    trainer.append({"at": time.time(), **ask(directory / RUN)})
                 lines = read_lines(metrics)
                 for line in lines[shown:]:
                     print(
@@ -257,6 +260,8 @@ def run_whole(
             if options.logs:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{directory.name}.log").write_text(tail(directory, 200_000))
+                seen = {"workers": [one._asdict() for one in looks], "trainer": trainer}
+                (options.logs / f"{directory.name}.status.json").write_text(json.dumps(seen))
     loaded = [
         float(found)
         for log in directory.glob("run/logs/*.log")
@@ -272,11 +277,14 @@ def run_whole(
 
 
 class Look(NamedTuple):
-    """A worker's engine status at a time (Unix seconds)."""
+    """A worker's status at a time (Unix seconds)."""
 
     at: float
     worker: int
     engine: dict[str, Any]
+    leases: int
+    lag: dict[str, float]
+    """Event-loop lag, seconds."""
 
 
 def engines(options: argparse.Namespace) -> int:
@@ -291,16 +299,25 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
 
 
-def look(data_dir: Path, worker: int) -> list[Look]:
-    """Return a worker's engine status now; empty before it has one."""
+def ask(data_dir: Path) -> dict[str, Any]:
+    """Return the status of a node now, without its long lists; empty before it answers."""
     from primerl.node.ops import control
     from primerl.node.ops.errors import NetworkError
 
     try:
         status = control.ask(data_dir, "status")
     except (NetworkError, OSError):
+        return {}
+    return {key: value for key, value in status.items() if key not in ("history", "bounds")}
+
+
+def look(data_dir: Path, worker: int) -> list[Look]:
+    """Return a worker's status now; empty before it has an engine."""
+    status = ask(data_dir)
+    if not status.get("engine"):
         return []
-    return [Look(time.time(), worker, status["engine"])] if status.get("engine") else []
+    lag = status.get("event_loop_lag") or {}
+    return [Look(time.time(), worker, status["engine"], status.get("leases", 0), lag)]
 
 
 async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:

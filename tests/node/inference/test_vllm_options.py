@@ -100,6 +100,12 @@ def test_experts_stay_in_the_form_that_updates_are_written_to() -> None:
     assert backend(SHAPE, cpu=False) is None
 
 
+def test_linear_attention_needs_no_compiler_on_the_worker() -> None:
+    shape = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
+    arguments = engine_arguments(EngineConfig(), Path("m"), shape, cpu=False)
+    assert arguments["gdn_prefill_backend"] == "triton"
+
+
 def test_batch_invariant_kernels_are_chosen_by_no_shape_and_no_clock() -> None:
     def compilation(*, cpu: bool = False, **vllm: Any) -> Any:
         config = EngineConfig(batch_invariant=True, vllm=vllm)
