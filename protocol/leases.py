@@ -556,7 +556,7 @@ class LeaseBook:
 
     def newcomer_capacity(self, *, waiting_groups: int, training: bool, now: float) -> int:
         """Count the groups that all newcomers together may still be granted."""
-        if self._groups(training) == 0:
+        if self.allowed_groups(training) == 0:
             return 0
         taken = sum(slot.groups for slot in self._slots(now))
         if self.staffed(now):
@@ -594,7 +594,7 @@ class LeaseBook:
         """Drop the record of a node that holds nothing."""
         self.nodes.pop(node, None)
 
-    def _groups(self, training: bool) -> int:
+    def allowed_groups(self, training: bool) -> int:
         """Count the groups that may be on lease or waiting, besides a batch that is being trained."""
         depth = self.lead.depth(self.policy.max_off_policy_steps, training)
         return int(depth * self.policy.groups_per_batch)
@@ -606,7 +606,7 @@ class LeaseBook:
         so that work granted now is at least one version old when its turn comes.
         """
         coming = self.lead.expected(self.outstanding_groups())
-        return self._groups(training) - waiting_groups - coming
+        return self.allowed_groups(training) - waiting_groups - coming
 
     def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
         """Count the groups on lease, by node; with or without newcomers."""

@@ -103,9 +103,8 @@ class LeaseDemand:
             return 0
         rollouts = self._config.rollouts
         present = self._buffer.by_node() + self.coming()
-        return min(
-            free, peer_room(rollouts.groups_per_batch, rollouts.max_peer_share, node, present)
-        )
+        share, allowed = rollouts.max_peer_share, book.allowed_groups(training)
+        return min(free, peer_room(rollouts.groups_per_batch, share, allowed, node, present))
 
     def coming(self) -> Counter[bytes]:
         """Count the groups on lease or in verification, by worker.

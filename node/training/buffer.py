@@ -225,18 +225,20 @@ def peer_cap(
     return cap
 
 
-def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, int]) -> int:
+def peer_room(
+    n_groups: int, share: float, allowed: int, node: bytes, there: Mapping[bytes, int]
+) -> int:
     """Return the number of groups that `node` may still be leased.
 
-    `there` are the groups waiting or on lease, by worker.
+    `allowed` groups may be waiting or on lease altogether; `there` are those that are, by worker.
 
-    The limit is one batch, or the node's share of two batches if that is more: further work of one worker would
-    only fill the buffer and use up the capacity that the others' leases need. There is no limit while no other
-    worker has groups.
+    The limit is a batch or, if more, the node's share of two batches or of all that is allowed: further work of
+    one worker would only fill the buffer and use up the capacity that the others' leases need. There is no
+    limit while no other worker has groups.
     """
     if not any(groups for other, groups in there.items() if other != node):
         return sys.maxsize
-    return math.ceil(n_groups * max(1.0, 2.0 * share)) - there.get(node, 0)
+    return math.ceil(max(n_groups, share * max(2 * n_groups, allowed))) - there.get(node, 0)
 
 
 def _age_key(group: RolloutGroup) -> int:

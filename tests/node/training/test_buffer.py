@@ -239,8 +239,10 @@ def test_a_batch_is_made_of_what_little_a_worker_left_behind_and_the_others() ->
 
 
 def test_a_flood_leaves_room_for_the_leases_of_others() -> None:
-    assert peer_room(8, 0.5, A, {A: 5, B: 4}) == 3
-    assert peer_room(8, 0.5, A, {A: 12, B: 4}) < 1
-    assert peer_room(8, 0.5, B, {A: 12, B: 4}) == 4
-    assert peer_room(8, 0.75, A, {A: 5, B: 4}) == 7
-    assert peer_room(8, 0.5, A, {A: 12, B: 0}) > 1000  # alone
+    assert peer_room(8, 0.5, 8, A, {A: 5, B: 4}) == 3
+    assert peer_room(8, 0.5, 8, A, {A: 12, B: 4}) < 1
+    assert peer_room(8, 0.5, 8, B, {A: 12, B: 4}) == 4
+    assert peer_room(8, 0.75, 8, A, {A: 5, B: 4}) == 7
+    assert peer_room(8, 0.5, 26, A, {A: 12, B: 4}) == 1  # more batches are generated ahead
+    assert peer_room(8, 0.5, 26, B, {A: 13, B: 12}) == 1  # two workers use all that is allowed
+    assert peer_room(8, 0.5, 8, A, {A: 12, B: 0}) > 1000  # alone
