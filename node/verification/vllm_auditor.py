@@ -2,9 +2,9 @@
 
 vLLM holds one set of weights at a time. An audit visits each version that its items need once, starting with
 the held one; between two versions it hands over the differences (inference/handover.py), and under each it
-reads the items that need it, portion by portion. Claimed text is read as a prompt without its last token, whose
-successor is not needed; rollouts of a group share their prompt in vLLM's prefix cache. The process with vLLM is
-replaced if it hangs or dies.
+reads the items that need it, portion by portion. Audits that wait meanwhile are made together. Claimed text is
+read as a prompt without its last token, whose successor is not needed; rollouts of a group share their prompt
+in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
 States at the boundaries of a pipeline cannot be measured: vLLM only exposes the output of its last layer.
 """
@@ -87,6 +87,8 @@ SEQUENCES = 256
 """Texts in a batch."""
 PART_TOKENS = 2**14
 """Tokens of the texts in one request to the engine."""
+TOGETHER_TOKENS = 2**18
+"""Tokens of audits that are made together, if there is more than one."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 MOST_DIFFERENCES = 4
@@ -399,6 +401,30 @@ def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]
         yield part
 
 
+@dataclass(eq=False)
+class _Audit:
+    """The readable texts of one call of audit()."""
+
+    texts: Sequence[_Text]
+    states: Mapping[int, State]
+    is_done: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its texts."""
+        return sum(len(text.item.token_ids) for text in self.texts)
+
+    def agrees(self, states: Mapping[int, State]) -> bool:
+        """Return whether versions that both need have the same state."""
+        return all(states.get(version, state) is state for version, state in self.states.items())
+
+    def reset(self) -> None:
+        """Drop what was measured."""
+        for text in self.texts:
+            text.rows.clear()
+            text.fault = text.sums = None
+
+
 class VllmAuditor:
     """An Auditor with one vLLM engine in its own process."""
 
@@ -424,6 +450,8 @@ class VllmAuditor:
         self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
+        self._waiting: list[_Audit] = []
+        """Audits that are not done, in the order of their calls."""
         self._portions = Portions(timeout_s)
         self._salts = itertools.count(1)
         self._warming: asyncio.Task[None] | None = None
@@ -460,15 +488,21 @@ class VllmAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """See Auditor. One audit runs at a time, the others wait."""
+        """See Auditor. Audits that wait for another are made together."""
         shape = self._require_started().routes
         check_versions(items, states, others)
         faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
         size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         texts = await asyncio.to_thread(lambda: [_Text.of(item, others, size) for item in sound])
-        async with self._busy:
-            await self._measure(texts, states)
+        audit = _Audit(texts, states)
+        self._waiting.append(audit)
+        try:
+            async with self._busy:
+                if not audit.is_done:
+                    await self._measure_with_others(audit)
+        finally:
+            self._waiting.remove(audit)
         found = iter([await self._found(text) for text in texts])
         return [fault or next(found) for fault in faults]
 
@@ -509,6 +543,38 @@ class VllmAuditor:
         return None
 
     # -- one audit ---------------------------------------------------------------------------------
+
+    async def _measure_with_others(self, audit: _Audit) -> None:
+        """Measure an audit, together with others that wait if all of them succeed.
+
+        After any fault each is measured alone: texts of one worker must not harm those of another.
+        """
+        together, states = [audit], dict(audit.states)
+        tokens = audit.tokens
+        for other in self._waiting:
+            if other is audit or other.is_done or not other.agrees(states):
+                continue
+            tokens += other.tokens
+            if tokens > TOGETHER_TOKENS:
+                break
+            together.append(other)
+            states |= other.states
+        if len(together) > 1:
+            texts = [text for one in together for text in one.texts]
+            for one in together:
+                one.reset()  # an audit that was cancelled may have left faults
+            try:
+                await self._measure(texts, states)
+            except EngineError as error:
+                logger.warning("%d audits together: %s; each is made alone", len(together), error)
+            else:
+                if all(text.fault is None for text in texts):
+                    for one in together:
+                        one.is_done = True
+                    return
+        audit.reset()
+        await self._measure(audit.texts, audit.states)
+        audit.is_done = True
 
     async def _measure(self, texts: Sequence[_Text], states: Mapping[int, State]) -> None:
         """Read texts under all versions that they need, and summarize them."""

@@ -142,12 +142,9 @@ async def test_versions_are_swapped_by_what_differs_and_not_loaded_again(
     assert (found.fingerprint < 0.01, found.logprob_max) == (True, 1)
 
 
-async def test_an_audit_of_many_portions_swaps_each_version_in_once(
-    auditor: VllmAuditor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(portions, "LARGEST_PORTION", 20)
-    monkeypatch.setattr(portions, "SMALLEST_PORTION", 20)
-    await auditor.audit([item(FINE)], STATES, {})
+@pytest.fixture
+def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions that engines were given, in order."""
     held: list[int] = []
     hold = AuditingEngine.hold
 
@@ -157,9 +154,61 @@ async def test_an_audit_of_many_portions_swaps_each_version_in_once(
         await hold(engine, version, state)
 
     monkeypatch.setattr(AuditingEngine, "hold", noted)
+    return held
+
+
+async def test_audits_that_wait_are_made_together(auditor: VllmAuditor, swapped: list[int]) -> None:
+    calls = [[item(FINE, version) for version in (1, 2, 3)] for _ in range(4)]
+    calls[2][1] = item(FINE, 2, shown=3)
+    found = await asyncio.gather(*(auditor.audit(items, STATES, {}) for items in calls))
+    assert [well(one) for one in found] == [[True] * 3] * 2 + [[True, False, True], [True] * 3]
+    assert swapped == [1, 2, 3]
+
+
+async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
+    auditor: VllmAuditor,
+) -> None:
+    deadly = [item(fake.DEADLY, 2, mark=number) for number in range(MOST_DEADLY + 1)]
+    honest = [[item(FINE, version) for version in (1, 2)] for _ in range(3)]
+    first, bad, *rest = await asyncio.gather(
+        *(
+            auditor.audit(items, STATES, {})
+            for items in (honest[0], [item(FINE, 2), *deadly], *honest[1:])
+        )
+    )
+    assert any(isinstance(one, Unreadable) for one in bad)
+    assert [well(one) for one in (first, *rest)] == [[True, True]] * 3
+
+
+async def test_a_version_with_another_state_is_not_audited_together(auditor: VllmAuditor) -> None:
+    other = {**STATES, 2: make_state(25)}  # the trainer went back: the number has another meaning
+    calls = [(2, STATES), (2, STATES), (25, other), (2, STATES)]
+    audits = (auditor.audit([item(FINE, 2, shown=shown)], states, {}) for shown, states in calls)
+    assert [well(one) for one in await asyncio.gather(*audits)] == [[True]] * 4
+
+
+async def test_a_cancelled_audit_leaves_those_beside_it(auditor: VllmAuditor) -> None:
+    audits = [
+        asyncio.create_task(auditor.audit([item(FINE, version)], STATES, {}))
+        for version in (1, 2, 3, 2)
+    ]
+    await asyncio.sleep(0.05)
+    audits[0].cancel()
+    audits[2].cancel()
+    await asyncio.wait(audits)
+    assert [well(audits[number].result()) for number in (1, 3)] == [[True]] * 2
+
+
+async def test_an_audit_of_many_portions_swaps_each_version_in_once(
+    auditor: VllmAuditor, swapped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portions, "LARGEST_PORTION", 20)
+    monkeypatch.setattr(portions, "SMALLEST_PORTION", 20)
+    await auditor.audit([item(FINE)], STATES, {})
+    swapped.clear()
     items = [item(FINE, version) for version in (3, 1, 2) * 8]
     assert well(await auditor.audit(items, STATES, {3: [2], 2: [1]})) == [True] * 24
-    assert held == [2, 3]
+    assert swapped == [2, 3]
 
 
 async def test_an_audit_of_nothing_does_not_wait_for_vllm(model_dir: Path) -> None:
