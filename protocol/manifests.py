@@ -242,6 +242,13 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     ] = ()
     """Bytes of the payload before the first block of each tensor, by name: a node that needs some tensors
     fetches only the chunks that hold them. Empty: not stated."""
+    version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] = -1
+    """Earlier version that a snapshot makes, which was encoded while later ones were published; -1: the
+    manifest's own version."""
+
+    def reaches(self, version: int) -> int:
+        """Return the version that it makes, as part of the manifest of `version`."""
+        return version if self.version < 0 else self.version
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

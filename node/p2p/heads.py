@@ -250,10 +250,14 @@ class HeadServer:
 
     def _newest_snapshot(self) -> int:
         """The newest version that can be reached from nothing; 0 if we know of none."""
-        for head in reversed(self._book.held()):
+        held = self._book.held()
+        versions = {head.head.version for head in held}
+        for head in reversed(held):
             manifest = self._book.manifest(head)
-            if manifest and any(artifact.kind == "anchor" for artifact in manifest.artifacts):
-                return head.head.version
+            for artifact in manifest.artifacts if manifest else ():
+                made = artifact.reaches(head.head.version)
+                if artifact.kind == "anchor" and made in versions:
+                    return made
         return 0
 
 

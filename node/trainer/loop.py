@@ -317,6 +317,7 @@ class TrainerRole:
                 if self.progress.step < self._config.max_steps:
                     self._kept.end(self.progress.step)
                 await self.checkpoints.close()
+                await self.publisher.close()
             for helper in helpers:
                 helper.cancel()
 

@@ -4,10 +4,14 @@ Invariant: a head is in the ledger before it is announced, so a killed trainer n
 """
 
 import asyncio
+import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+
+from msgspec import structs
 
 from ...crypto.hashing import NO_DIGEST, digest, short
 from ...protocol.envelope import Purpose
@@ -68,6 +72,26 @@ class Publisher:
         self.full_bytes = 0
         """Size of plain bf16 checkpoints in place of the deltas, in bytes."""
         self.last_delta_bytes = 0
+        self._snapshot: asyncio.Task[Artifact] | None = None
+        """Snapshot that is encoded while later versions are published; one of them announces it."""
+        self._closed = threading.Event()
+        self._collected = 0
+        """Version at which the store was collected last."""
+
+    async def close(self) -> None:
+        """Give up the snapshot that is being encoded."""
+        self._closed.set()
+        await self.wait_for_snapshot()
+        if self._snapshot is not None:
+            error = self._snapshot.exception()
+            if error is not None:
+                logger.warning("the last snapshot was not encoded: %s", error)
+            self._snapshot = None
+
+    async def wait_for_snapshot(self) -> None:
+        """Wait until the next version can announce the snapshot that is being encoded, if there is one."""
+        if self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
 
     @property
     def version(self) -> int:
@@ -118,6 +142,9 @@ class Publisher:
         policy = await self._prove(version, snapshot.state)
         changed = snapshot.changed_since(self._policy.state)
         artifacts = await asyncio.to_thread(self._encode, policy, changed)
+        if self._snapshot is not None and self._snapshot.done():
+            done, self._snapshot = self._snapshot, None
+            artifacts.append(done.result())
         manifest = PolicyManifest(
             self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
@@ -133,6 +160,7 @@ class Publisher:
                 self._services.arrivals.arrived(chunk.digest)
         await self._book.admit(HeadNotice(sealed, document))
         await self._retain()
+        self._begin_snapshot()
         logger.info(
             "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
         )
@@ -191,12 +219,28 @@ class Publisher:
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(policy.state)
-        if not artifacts or self._chain.needs_snapshot(
-            policy.version, self._config.anchor_interval
-        ):
-            whole = encode_full(policy.state, threads=_threads())
-            artifacts.append(self._artifact("anchor", policy, whole, -1, NO_DIGEST))
+        if not artifacts or not self._chain.is_reachable(policy.version - 1):
+            artifacts.append(self._encode_snapshot(policy))
         return artifacts
+
+    def _begin_snapshot(self) -> None:
+        """Encode a snapshot of the newest version, if one is due, while later versions are published."""
+        policy, interval = self._policy, self._config.anchor_interval
+        if self._snapshot is None and self._chain.needs_snapshot(policy.version, interval):
+            self._snapshot = asyncio.create_task(asyncio.to_thread(self._encode_earlier, policy))
+
+    def _encode_earlier(self, policy: Policy) -> Artifact:
+        """Encode a snapshot for the manifest of a later version."""
+        return structs.replace(self._encode_snapshot(policy), version=policy.version)
+
+    def _encode_snapshot(self, policy: Policy) -> Artifact:
+        payload = encode_full(policy.state, threads=_threads())
+        return self._artifact(
+            "anchor", policy, itertools.takewhile(self._is_open, payload), -1, NO_DIGEST
+        )
+
+    def _is_open(self, _piece: bytes) -> bool:
+        return not self._closed.is_set()
 
     def _artifact(
         self,
@@ -237,9 +281,13 @@ class Publisher:
         return self._services.seal(Purpose.HEAD, head, expires=head.expires), head
 
     async def _retain(self) -> None:
-        """Delete chunks that no live chain needs; every version is kept for a minimum time."""
-        if self._policy.version % self._config.keep_versions:
+        """Delete chunks that no live chain needs; every version is kept for a minimum time.
+
+        Not while a snapshot is encoded, whose chunks no chain needs yet.
+        """
+        if self._policy.version - self._collected < self._config.keep_versions or self._snapshot:
             return
+        self._collected = self._policy.version
         since = time.time() - self._config.keep_s
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)

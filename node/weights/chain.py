@@ -100,8 +100,8 @@ class VersionChain:
         steps: dict[tuple[int, int], Step] = {}
         for version in kept:
             chain = self._from_newest_snapshot(version)
-            own = [(version, a) for a in self._manifests[version].artifacts]
-            for reached, artifact in [*chain, *own]:
+            own = [(a.reaches(version), a) for a in self._manifests[version].artifacts]
+            for reached, artifact in [*chain, *(one for one in own if one[0] in self._manifests)]:
                 steps[reached, artifact.base_version] = (reached, artifact)
         return [steps[key] for key in sorted(steps)]
 
@@ -116,27 +116,40 @@ class VersionChain:
         return min(live)
 
     def needs_snapshot(self, version: int, interval: int, *, outweigh: float = 1.0) -> bool:
-        """Whether `version`, about to be published, must come with a snapshot.
+        """Whether a snapshot of `version`, the newest, is due.
 
-        True if no snapshot leads to the version before it, if the newest one is `interval` versions
-        old, or if the deltas since then together exceed `outweigh` times its size, so that a late
-        joiner fetches less with a new one.
+        True if no snapshot leads to it, if the newest one is `interval` versions old, or if the deltas since
+        then together exceed `outweigh` times its size, so that a late joiner fetches less with a new one.
         """
-        chain = self._from_newest_snapshot(version - 1)
+        chain = self._from_newest_snapshot(version)
         if not chain:
             return True
         newest, snapshot = chain[0]
         deltas = sum(artifact.size for _, artifact in chain[1:])
         return version - newest >= interval or deltas > outweigh * snapshot.size
 
+    def is_reachable(self, version: int) -> bool:
+        """Whether a node that holds nothing can reach `version`."""
+        return bool(self._from_newest_snapshot(version))
+
     def _from_newest_snapshot(self, version: int) -> list[Step]:
         """The cheapest chain to `version` from the newest snapshot that has one; empty if none."""
-        for start in sorted(self._manifests, reverse=True):
-            if start <= version and _has_snapshot(self._manifests[start]):
+        for start, artifacts in sorted(self._artifacts().items(), reverse=True):
+            if start <= version and any(artifact.kind == "anchor" for artifact in artifacts):
                 route = self._cheapest(None, version, {start}, frozenset())
                 if route is not None:
                     return list(route)
         return []
+
+    def _artifacts(self) -> dict[int, list[Artifact]]:
+        """The artifacts that make each known version; later manifests may have snapshots of it."""
+        found: dict[int, list[Artifact]] = {version: [] for version in self._manifests}
+        for version, manifest in self._manifests.items():
+            for artifact in manifest.artifacts:
+                made = artifact.reaches(version)
+                if made == version or (made < version and artifact.kind == "anchor"):
+                    found.get(made, []).append(artifact)
+        return found
 
     def _cheapest(
         self,
@@ -151,11 +164,12 @@ class VersionChain:
         Deltas only go up, so one pass in version order settles every version.
         """
         routes: dict[tuple[int, bytes], _Route] = {} if held is None else {held: (0, 0, ())}
+        artifacts = self._artifacts()
         for version in sorted(v for v in self._manifests if v <= target):
             manifest = self._manifests[version]
             here = (version, manifest.state)
             ways = [routes[here]] if here in routes else []
-            for artifact in manifest.artifacts:
+            for artifact in artifacts[version]:
                 before = _before(artifact, version, routes, version in snapshots)
                 if before is not None:
                     spent, count, steps = before
@@ -166,10 +180,6 @@ class VersionChain:
         known = self._manifests.get(target)
         found = routes.get((target, known.state)) if known else None
         return found[2] if found else None
-
-
-def _has_snapshot(manifest: PolicyManifest) -> bool:
-    return any(artifact.kind == "anchor" for artifact in manifest.artifacts)
 
 
 def _before(

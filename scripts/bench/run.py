@@ -270,7 +270,7 @@ def run_whole(
         )
     ]
     lines = read_lines(metrics)
-    if len(lines) < (WARM_STEPS + 2 if bound else 2):
+    if len(lines) < (WARM_STEPS + 3 if bound else 2):
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
     return {"began": began, "lines": lines, "looks": looks, "loaded": loaded}
@@ -406,6 +406,8 @@ def compare(
 ) -> dict[str, float]:
     """Return all figures by name."""
     lines = whole["lines"][WARM_STEPS:]
+    if len(whole["lines"]) == options.steps:
+        lines.pop()  # the last step saves a checkpoint, and nothing is left to draw beside it
     first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
     seconds = last - first
     tokens = sum(line["tokens"] for line in lines)

@@ -29,6 +29,7 @@ from support.protocol_cases import (
     SPLIT_VERDICT,
     TICKET,
     TRAINER,
+    WITH_EARLIER,
     WORKER,
 )
 from vectors.make import FILE, build
@@ -117,6 +118,8 @@ def test_the_documents_of_then_are_read_now() -> None:
     assert decode(bytes.fromhex(GOLDEN["prompted_lease"]), Lease) == PROMPTED_LEASE
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
     assert decode(bytes.fromhex(GOLDEN["located_policy_manifest"]), PolicyManifest) == LOCATED
+    earlier = bytes.fromhex(GOLDEN["policy_manifest_with_earlier"])
+    assert decode(earlier, PolicyManifest) == WITH_EARLIER
     assert decode(bytes.fromhex(GOLDEN["measured_run_manifest"]), RunManifest) == MEASURED
     classed = {"submission": CLASSED_SUBMISSION, "verdict": CLASSED_VERDICT}
     for name, document in classed.items():

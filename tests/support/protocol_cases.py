@@ -167,6 +167,15 @@ LOCATED = structs.replace(
     artifacts=(structs.replace(POLICY_MANIFEST.artifacts[0], offsets=(21,)),),
 )
 """A manifest that says where its tensors are."""
+WITH_EARLIER = structs.replace(
+    POLICY_MANIFEST,
+    version=4,
+    artifacts=(
+        POLICY_MANIFEST.artifacts[1],
+        structs.replace(POLICY_MANIFEST.artifacts[0], version=2),
+    ),
+)
+"""A manifest with the snapshot of an earlier version."""
 
 TICKET = Ticket(
     run=RUN,

@@ -67,6 +67,7 @@ def build() -> dict[str, Any]:
         "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),
+        "policy_manifest_with_earlier": encode(cases.WITH_EARLIER).hex(),
         "split_submission": encode(cases.SPLIT_SUBMISSION).hex(),
         "split_verdict": encode(cases.SPLIT_VERDICT).hex(),
         "split_report": encode(cases.SPLIT_REPORT).hex(),

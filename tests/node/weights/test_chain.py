@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import NOTHING, VersionChain
@@ -129,12 +130,40 @@ def test_a_gap_is_where_known_versions_break_off_below_a_version() -> None:
 def test_snapshot_is_due_at_first_by_age_and_by_weight() -> None:
     assert VersionChain().needs_snapshot(0, 10)
     chain = chain_of(LINE)
-    assert not chain.needs_snapshot(4, 10)
-    assert chain.needs_snapshot(4, 4)
-    assert not chain.needs_snapshot(4, 10, outweigh=0.3)
-    assert chain.needs_snapshot(4, 10, outweigh=0.29)
-    assert chain_of(LINE | {(3, 2): 81}).needs_snapshot(4, 10)
-    assert chain.needs_snapshot(9, 10)  # version 8 is unknown
+    assert not chain.needs_snapshot(0, 10)
+    assert not chain.needs_snapshot(3, 10)
+    assert chain.needs_snapshot(3, 3)
+    assert not chain.needs_snapshot(3, 10, outweigh=0.3)
+    assert chain.needs_snapshot(3, 10, outweigh=0.29)
+    assert chain_of(LINE | {(3, 2): 81}).needs_snapshot(3, 10)
+    assert chain.needs_snapshot(9, 10)  # it is unknown
+
+
+def with_earlier(chain: VersionChain, version: int, snapshot_of: int, size: int) -> VersionChain:
+    """Let the manifest of `version` also have a snapshot of an earlier version."""
+    known = chain.get(version)
+    assert known is not None
+    late = structs.replace(artifact(snapshot_of, NOTHING, size), version=snapshot_of)
+    chain.add(structs.replace(known, artifacts=(*known.artifacts, late)))
+    return chain
+
+
+def test_a_later_manifest_may_have_the_snapshot_of_an_earlier_version() -> None:
+    chain = with_earlier(chain_of(LINE), 3, snapshot_of=2, size=20)
+    assert plan(chain, NOTHING, 3) == [(2, -1), (3, 2)]
+    assert plan(chain, NOTHING, 2) == [(2, -1)]
+    assert plan(chain, 1, 3) == [(2, 1), (3, 2)]
+    assert not chain.needs_snapshot(3, 3)
+    assert chain.forget(1) == 2
+    assert plan(chain, NOTHING, 3) == [(2, -1), (3, 2)]
+
+
+def test_a_snapshot_of_a_version_that_is_not_known_or_is_later_is_no_way() -> None:
+    for version in (4, 7):
+        chain = with_earlier(chain_of({(5, 4): 10, (6, 5): 10}), 6, snapshot_of=version, size=1)
+        with pytest.raises(NoPath):
+            plan(chain, NOTHING, 6)
+        assert {v for v, _ in chain.live(2)} == {5, 6}
 
 
 def test_old_snapshots_go_when_a_new_one_carries_every_kept_version() -> None:
