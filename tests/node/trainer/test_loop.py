@@ -107,6 +107,8 @@ class SlowPublisher:
         self.begun.append(version)
         await self.may_end.acquire()
 
+    async def close(self) -> None: ...
+
 
 def begin_nothing(version: int, state: object) -> None:
     pass
