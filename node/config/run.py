@@ -745,6 +745,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
                 raise ValueError(
                     "verification.numerics exact has bounds of its own: leave verification.calibration out"
                 )
+            if self.engine.quantization != "none":
+                raise ValueError(
+                    "FP8 products may depend on the batch: leave engine.quantization out, or set "
+                    "verification.numerics to calibrated"
+                )
         staged = self.engine.type == "vllm" and self.engine.pp > 1
         if self.training.enable_router_replay and staged:
             raise ValueError(

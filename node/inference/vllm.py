@@ -61,6 +61,7 @@ from .vllm_arguments import (
     check_installed,
     check_names,
     check_overrides,
+    check_quantized,
     engine_arguments,
     head_size,
     keeps_elsewhere,
@@ -725,6 +726,7 @@ def prepare_library(
     Takes seconds. Raises EngineError, UsageError.
     """
     check_overrides(config.vllm, proven=proven)
+    check_quantized(config, shape)
     check_installed()
     import torch
 
