@@ -576,6 +576,9 @@ They make cuBLAS's workspace too small for split sums, before the first product,
 kernels by timing, which differs from process to process.
 """
 
+FP8_METHOD = "primerl_fp8"
+"""vLLM's name of the quantization in vllm_fp8.py."""
+
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 NO_DOMAIN = "media.invalid"
@@ -722,6 +725,8 @@ def engine_arguments(
         if has_linear_attention(shape):
             # the default on an H100 needs FlashInfer and a compiler
             arguments["gdn_prefill_backend"] = "triton"
+    if config.quantization == "fp8":
+        arguments["quantization"] = FP8_METHOD
     if api is not None:
         arguments |= {
             "skip_tokenizer_init": False,
