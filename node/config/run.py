@@ -692,8 +692,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     @property
     def may_replace_auditor(self) -> bool:
-        """Whether `hf` may audit where vLLM cannot: it was not named, and nothing needs equal bits."""
-        return self.verification.auditor == "auto" and self.verification.numerics != "exact"
+        """Whether `hf` may audit where vLLM cannot: it was not named, and computes alike but for rounding."""
+        alike = self.verification.numerics != "exact" and self.engine.quantization == "none"
+        return self.verification.auditor == "auto" and alike
 
     @property
     def auditor(self) -> Literal["hf", "vllm"]:

@@ -86,15 +86,11 @@ class LanguageModel:
     give the model's own logits.
     """
 
-    def __init__(
-        self, model: "PreTrainedModel", state: State, quantized: torch.dtype | None = None
-    ) -> None:
-        """Take a model with the weights of `state`.
+    _quantized: torch.dtype | None = None
+    """Dtype of the weights if they were quantized, as those of an update then are, too."""
 
-        `quantized`: dtype of its weights that were quantized, and that an update has to quantize, too.
-        """
+    def __init__(self, model: "PreTrainedModel", state: State) -> None:
         self._model: Any = model
-        self._quantized = quantized
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
         self._places = _places(model, state)
         # models with relative position encodings of their own take no position_ids
@@ -129,7 +125,9 @@ class LanguageModel:
         if quantized is not None:
             state = dequantized_state(state, quantized)
         model = huggingface.model_from_state(model_dir, state, dtype=dtype, device=place)
-        return cls(model, state, quantized)
+        network = cls(model, state)
+        network._quantized = quantized
+        return network
 
     @property
     def vocab_size(self) -> int:
