@@ -477,7 +477,7 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     shape = text if isinstance(text, Mapping) else shape
     kinds = {
         "a mixture of experts": has_experts(shape),
-        "of linear attention": "linear_attention" in (shape.get("layer_types") or ()),
+        "of linear attention": has_linear_attention(shape),
         "of latent attention": bool(shape.get("kv_lora_rank")),
     }
     for kind, found in kinds.items():
