@@ -144,6 +144,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     measures themselves; see docs/proofs.md."""
     engine_class: Name = ""
     """Class of the engines under exact numerics: release, device and settings that all of them have."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Rounding of the proved bf16 weights in every engine of the run, auditors' included; `fp8` is that of
+    node/inference/quantization.py."""
     bounds: Literal["fixed", "measured"] = "fixed"
     """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""

@@ -73,6 +73,7 @@ HEAVY = {
     "vllm": {
         "node.inference.vllm",
         "node.inference.vllm_api",
+        "node.inference.vllm_fp8",
         "node.inference.vllm_worker",
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",
@@ -119,6 +120,7 @@ LOADED_AT_IMPORT = {
         "node.environments.tools",
     ),
     "vllm": (
+        "node.inference.vllm_fp8",
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",
         "node.pipeline.vllm_stage_worker",

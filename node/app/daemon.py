@@ -19,6 +19,7 @@ from ..inference.vllm_arguments import (
     check_names,
     check_overrides,
     check_parallel,
+    check_quantized,
     installed_arguments,
     is_installed,
     read_shape,
@@ -127,11 +128,11 @@ def check_config(
             raise UsageError(
                 "engine.tp, engine.pp and engine.dp are vLLM's: leave them out, or set engine.type to vllm"
             )
-        return
-    check_overrides(config.vllm, proven=proven)
-    check_names(config.vllm, installed_arguments())
-    check_installed()
-    if model is None:
+    else:
+        check_overrides(config.vllm, proven=proven)
+        check_names(config.vllm, installed_arguments())
+        check_installed()
+    if model is None or (config.type != "vllm" and config.quantization == "none"):
         return
     directory = Path(model.name).expanduser()
     if model.create is not None:
@@ -139,6 +140,9 @@ def check_config(
     elif (directory / "config.json").is_file():
         shape = read_shape(directory)
     else:
+        return
+    check_quantized(config, shape)
+    if config.type != "vllm":
         return
     invariant = config.batch_invariant
     check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens, invariant=invariant)

@@ -133,7 +133,8 @@ class WorkerNode(PeerNode):
                 return True
             raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
         fixed = config.pp.mode == "off"
-        exact = run.proofs.numerics == "exact"  # stages round what they send, or cut it elsewhere
+        # stages round what they send, or cut it elsewhere, and do not quantize weights
+        exact = run.proofs.numerics == "exact" or run.proofs.quantization != "none"
         if fixed or exact or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:

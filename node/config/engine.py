@@ -8,6 +8,7 @@ from pydantic_config import BaseConfig
 SPECULATIVE = "speculative_config"
 """Key of `engine.vllm`: vLLM's speculative decoding."""
 Positive = Annotated[int, Field(ge=1)]
+Quantization = Literal["none", "fp8"]
 EXACT_NEEDS_VLLM = (
     "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
     "auto or vllm"
@@ -78,6 +79,11 @@ class EngineConfig(BaseConfig):
     processes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and activations; must be the one in a run's manifest."""
+    quantization: Quantization = "none"
+    """`fp8`: linear layers compute with FP8 weights, one scale per output, which each engine makes of the bf16
+    weights; on a GPU vLLM quantizes their inputs per token, too. Set it on the trainer: workers and auditors do
+    as the run's manifest says. Not for mixtures of experts, linear or latent attention, pipelines between
+    nodes, or exact numerics."""
     device: str = "auto"
     """`auto`: cuda if available, else cpu."""
     max_batch: Positive = 256
@@ -121,6 +127,11 @@ class EngineConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:
+        if self.quantization != "none" and self.batch_invariant:
+            raise ValueError(
+                "quantization and batch_invariant cannot be combined, as FP8 products may depend on the batch: "
+                "remove one"
+            )
         if self.pp > 1 and self.draft_tokens:
             raise ValueError(
                 f"pp and vllm.{SPECULATIVE} cannot be combined, as the first stage does not learn in time "

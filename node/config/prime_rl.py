@@ -207,7 +207,7 @@ vllm.reasoning_parser | api.reasoning_parser | | of `inference`; a run keeps tho
 vllm.enable_auto_tool_choice | . | | see api.tool_call_parser
 vllm.trust_remote_code | - | off false | code that comes with a model is never run
 vllm.chat_template | - | | the model's own is used
-vllm.quantization | - | off null | other numbers would fail every audit
+vllm.quantization | engine.quantization | map None=none fp8=fp8 | others would fail every audit
 vllm.enable_eplb | - | off false | experts stay where an update finds them
 vllm.enable_dbo, use_deep_gemm, enable_fp32_lm_head | - | off false | other numbers would fail every audit
 vllm.enable_return_routed_experts | . | | training.enable_router_replay switches it on in every worker

@@ -692,8 +692,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     @property
     def may_replace_auditor(self) -> bool:
-        """Whether `hf` may audit where vLLM cannot: it was not named, and nothing needs equal bits."""
-        return self.verification.auditor == "auto" and self.verification.numerics != "exact"
+        """Whether `hf` may audit where vLLM cannot: it was not named, and computes alike but for rounding."""
+        alike = self.verification.numerics != "exact" and self.engine.quantization == "none"
+        return self.verification.auditor == "auto" and alike
 
     @property
     def auditor(self) -> Literal["hf", "vllm"]:
@@ -744,6 +745,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
             if self.verification.calibration is not None:
                 raise ValueError(
                     "verification.numerics exact has bounds of its own: leave verification.calibration out"
+                )
+            if self.engine.quantization != "none":
+                raise ValueError(
+                    "FP8 products may depend on the batch: leave engine.quantization out, or set "
+                    "verification.numerics to calibrated"
                 )
         staged = self.engine.type == "vllm" and self.engine.pp > 1
         if self.training.enable_router_replay and staged:

@@ -29,6 +29,7 @@ from .engine import (
     find_fingerprint,
 )
 from .handover import read_update
+from .vllm_arguments import check_quantized, read_shape
 
 if TYPE_CHECKING:
     from ...protocol.manifests import RouteShape
@@ -129,6 +130,8 @@ class HfEngine:
             raise EngineError("the engine was started before: make another one")
         if fingerprint:
             self._fingerprint = find_fingerprint(fingerprint)
+        if self._config.quantization != "none":
+            check_quantized(self._config, await asyncio.to_thread(read_shape, model_dir))
         self._thread = ComputeThread("hf-engine")
         await self._thread.run(huggingface.load_config, model_dir)
         if self._config.enable_return_routed_experts:
@@ -243,7 +246,13 @@ class HfEngine:
         assert self._model_dir is not None  # start() sets it
         config, model = self._config, self._model or LanguageModel
         try:
-            network = model.build(self._model_dir, state, dtype=config.dtype, device=config.device)
+            network = model.build(
+                self._model_dir,
+                state,
+                dtype=config.dtype,
+                device=config.device,
+                quantization=config.quantization,
+            )
         except RuntimeError as error:  # raised by torch: no memory, no such device
             raise EngineError(
                 f"policy {version} cannot be loaded ({one_line(error)}): "

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..config.engine import Quantization
 from ..models import huggingface
 from ..models.routers import RouterTap
-from ..models.tensors import to_torch
+from ..models.tensors import to_torch, torch_dtype
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .placement import write
+from .quantization import dequantized_state, is_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +86,9 @@ class LanguageModel:
     give the model's own logits.
     """
 
+    _quantized: torch.dtype | None = None
+    """Dtype of the weights if they were quantized, as those of an update then are, too."""
+
     def __init__(self, model: "PreTrainedModel", state: State) -> None:
         self._model: Any = model
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
@@ -102,13 +107,27 @@ class LanguageModel:
         self._shown = _shows(self, self._tap)
 
     @classmethod
-    def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
-        """Build the model of `model_dir` with the weights `state`.
+    def build(
+        cls,
+        model_dir: Path,
+        state: State,
+        *,
+        dtype: str,
+        device: str,
+        quantization: Quantization = "none",
+    ) -> Self:
+        """Build the model of `model_dir` with the weights `state`, rounded by `quantization`.
 
         Raises EngineError if the tensors of `state` are not exactly those of the architecture.
         """
         place = pick_device(device)
-        return cls(huggingface.model_from_state(model_dir, state, dtype=dtype, device=place), state)
+        quantized = torch_dtype(dtype) if quantization == "fp8" else None
+        if quantized is not None:
+            state = dequantized_state(state, quantized)
+        model = huggingface.model_from_state(model_dir, state, dtype=dtype, device=place)
+        network = cls(model, state)
+        network._quantized = quantized
+        return network
 
     @property
     def vocab_size(self) -> int:
@@ -219,6 +238,11 @@ class LanguageModel:
             return False
         if not changed.keys() <= self._places.keys():
             return False
+        if self._quantized is not None:
+            # a row's scale may change with one of its weights
+            state = dequantized_state(state, self._quantized, changed.keys())
+            whole = {name for name, one in state.items() if is_quantized(name, one.shape)}
+            changed = {name: None if name in whole else at for name, at in changed.items()}
         for name, positions in changed.items():
             write(self._places[name], state[name], positions)
         return True

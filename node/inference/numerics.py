@@ -158,9 +158,21 @@ def check_routes(config: EngineConfig, run: RunManifest) -> None:
         )
 
 
+def check_quantization(config: EngineConfig, run: RunManifest) -> None:
+    """Raise UsageError if `config` contradicts the quantization of `run`, which is the one that counts."""
+    own, wanted = config.quantization, run.proofs.quantization
+    if "quantization" in config.model_fields_set and own != wanted:
+        raise UsageError(
+            f"this run's manifest says quantization {wanted}, engine.quantization is {own}: leave it out"
+        )
+
+
 def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:
-    """Return `config` with the kernels and the routes that `run` requires."""
-    wanted: dict[str, Any] = {"enable_return_routed_experts": run.routes is not None}
+    """Return `config` with the kernels, the quantization and the routes that `run` requires."""
+    wanted: dict[str, Any] = {
+        "enable_return_routed_experts": run.routes is not None,
+        "quantization": run.proofs.quantization,
+    }
     if run.proofs.numerics == "exact":
         wanted["batch_invariant"] = True
     return config.model_copy(update=wanted)

@@ -5,7 +5,7 @@ recorded instead. This covers fused projections, tied weights, shards and paddin
 not copy unchanged (but converts, say) has no placement: write it whole.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Part:
     """A block of a checkpoint's tensor and the place that it is copied to."""
 
     flat: Tensor
-    """Whole storage of the parameter, [elements]."""
+    """Whole storage of the parameter, [elements]; one of FP8 as int8."""
     source: int
     """Position of the block's first element in the checkpoint's tensor."""
     target: int
@@ -135,6 +135,10 @@ class ParameterPlacement:
     def placeless(self) -> list[str]:
         """Tensors whose elements cannot be written one by one."""
         return sorted(self.shapes.keys() - self._parts.keys() - self.absent)
+
+    def parts(self, name: str) -> Sequence[Part]:
+        """Return the parts of a tensor; none if it has no placement, or is absent."""
+        return self._parts.get(name, ())
 
     def still_holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """Return whether parameters still have their addresses: writes to old ones would be lost."""
@@ -267,8 +271,9 @@ def _part(tensor: Tensor, target: Tensor, source: Tensor) -> Part | None:
     if dims is None:
         return None
     length = target.untyped_storage().nbytes() // target.element_size()
+    flat = torch.as_strided(target.detach(), (length,), (1,), 0)
     return Part(
-        flat=torch.as_strided(target.detach(), (length,), (1,), 0),
+        flat=flat.view(torch.int8) if flat.dtype.itemsize == 1 else flat,  # index_copy_ lacks FP8
         source=int(source.storage_offset() - tensor.storage_offset()),
         target=int(target.storage_offset()),
         dims=tuple(dims),

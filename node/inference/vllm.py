@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,7 @@ from .vllm_arguments import (
     check_installed,
     check_names,
     check_overrides,
+    check_quantized,
     engine_arguments,
     head_size,
     keeps_elsewhere,
@@ -725,6 +727,7 @@ def prepare_library(
     Takes seconds. Raises EngineError, UsageError.
     """
     check_overrides(config.vllm, proven=proven)
+    check_quantized(config, shape)
     check_installed()
     import torch
 
@@ -739,6 +742,8 @@ def prepare_library(
     drafts = config.draft_tokens
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
     vllm = _library()
+    if config.quantization == "fp8":
+        import_module(f"{__package__}.vllm_fp8")  # registers it with vLLM
     check_family(shape, cpu=cpu, drafts=drafts, invariant=config.batch_invariant)
     if cpu:
         _check_head_size(head_size(shape))

@@ -23,7 +23,7 @@ from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
 from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import is_slice, visible
+from ..ops.gpus import is_slice, torch_without_gpus, visible
 
 if TYPE_CHECKING:
     from .host_messages import ApiOptions
@@ -107,9 +107,8 @@ REFUSALS = (
     RefusedArguments(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _EXTENSION),
     RefusedArguments(
         ("quantization", "quantization_config"),
-        "weights are replaced bit for bit while vLLM runs, which quantized ones cannot be, and every run "
-        "audits: other weights (FP8 too) would fail every audit",
-        'remove it; for less memory set engine.dtype = "bfloat16", or engine.tp or engine.pp',
+        "every run audits: weights that are not rounded as the manifest says would fail every audit",
+        'set engine.quantization = "fp8" on the trainer, which all workers then follow',
     ),
     RefusedArguments(
         ("kv_cache_dtype", "kv_cache_dtype_skip_layers"),
@@ -463,6 +462,32 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
     return any(int(shape.get(name) or 0) for name in names)
 
 
+def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise UsageError if engine.quantization is set and an engine cannot compute this model with it.
+
+    `shape` is the model's config.json.
+    """
+    if config.quantization == "none":
+        return
+    if config.type == "vllm" and config.dtype == "float32" and not torch_without_gpus():
+        raise UsageError(
+            "FP8 products on a GPU are rounded to bfloat16: set engine.dtype to bfloat16"
+        )
+    text = shape.get("text_config")
+    shape = text if isinstance(text, Mapping) else shape
+    kinds = {
+        "a mixture of experts": has_experts(shape),
+        "of linear attention": has_linear_attention(shape),
+        "of latent attention": bool(shape.get("kv_lora_rank")),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise UsageError(
+                f"the model is {kind}, whose weights FP8 rollouts do not quantize yet: leave "
+                "engine.quantization out"
+            )
+
+
 def check_family(
     shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0, invariant: bool = False
 ) -> None:
@@ -550,6 +575,9 @@ INVARIANTS = {
 They make cuBLAS's workspace too small for split sums, before the first product, and keep inductor from choosing
 kernels by timing, which differs from process to process.
 """
+
+FP8_METHOD = "primerl_fp8"
+"""vLLM's name of the quantization in vllm_fp8.py."""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
@@ -697,6 +725,8 @@ def engine_arguments(
         if has_linear_attention(shape):
             # the default on an H100 needs FlashInfer and a compiler
             arguments["gdn_prefill_backend"] = "triton"
+    if config.quantization == "fp8":
+        arguments["quantization"] = FP8_METHOD
     if api is not None:
         arguments |= {
             "skip_tokenizer_init": False,

@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
+from .quantization import FP8, is_quantized, quantize
 from .vllm_arguments import INVARIANT, ROUTES, ROUTES_AUDITED
 from .vllm_prefill import PromptReader
 from .vllm_sampling import (
@@ -182,6 +183,8 @@ class WorkerExtension:
     _primerl_reader: PromptReader | None
     _primerl_placement: ParameterPlacement
     """Placement of the weights that were loaded last; until then, of those checked last."""
+    _primerl_scales: "RowScales"
+    """Scales of these weights, of those among them that are quantized."""
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
     _primerl_base: KeptBase | None = None
@@ -298,13 +301,18 @@ class WorkerExtension:
         if self._primerl_loaded:
             known = self._primerl_placement
             fault = difference(known.shapes, PolicyFile(path).shapes())
-            return [fault, sorted(known.absent), known.placeless]
+            return [fault, sorted(known.absent), self._primerl_whole()]
         model, policy = self.model_runner.get_model(), PolicyFile(path)
         found = trace(model.load_weights, dict(model.named_parameters()), policy.unmerged())
         if isinstance(found, str):
             return [found, [], []]
         self._primerl_placement = found
-        return ["", sorted(found.absent), found.placeless]
+        self._primerl_scales = RowScales.of(model, found)
+        return [self._primerl_scales.fault(), sorted(found.absent), self._primerl_whole()]
+
+    def _primerl_whole(self) -> list[str]:
+        """Return the tensors that an update has to bring whole: a row's scale depends on all of it."""
+        return self._primerl_placement.placeless + self._primerl_scales.names
 
     def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that passed primerl_check() into the model.
@@ -316,7 +324,7 @@ class WorkerExtension:
         with torch.no_grad():
             again = self._primerl_loaded and policy.adapted
             tensors = policy.changing(device) if again else policy.tensors(device)
-            self.model_runner.get_model().load_weights(tensors)
+            self.model_runner.get_model().load_weights(self._primerl_scales.loaded(tensors))
         self._primerl_loaded = True
         self._primerl_written(version)
 
@@ -361,10 +369,10 @@ class WorkerExtension:
         policy, device = self._primerl_policy(path), self.model_runner.device
         with torch.no_grad():
             if not torch.cuda.is_available():
-                return _stage(placement, policy, device)
+                return _stage(self._primerl_scales, policy, device)
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                staged = _stage(placement, policy, device)
+                staged = _stage(self._primerl_scales, policy, device)
             stream.synchronize()
             return staged
 
@@ -382,35 +390,101 @@ class Staged:
     whole: list[tuple[str, torch.Tensor]]
 
 
-def _stage(placement: ParameterPlacement, policy: PolicyFile, device: torch.device) -> Staged:
-    if policy.adapted:
-        return _stage_adapted(placement, policy, device)
-    writes: list[PendingWrite] = []
-    with safe_open(policy.path, framework="pt") as reader:
-        whole = [
-            (key.removeprefix(WHOLE), reader.get_tensor(key))
-            for key in reader.keys()
-            if key.startswith(WHOLE)
-        ]
-        for dtype, spans in (reader.metadata() or {}).items():
-            positions, values = (reader.get_tensor(part + dtype) for part in (POSITIONS, VALUES))
-            writes += placement.prepare(read_spans(spans), positions, values)
-    return Staged(writes, whole)
+class RowScales:
+    """Scales of the weights that the model holds in FP8 (vllm_fp8.py), found by their placement."""
 
+    def __init__(
+        self, placement: ParameterPlacement, scales: Mapping[int, tuple[torch.Tensor, int]]
+    ) -> None:
+        """`scales`: address of a weight's storage -> (scales [rows], columns of the weight)."""
+        self.placement = placement
+        self._scales = scales
+        self.names = sorted(name for name in placement.shapes if self._quantizes(name))
+        """Tensors that are quantized; a pipeline's rank may not hold all of them."""
 
-def _stage_adapted(
-    placement: ParameterPlacement, policy: PolicyFile, device: torch.device
-) -> Staged:
-    """Collect the differences from the weights that the model has now."""
-    staged = Staged([], [])
-    for name, tensor in policy.changing(device):
-        writes = placement.differing(name, tensor)
+    @classmethod
+    def of(cls, model: torch.nn.Module, placement: ParameterPlacement) -> "RowScales":
+        """Find the scales of a model; none if nothing is quantized."""
+        found: dict[int, tuple[torch.Tensor, int]] = {}
+        for module in model.modules():
+            weight, scale = (getattr(module, name, None) for name in ("weight", "weight_scale"))
+            if isinstance(weight, torch.Tensor) and weight.dtype == FP8 and scale is not None:
+                address = weight.untyped_storage().data_ptr()
+                found[address] = scale.view(-1), weight.shape[1]
+        return cls(placement, found)
+
+    def _quantizes(self, name: str) -> bool:
+        return bool(self._scales) and is_quantized(name, self.placement.shapes[name])
+
+    def fault(self) -> str:
+        """Return why vLLM does not hold in FP8 exactly what is to be quantized; "" if it does."""
+        for name in self.placement.shapes:
+            if name in self.placement.absent:
+                continue
+            parts = self.placement.parts(name)
+            places = {part.flat.untyped_storage().data_ptr() in self._scales for part in parts}
+            if places != {self._quantizes(name)} and (places or self._quantizes(name)):
+                return f"vLLM would quantize {name!r} otherwise than audits do: leave engine.quantization out"
+        return ""
+
+    def loaded(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over what the model's loader takes for `tensors`; writes the scales of FP8 weights."""
+        for name, tensor in tensors:
+            if not self._quantizes(name) or name in self.placement.absent:
+                yield name, tensor
+                continue
+            device = next(iter(self._scales.values()))[0].device
+            codes, scales = quantize(tensor.to(device))
+            for write in self.writes(name, scales):
+                write.run()
+            yield name, codes
+
+    def writes(self, name: str, scales: torch.Tensor) -> list[PendingWrite]:
+        """Prepare the writes of the scales [out] of a weight's rows to where the model has them."""
+        width = self.placement.shapes[name][1]
+        writes: list[PendingWrite] = []
+        for part in self.placement.parts(name):
+            flat, columns = self._scales[part.flat.untyped_storage().data_ptr()]
+            rows = torch.arange(len(scales), device=scales.device)
+            offsets, inside = part.locate(rows * width + part.source % width)
+            own = scales if inside is None else scales[inside]
+            writes.append(PendingWrite(flat, offsets // columns, own))
+        return writes
+
+    def stage(self, staged: Staged, name: str, tensor: torch.Tensor) -> None:
+        """Add the differences of `tensor` to the weights that the model has now."""
+        codes = None
+        if self._quantizes(name) and name not in self.placement.absent:
+            codes, scales = quantize(tensor)
+            staged.writes.extend(self.writes(name, scales))
+            tensor = codes.view(torch.int8)
+        writes = self.placement.differing(name, tensor)
         if writes is None or WHOLE_FROM * sum(len(one.offsets) for one in writes) > tensor.numel():
-            staged.whole.append((name, _kept(tensor)))
+            staged.whole.append((name, _kept(tensor if codes is None else codes)))
         else:
             staged.writes.extend(
                 PendingWrite(one.flat, _kept(one.offsets), _kept(one.values)) for one in writes
             )
+
+
+def _stage(scales: RowScales, policy: PolicyFile, device: torch.device) -> Staged:
+    staged = Staged([], [])
+    if policy.adapted:
+        for name, tensor in policy.changing(device):
+            scales.stage(staged, name, tensor)
+        return staged
+    with safe_open(policy.path, framework="pt") as reader:
+        for key in reader.keys():
+            name = key.removeprefix(WHOLE)
+            if name in scales.names:
+                scales.stage(staged, name, reader.get_tensor(key).to(device))
+            elif name != key:
+                staged.whole.append((name, reader.get_tensor(key)))
+        for dtype, spans in (reader.metadata() or {}).items():
+            positions, values = (reader.get_tensor(part + dtype) for part in (POSITIONS, VALUES))
+            staged.writes.extend(scales.placement.prepare(read_spans(spans), positions, values))
     return staged
 
 

@@ -331,8 +331,12 @@ def _step_items(
     width = 4 * shape.hidden + max(2 * mixed, dense)  # input, gates, product and output of a layer
     rows = _logit_rows(config) if vllm else config.max_batch
     logits = rows * shape.vocabulary * (element + 8) * (2 if vllm else 3) // 2
+    weights, note = count * element, f"{count / 1e6:,.0f} M x {element} bytes"
+    if vllm and config.quantization == "fp8":
+        tables = shape.embedding * (1 if shape.tied or config.pp > 1 else 2) // tp
+        weights, note = tables * element + count - tables, f"{note}, linear layers x 1"
     found = [
-        MemoryItem("weights", ranks * count * element, f"{count / 1e6:,.0f} M x {element} bytes"),
+        MemoryItem("weights", ranks * weights, note),
         MemoryItem("logits", logits, f"{rows} rows, in fp32 too", True),
     ]
     if vllm:

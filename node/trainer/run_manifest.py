@@ -29,6 +29,7 @@ from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts
+from ..inference.vllm_arguments import check_quantized, read_shape
 from ..models import base_weights
 from ..models.model_files import position_count
 from ..ops.errors import StorageError, UsageError
@@ -54,7 +55,10 @@ async def documents(
         _check_adapters(lora, found.manifest.adapters)
         _check_routes(config.training.enable_router_replay, found.manifest)
         _check_environments(config, found.manifest)
+        _check_quantization(config.engine.quantization, found.manifest)
         return found
+    if config.engine.quantization != "none":
+        check_quantized(config.engine, await asyncio.to_thread(read_shape, model_dir))
     adapters = None
     if lora is not None:
         base, adapters = await asyncio.to_thread(
@@ -146,6 +150,16 @@ def _check_routes(wanted: bool, run: RunManifest) -> None:
         raise UsageError(
             f"this run began with training.enable_router_replay = {str(not wanted).lower()}: change it back, "
             "or begin another run"
+        )
+
+
+def _check_quantization(wanted: str, run: RunManifest) -> None:
+    """Raise UsageError unless engine.quantization is that of the run's beginning."""
+    begun = run.proofs.quantization
+    if wanted != begun:
+        raise UsageError(
+            f"this run began with engine.quantization = {begun}, now it is {wanted}: change it back, or begin "
+            "another run"
         )
 
 

@@ -30,6 +30,7 @@ from ...protocol.manifests import (
 )
 from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
+from ..config.engine import Quantization
 from ..environments.environment import Branch
 from ..ops.errors import EngineError
 from ..ops.metrics import PhaseClock
@@ -134,6 +135,8 @@ class AuditTerms:
     """Digest of the base's weights."""
     routes: RouteShape | None = None
     """Shape of routes, in a run whose rollouts may bring them."""
+    quantization: Quantization = "none"
+    """Rounding of the weights that workers compute with."""
 
 
 def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
@@ -145,6 +148,7 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
         run.adapters,
         run.model.base_state,
         run.routes,
+        run.proofs.quantization,
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
+from ..config.engine import Quantization
 from ..config.run import RunConfig
 from ..inference.numerics import engine_class
 from ..ops.errors import UsageError
@@ -91,6 +92,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     honest_tokens: Annotated[int, msgspec.Meta(ge=1)]
     source: Annotated[str, msgspec.Meta(max_length=200)]
     """Executors, devices and date."""
+    quantization: Quantization = "none"
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -140,11 +142,11 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         source = "provisional, until the run has measured its own"
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
-        wanted = (model, verification.fingerprint, dtype)
-        if (found.model, found.fingerprint, found.dtype) != wanted:
+        wanted = (model, verification.fingerprint, dtype, config.engine.quantization)
+        if (found.model, found.fingerprint, found.dtype, found.quantization) != wanted:
             raise UsageError(
-                f"verification.calibration: {verification.calibration} is of another model, "
-                "fingerprint or engine.dtype: run primerl-node calibrate for this one"
+                f"verification.calibration: {verification.calibration} is of another model, fingerprint, "
+                "engine.dtype or engine.quantization: run primerl-node calibrate for this one"
             )
         reject, suspect, source = found.reject, found.suspect, found.source
         other_scale = found.other_scale
@@ -160,6 +162,7 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         honest_rollouts=rollouts,
         honest_tokens=tokens,
         source=source,
+        quantization=config.engine.quantization,
         bounds="measured" if measured else "fixed",
     )
 

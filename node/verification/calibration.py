@@ -25,6 +25,7 @@ from ...protocol.manifests import (
     run_id,
 )
 from ...protocol.rollouts import Evidence
+from ..config.engine import Quantization
 from ..config.run import EngineConfig, RunConfig
 from ..environments.allowed import environment_contracts
 from ..environments.environment import Environment, Task
@@ -138,6 +139,7 @@ class CalibrationReport(msgspec.Struct, frozen=True):
     separation: list[Separated]
     d_prime: dict[str, float]
     """Cheat -> standard deviations between its fingerprints and honest ones."""
+    quantization: Quantization = "none"
 
     @property
     def inseparable(self) -> list[str]:
@@ -166,6 +168,7 @@ class CalibrationReport(msgspec.Struct, frozen=True):
             honest_rollouts=self.rollouts,
             honest_tokens=self.tokens,
             source=f"{engines} against hf on {self.device}, {day}"[:200],
+            quantization=self.quantization,
         )
 
 
@@ -252,6 +255,7 @@ class Calibrator:
                 for name, found in cheats.items()
             ],
             d_prime={name: d_prime(everyone, cheats[name]) for name in VARIANTS},
+            quantization=config.engine.quantization,
         )
 
     async def _play(self, name: EngineName, rollouts: int, dtype: str = "") -> list[AuditTarget]:
@@ -337,7 +341,12 @@ class Calibrator:
 
         engine = self._config.engine
         return await asyncio.to_thread(
-            LanguageModel.build, self._model_dir, state, dtype=engine.dtype, device=engine.device
+            LanguageModel.build,
+            self._model_dir,
+            state,
+            dtype=engine.dtype,
+            device=engine.device,
+            quantization=engine.quantization,
         )
 
 

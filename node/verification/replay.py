@@ -316,7 +316,11 @@ class Replay:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
         network = LanguageModel.build(
-            self._model_dir, whole, dtype=terms.dtype, device=terms.device
+            self._model_dir,
+            whole,
+            dtype=terms.dtype,
+            device=terms.device,
+            quantization=terms.quantization,
         )
         return _Kept(network, SameState(state), size)
 

@@ -66,10 +66,10 @@ class Watched(LanguageModel):
     frozen: ClassVar[Frozens] = []
 
     @classmethod
-    def build(cls, model_dir: Path, state: State, *, dtype: str, device: str) -> Self:
+    def build(cls, model_dir: Path, state: State, **options: Any) -> Self:
         """See LanguageModel.build()."""
         began = time.monotonic()
-        made = super().build(model_dir, state, dtype=dtype, device=device)
+        made = super().build(model_dir, state, **options)
         took = time.monotonic() - began
         cls.frozen.append((took, took))
         return made

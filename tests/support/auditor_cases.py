@@ -106,9 +106,11 @@ async def generate(
     dtype: str,
     temperature: float = TEMPERATURE,
     version: int = OWN,
+    quantization: str = "none",
 ) -> list[AuditItem]:
     """Generate branches of all lengths with `state`, in one batch, that claim `version`."""
     options = {"dtype": dtype, "device": "cpu", "enable_return_routed_experts": True}
+    options["quantization"] = quantization
     engine = HfEngine(FP32.model_copy(update=options))
     await engine.start(model_dir, fingerprint="projection")
     try:

@@ -390,6 +390,8 @@ SPLIT_VERDICT = structs.replace(
         (Blamed(0, 0, (0.25,), (1,)),),
     ),
 )
+QUANTIZED = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, quantization="fp8"))
+"""A run of FP8 rollouts."""
 MEASURED = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, bounds="measured"))
 """A run that measures its bounds of noise, what a worker of it sends, and the verdict on it."""
 CLASSED_SUBMISSION = structs.replace(SUBMISSION, numerics=NUMERICS)

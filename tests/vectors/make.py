@@ -71,6 +71,7 @@ def build() -> dict[str, Any]:
         "split_submission": encode(cases.SPLIT_SUBMISSION).hex(),
         "split_verdict": encode(cases.SPLIT_VERDICT).hex(),
         "split_report": encode(cases.SPLIT_REPORT).hex(),
+        "quantized_run_manifest": encode(cases.QUANTIZED).hex(),
         "measured_run_manifest": encode(cases.MEASURED).hex(),
         "classed_submission": encode(cases.CLASSED_SUBMISSION).hex(),
         "classed_verdict": encode(cases.CLASSED_VERDICT).hex(),

@@ -1,17 +1,20 @@
 """What two engines must have in common for equal bits, and who may take part in a run that wants them."""
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
-from support.protocol_cases import MANIFEST
+from support.protocol_cases import MANIFEST, QUANTIZED
 
 from primerl.node.config.engine import EngineConfig
-from primerl.node.config.run import RunConfig
+from primerl.node.config.run import RunConfig, VerificationConfig
 from primerl.node.inference import numerics
 from primerl.node.inference.numerics import (
     check_exact,
+    check_quantization,
     check_routes,
     engine_class,
     exact_engine,
@@ -20,7 +23,7 @@ from primerl.node.inference.numerics import (
     widest,
 )
 from primerl.node.ops.errors import UsageError
-from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
+from primerl.node.verification.bounds import BUILT_IN, EXACT, Calibration, proof_contract
 from primerl.protocol.manifests import ProofContract, RouteShape, encode
 from primerl.protocol.numerics import NumericsClass
 
@@ -157,6 +160,45 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
         check_exact(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"exact for .* tp 1, and this machine is .* tp 2"):
         check_exact(config(tp=2), run)
+
+
+def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() -> None:
+    assert b"quantization" not in encode(MANIFEST)
+    assert proof_contract(
+        RunConfig(engine=EngineConfig(quantization="fp8")), ""
+    ) == structs.replace(proof_contract(RunConfig(), ""), quantization="fp8")
+    for given in ({}, {"quantization": "fp8"}):
+        own = EngineConfig.model_validate(given)
+        check_quantization(own, QUANTIZED)
+        assert exact_engine(own, QUANTIZED).quantization == "fp8"
+    for run, other, named in ((QUANTIZED, "none", "fp8"), (MANIFEST, "fp8", "none")):
+        with pytest.raises(UsageError, match=rf"says quantization {named}, .*is {other}: leave it"):
+            check_quantization(EngineConfig.model_validate({"quantization": other}), run)
+
+
+def test_fp8_is_refused_where_the_batch_must_not_matter() -> None:
+    with pytest.raises(ValueError, match=r"quantization and batch_invariant cannot be combined"):
+        EngineConfig(quantization="fp8", batch_invariant=True)
+    engine = EngineConfig(type="vllm", quantization="fp8")
+    exact = VerificationConfig(numerics="exact")
+    with pytest.raises(ValueError, match=r"leave engine\.quantization out, or set"):
+        RunConfig(engine=engine, verification=exact)
+
+
+def test_a_calibration_without_fp8_does_not_bound_a_run_with_it(tmp_path: Path) -> None:
+    reject, suspect = BUILT_IN["float32"]
+    found = Calibration("", "projection", "float32", reject, suspect, 1.0, 1, 1, "here")
+    path = tmp_path / "calibration.json"
+    verification = VerificationConfig(calibration=path)
+    for quantization in ("none", "fp8"):
+        path.write_bytes(msgspec.json.encode(structs.replace(found, quantization=quantization)))
+        for own in ("none", "fp8"):
+            run = RunConfig(engine=EngineConfig(quantization=own), verification=verification)
+            if own == quantization:
+                assert proof_contract(run, "").source == "here"
+                continue
+            with pytest.raises(UsageError, match=r"or engine\.quantization: run primerl-node"):
+                proof_contract(run, "")
 
 
 def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> None:

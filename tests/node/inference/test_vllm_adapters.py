@@ -19,7 +19,7 @@ from support.engine_cases import MAX_LENGTH, request, varied_requests
 from support.exact_cases import play
 from support.protocol_cases import ADAPTED, played_otherwise
 
-from primerl.node.config.engine import EngineConfig
+from primerl.node.config.engine import EngineConfig, Quantization
 from primerl.node.config.training import LoraConfig
 from primerl.node.inference.adapted import adapted
 from primerl.node.inference.engine import Completion, Engine
@@ -45,6 +45,7 @@ pytestmark = [
 ]
 
 LORA = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "o_proj", "down_proj"))
+CONFIG = EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32)
 DEADLINE_S = 240.0
 
 
@@ -91,14 +92,16 @@ async def drawn(engine: Engine) -> list[Completion]:
     return [replace(one, policy_first=0, policy_last=0) for one in found]
 
 
+@pytest.mark.parametrize("quantization", ["none", pytest.param("fp8", marks=pytest.mark.nightly)])
 async def test_each_version_is_that_of_the_merged_weights_also_in_a_new_process(
-    case: Case, run: RunManifest
+    case: Case, run: RunManifest, quantization: Quantization
 ) -> None:
     base = case.states[0]
     versions = [make_adapters(base, 0, first=True), make_adapters(base, 1), make_adapters(base, 2)]
-    engine, whole = adapted(case.factory.engine(), run), case.factory.engine()
+    config = CONFIG.model_copy(update={"quantization": quantization})
+    whole = HostedEngine(config)
+    engine = adapted(HostedEngine(config), run)
     assert isinstance(engine, HostedEngine)
-    assert isinstance(whole, HostedEngine)
     try:
         await asyncio.gather(engine.start(case.model_dir), whole.start(case.model_dir))
         seen: list[list[Completion]] = []
@@ -153,9 +156,8 @@ async def test_an_auditor_measures_each_version_by_its_own_adapters(
         proofs=msgspec.structs.replace(run.proofs, dtype="float32"),
     )
     run = played_otherwise(run, temperature=1.0)
-    config = EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32)
     # what draws has the merged weights
-    engine, auditor = case.factory.engine(), VllmAuditor(config, timeout_s=DEADLINE_S)
+    engine, auditor = case.factory.engine(), VllmAuditor(CONFIG, timeout_s=DEADLINE_S)
     try:
         await auditor.start(case.model_dir, run)
         await engine.start(case.model_dir, fingerprint="projection")

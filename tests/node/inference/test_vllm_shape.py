@@ -14,6 +14,7 @@ from primerl.node.inference.vllm import judge
 from primerl.node.inference.vllm_arguments import (
     check_family,
     check_parallel,
+    check_quantized,
     resolve_parallel,
     visible_gpus,
 )
@@ -156,6 +157,39 @@ def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with nullcontext() if cuda else pytest.raises(EngineError, match="for GPUs only"):
         check_config(vllm(), ModelConfig(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_experts": 8}, "a mixture of experts"),
+        ({"layer_types": ["linear_attention"]}, "of linear attention"),
+        ({"kv_lora_rank": 16}, "of latent attention"),
+        ({"text_config": {"n_routed_experts": 8}}, "a mixture of experts"),
+    ],
+)
+def test_fp8_is_refused_for_models_that_no_engine_quantizes(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | fields))
+    for config in (EngineConfig(quantization="fp8"), vllm(quantization="fp8")):
+        with pytest.raises(UsageError, match=rf"the model is {reason}.*leave engine\.quantization"):
+            check_config(config, ModelConfig(name=str(tmp_path)))
+    check_config(EngineConfig(), ModelConfig(name=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    check_config(EngineConfig(quantization="fp8"), ModelConfig(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize("cuda", ["", "13.0"])
+def test_fp8_on_a_gpu_is_for_bfloat16(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> TorchBuild:
+        return TorchBuild("2.13.0", cuda)
+
+    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
+    check_quantized(vllm(quantization="fp8", dtype="bfloat16"), SHAPE)
+    check_quantized(EngineConfig(quantization="fp8"), SHAPE)
+    with pytest.raises(UsageError, match=r"set engine\.dtype to") if cuda else nullcontext():
+        check_quantized(vllm(quantization="fp8"), SHAPE)
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"pp": 2}, {"dp": 2}])

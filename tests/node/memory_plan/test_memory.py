@@ -127,6 +127,11 @@ def test_the_cache_gets_what_is_left_of_the_budget() -> None:
     assert "short of one" in plan_engine(vllm(), Q8B, Device("cuda", 16 * GIB)).verdict
 
 
+def test_fp8_halves_all_weights_but_the_tables() -> None:
+    [weights, *_] = plan_engine(vllm(quantization="fp8"), Q8B, CARD).engine.items
+    assert weights.nbytes == Q8B.parameters + 2 * Q8B.embedding
+
+
 def test_a_share_or_a_cache_that_is_set_is_taken_as_it_is() -> None:
     half = plan_engine(vllm(vllm={"gpu_memory_utilization": 0.5}), Q8B, CARD)
     assert half.budget == 12 * GIB

@@ -437,6 +437,8 @@ def test_the_engine_that_audits_keeps_the_kernels_and_takes_little_memory() -> N
     }
     assert (found.dtype, found.tp, found.dp, found.batch_invariant) == ("bfloat16", 1, 1, False)
     assert found.max_model_len == run.limits.max_model_len
+    rounded = structs.replace(run, proofs=structs.replace(run.proofs, quantization="fp8"))
+    assert audit_engine(config, rounded, SHAPE) == found.model_copy(update={"quantization": "fp8"})
     exact = audit_engine(config, exact_run(""), SHAPE)
     assert exact.batch_invariant
     # what is compiled depends on the size of a step: it is the workers'

@@ -1,0 +1,64 @@
+"""A run of FP8 rollouts: who may take part, and what its trainer may change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.memory_store import MemoryStore
+from support.protocol_cases import MANIFEST, QUANTIZED
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.app.worker import WorkerNode
+from primerl.node.config.run import JoinConfig, ModelCreateConfig, RunConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import UsageError
+from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer import run_manifest
+from primerl.protocol.manifests import RunManifest
+
+
+def check(run: RunManifest, directory: Path, **settings: Any) -> None:
+    """Check a run as a worker of these settings does when it joins."""
+    engine = {"dtype": run.proofs.dtype, **settings.pop("engine", {})}
+    config = JoinConfig.model_validate({"engine": engine, **settings})
+    node = WorkerNode(config, SecretKey.generate(), directory)
+    node._check_numerics(run)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_worker_follows_the_manifest_and_forms_no_pipeline(tmp_path: Path) -> None:
+    check(QUANTIZED, tmp_path)
+    check(QUANTIZED, tmp_path, engine={"quantization": "fp8"})
+    with pytest.raises(UsageError, match=r"says quantization fp8, engine\.quantization is none"):
+        check(QUANTIZED, tmp_path, engine={"quantization": "none"})
+    pipeline = {"engine": {"type": "vllm"}, "pp": {"mode": "on"}}
+    check(MANIFEST, tmp_path, **pipeline)
+    with pytest.raises(UsageError, match="which no pipeline does: remove pp"):
+        check(QUANTIZED, tmp_path, **pipeline)
+
+
+async def test_a_run_keeps_its_quantization_and_a_mixture_of_experts_has_none(
+    tmp_path: Path,
+) -> None:
+    huggingface.create(tmp_path / "dense", ModelCreateConfig(num_hidden_layers=1), 0)
+    experts = ModelCreateConfig(num_hidden_layers=1, num_experts=2)
+    huggingface.create(tmp_path / "experts", experts, 0)
+    key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
+    ledger = Ledger(tmp_path / "ledger.db")
+
+    async def manifest(quantization: str, model: str = "dense") -> RunManifest:
+        config = RunConfig.model_validate({"engine": {"quantization": quantization}})
+        found = await run_manifest.documents(config, key, ledger, store, tmp_path / model)
+        return found.manifest
+
+    try:
+        with pytest.raises(UsageError, match=r"mixture of experts.*leave engine\.quantization out"):
+            await manifest("fp8", "experts")
+        begun = await manifest("fp8")
+        assert begun.proofs.quantization == "fp8"
+        assert await manifest("fp8") == begun
+        with pytest.raises(
+            UsageError, match=r"began with engine\.quantization = fp8, now it is none"
+        ):
+            await manifest("none")
+    finally:
+        ledger.close()
