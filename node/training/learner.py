@@ -435,7 +435,7 @@ class Learner:
             return teacher.read(row, self._temperature_of(row)).logprobs
 
     def _reduced(self, sums: LossSums) -> LossSums:
-        world = self._world
+        world, sums = self._world, sums.read()
         return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
     def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:
