@@ -98,18 +98,19 @@ def show_config(config: "BaseConfig", *, as_json: bool) -> None:
 
 
 def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> None:
-    """Raise UsageError for an engine that cannot be started like that, also before a dry run.
+    """Raise UsageError or EngineError for an engine that cannot be started like that, also before a dry run.
 
     `proven` is False for a command whose completions are not audited.
     """
     from ..node.app.daemon import check_config
-    from ..node.config.run import RunConfig
+    from ..node.config.run import ModelConfig, RunConfig
+    from ..node.config.serving import ServeConfig
 
     engine, model = config.engine, None
     if isinstance(config, RunConfig):
-        model = config.model
-        if config.verification.numerics == "exact":
-            engine = engine.model_copy(update={"batch_invariant": True})
+        engine, model = config.worker_engine, config.model
+    elif isinstance(config, ServeConfig) and config.model.name:
+        model = ModelConfig(name=config.model.name)
     check_config(engine, model, proven=proven)
 
 

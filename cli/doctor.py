@@ -60,7 +60,8 @@ def run(
         checks.append(doctor.check_model(model, config.training.seq_len))
         if config.engine.type == "vllm":
             here = gpu_memory is None
-            checks.append(doctor.check_served(model, cpu=cpu or (here and torch_without_gpus())))
+            on_cpu = cpu or (here and torch_without_gpus())
+            checks.append(doctor.check_served(config.worker_engine, model, cpu=on_cpu))
     plan = None
     if shape is not None:
         device, count = _device(gpu_memory, cpu=cpu)

@@ -144,6 +144,5 @@ def check_config(
     check_quantized(config, shape)
     if config.type != "vllm":
         return
-    invariant = config.batch_invariant
-    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens, invariant=invariant)
+    check_family(config, shape, cpu=torch_without_gpus())
     check_parallel(config, shape)

@@ -691,6 +691,12 @@ class RunConfig(NodeConfig, OwnRunConfig):
         }
 
     @property
+    def worker_engine(self) -> EngineConfig:
+        """The `engine` section as a worker of this run uses it: exact numerics need batch-invariant kernels."""
+        exact = self.verification.numerics == "exact"
+        return self.engine.model_copy(update={"batch_invariant": True}) if exact else self.engine
+
+    @property
     def may_replace_auditor(self) -> bool:
         """Whether `hf` may audit where vLLM cannot: it was not named, and computes alike but for rounding."""
         alike = self.verification.numerics != "exact" and self.engine.quantization == "none"

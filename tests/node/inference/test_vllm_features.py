@@ -109,9 +109,9 @@ def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
     with pytest.raises(ValueError, match=r"pp and vllm\.speculative_config cannot be combined"):
         EngineConfig(pp=2, vllm={"speculative_config": NGRAM})
     linear = {"layer_types": ["linear_attention", "full_attention"]}
-    check_family(linear, cpu=False)
+    check_family(EngineConfig(), linear, cpu=False)
     with pytest.raises(EngineError, match=r"remove engine\.vllm\.speculative_config"):
-        check_family(linear, cpu=False, drafts=4)
+        check_family(drafting, linear, cpu=False)
 
 
 @pytest.mark.parametrize(
