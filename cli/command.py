@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 import typer.core
 
+from ..node.config.paths import expand_home
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic_config import BaseConfig
@@ -162,7 +164,7 @@ def find_node(data_dir: Path | None) -> Path:
     from ..node.ops.errors import NetworkError
 
     if data_dir is not None:
-        return data_dir.expanduser()
+        return expand_home(data_dir)
     entries = running()
     if not entries:
         if socket_path(default_data_dir()).exists():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def init(
         raise UsageError(f"{name!r} cannot be used: {taken}; choose another name")
     if root_of(module) is not None:
         raise UsageError(f"a module {module!r} is installed here already: choose another name")
-    directory = path.expanduser() / name
+    directory = expand_home(path) / name
     if directory.exists():
         raise UsageError(f"{directory} exists already: choose another name or another --path")
     title = "".join(word.capitalize() for word in module.split("_"))
@@ -175,7 +176,7 @@ def trust(
 
 
 def _data_dir(given: Path | None) -> Path:
-    return given.expanduser() if given is not None else default_data_dir()
+    return expand_home(given) if given is not None else default_data_dir()
 
 
 def _bundled(name: str, data_dir: Path) -> InstalledEnvironment:
@@ -271,7 +272,7 @@ def _installable(target: str) -> str:
     """Check what to install. Raises UsageError."""
     from ..node.ops.errors import UsageError
 
-    path = Path(target).expanduser()
+    path = expand_home(target)
     if path.exists():
         if path.is_dir() and not any(
             (path / it).is_file() for it in ("pyproject.toml", "setup.py")
@@ -471,7 +472,7 @@ def run_test(
         ),
         sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         tasks=tasks,
-        model=model.expanduser() if model is not None else None,
+        model=expand_home(model) if model is not None else None,
         seed=seed,
         limit_s=limit_s,
         replies=tuple(reply or ()),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, DataDir, default_data_dir
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def show(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 
 def _key_path(data_dir: Path | None) -> Path:
-    return (data_dir or default_data_dir()).expanduser() / KEY_FILE
+    return expand_home(data_dir or default_data_dir()) / KEY_FILE
 
 
 def _open_key(path: Path) -> "SecretKey":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, run_to_end
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def run(
     """
     from ..node.app.replay import KeptRun, follows
 
-    kept = KeptRun.open(run_dir.expanduser())
+    kept = KeptRun.open(expand_home(run_dir))
     table = None if as_json else StepTable()
     steps = run_to_end(_replay(kept, tolerance, table))
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, find_node
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def open_files(run_dir: Path | None) -> "RolloutFiles":
     from ..node.storage.rollouts import RolloutFiles
     from ..node.storage.run_files import ROLLOUTS
 
-    directory = run_dir.expanduser() if run_dir is not None else find_node(None).parent
+    directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
     files = RolloutFiles(directory / ROLLOUTS)
     if not files.steps():
         raise UsageError(
@@ -312,7 +313,7 @@ def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None
         return
     count = 0
     try:
-        with Path(target).expanduser().open("wb") as file:
+        with expand_home(target).open("wb") as file:
             for line in lines:
                 file.write(line)
                 count += 1

@@ -24,6 +24,7 @@ from ...protocol.trust import RunDocuments
 from ..api.completions import CHAT, EngineRoutes
 from ..api.server import ApiError, Body, EventStream, HttpServer, Served, serving
 from ..config.judge import JudgeRunConfig
+from ..config.paths import expand_home
 from ..config.run import (
     EnvironmentConfig,
     EvaluationConfig,
@@ -339,7 +340,7 @@ class JudgeNode(IssuingNode):
 
 def public_name(model: str) -> str:
     """Name a model to other nodes: a hub id as it is, of a directory no more than its own name."""
-    directory = Path(model).expanduser()
+    directory = expand_home(model)
     return directory.resolve().name if directory.is_dir() else model
 
 

@@ -18,6 +18,7 @@ from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM, STAGES_WITHOUT_ROUTES
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .monitors import MonitorsConfig
+from .paths import expand_home
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
@@ -52,7 +53,7 @@ class ResumeConfig(BaseConfig):
 
     step: Annotated[int, Field(ge=0)] | None = None
     """The checkpoint of this step. Later steps of this run are void: newer checkpoints are set aside."""
-    dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    dir: Annotated[Path, AfterValidator(expand_home)] | None = None
     """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .paths import expand_home
+
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -67,7 +69,7 @@ class LossConfig(BaseConfig):
     """second_moment: largest mean of the squared log ratio over the tokens that are kept."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
-    reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    reference: Annotated[Path, AfterValidator(expand_home)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
     teacher: Literal["reference", "policy"] = "reference"
