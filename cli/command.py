@@ -60,7 +60,17 @@ DataDir = Annotated[
         help="The node's data directory; without it, the node that runs on this machine.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Exactly the data, as JSON.")]
+OwnDataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        "-d",
+        envvar="PRIMERL_DATA_DIR",
+        help="The node's data directory (~/.primerl).",
+    ),
+]
+"""For commands that need no running node."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 # -- config arguments ------------------------------------------------------------------------------
@@ -261,6 +271,7 @@ class ConfigCommand(typer.core.TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """Return typer's help and the keys."""
         from ..node.config.evaluation import EvalConfig
+        from ..node.config.judge import JudgeRunConfig
         from ..node.config.run import JoinConfig, RunConfig
         from ..node.config.serving import ServeConfig
         from ..node.config.sft import SftConfig
@@ -270,6 +281,7 @@ class ConfigCommand(typer.core.TyperCommand):
             "sft": SftConfig,
             "eval": EvalConfig,
             "inference": ServeConfig,
+            "judge": JudgeRunConfig,
         }
         cls = others.get(self.name or "", RunConfig)
         return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"

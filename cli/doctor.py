@@ -22,7 +22,9 @@ GpuGib = Annotated[
     float | None,
     typer.Option("--gpu-memory", min=1, help="Plan for GPUs of this many GiB, not this machine's."),
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="How many; else this machine's.")]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=1, help="Number of GPUs; default: this machine's.")
+]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Plan for this machine's memory, without a GPU.")]
 Shared = Annotated[bool, typer.Option("--shared", help="Trainer and worker use the same GPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]

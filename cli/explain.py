@@ -29,7 +29,7 @@ def run(
     verdict: Annotated[
         str,
         typer.Argument(
-            metavar="[VERDICT]",
+            metavar="VERDICT",
             help="A lease id, or the first digits of a submission's digest; else the latest rejected one.",
         ),
     ] = "",

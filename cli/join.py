@@ -66,7 +66,8 @@ def run(
         bool,
         typer.Option(
             "--wait",
-            help="Wait for a trainer that was stopped, for ever; without it a worker leaves then.",
+            help="Wait for the trainer without limit; else a node leaves when its trainer is stopped, or is "
+            "silent for wait_for_trainer_s.",
         ),
     ] = False,
     tp: Tp = None,
