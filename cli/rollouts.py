@@ -193,7 +193,7 @@ def visible(text: str) -> str:
     )
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json: bool) -> None:

@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 64
 """Prompts that newcomers may hold together while no proven worker is there; half as many beside one."""
 REPLIES = 1_000_000
-"""Over about so many, verification.false_bans holds."""
+"""Number of replies over which verification.false_bans holds, about."""
 FOR_EVER_S = 10 * 365 * 86400.0
 LOOK_S = 0.5
 """Between two looks for leases that expired."""

@@ -277,7 +277,7 @@ class ProvedSamplingConfig(BaseConfig):
 
 
 class OwnSamplingConfig(ProvedSamplingConfig):
-    """[environments.sampling]: what is sampled otherwise than [sampling] says."""
+    """[environments.sampling]: an environment's own values of [sampling]."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Logits are divided by this before a token is drawn; default: sampling.temperature."""

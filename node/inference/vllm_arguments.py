@@ -56,8 +56,12 @@ _DRAWN = "this package's sampler draws each token, from the noise of its own pos
 _MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
 
 REFUSALS = (
-    RefusedArguments(("tensor_parallel_size",), "it decides who holds what", "set engine.tp"),
-    RefusedArguments(("pipeline_parallel_size",), "it decides who holds what", "set engine.pp"),
+    RefusedArguments(
+        ("tensor_parallel_size",), "it decides which GPU holds which weights", "set engine.tp"
+    ),
+    RefusedArguments(
+        ("pipeline_parallel_size",), "it decides which GPU holds which weights", "set engine.pp"
+    ),
     RefusedArguments(
         (
             "data_parallel_size",

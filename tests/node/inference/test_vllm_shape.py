@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs: what is decided and refused before vLLM is started."""
+"""How a model is spread over GPUs: decisions and refusals before vLLM is started."""
 
 import json
 from contextlib import nullcontext
@@ -215,7 +215,7 @@ def test_the_last_stage_draws_and_its_first_rank_is_collected_from() -> None:
     assert RankPlace.of(0, Parallel(1, 1)) == (True, True, True)
 
 
-def test_a_tensor_has_to_be_somebody_s() -> None:
+def test_a_tensor_has_to_belong_to_a_rank() -> None:
     assert judge([["", ["b"], []], ["", ["a"], ["b"]]]) == ("", frozenset({"b"}))
     assert judge([["", ["b", "x"], []], ["", ["x"], []]]).fault == "tensor 'x' is not the model's"
     assert judge([["", ["x"], []], ["bad", [], []]]).fault == "bad"
