@@ -65,7 +65,7 @@ def test_a_rate_is_a_share_and_never_below_the_base(good: float, bad: float) -> 
         assert 0.05 <= audit_rate(known(good, bad), 0.05, odd, False) <= 1.0
 
 
-def test_who_turns_to_fraud_after_a_long_record_survives_as_the_formula_says() -> None:
+def test_a_worker_that_turns_to_fraud_after_a_long_record_survives_as_the_formula_says() -> None:
     """30 % of its rollouts are forged, at the base rate: by 200 rollouts 99 of 100 are caught."""
     rng = random.Random(5)
     rate = audit_rate(known(1e5), 0.1, 0.0, False)
@@ -187,7 +187,7 @@ def test_little_known_peers_are_no_outliers_and_serve_as_no_measure() -> None:
     assert play.odd(ME) == play.odd(B) == play.odd(C) == 0.0
 
 
-def test_who_behaves_again_is_soon_forgotten() -> None:
+def test_the_failures_of_a_worker_that_behaves_again_are_soon_forgotten() -> None:
     play = Play()
     for right in (1.0, 0.5):
         for _ in range(150):

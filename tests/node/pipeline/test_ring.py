@@ -49,7 +49,7 @@ async def test_more_may_be_under_way_than_any_queue_holds() -> None:
         assert made.rings[1].stats().frames_in == stats.frames_out
 
 
-async def test_what_is_of_an_older_chain_reaches_nobody() -> None:
+async def test_messages_of_an_older_chain_reach_no_stage() -> None:
     async with chain(2) as made:
         old = await made.begin()
         new = await made.begin()
