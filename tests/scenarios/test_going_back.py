@@ -314,7 +314,7 @@ async def test_a_crash_while_a_checkpoint_is_written_falls_back_to_the_one_befor
 async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_by_it(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    fakes = Fakes(last_step=3)
+    fakes = Fakes(last_step=1)
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, checkpoint=KEEP) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
@@ -322,6 +322,9 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
         own, older = swarm.trainer.data_dir / "ledger.db", tmp_path / "older.db"
         with sqlite3.connect(own) as now, sqlite3.connect(older) as backup:
             now.backup(backup)
+        fakes.last_step = 3
+        fakes.go.set()
+        fakes.go.clear()
         await swarm.wait_step(3)
         await swarm.crash_worker("w1")
         await swarm.crash_trainer()
@@ -334,9 +337,7 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
         others = {"empty": b"", "older": older.read_bytes()}
         others["of another run"] = (tmp_path / "foreign.db").read_bytes()
         for why, data in others.items():
-            for _ in range(
-                2
-            ):  # the first refusal has left no traces that would let the second pass
+            for _ in range(2):  # the first refusal leaves no traces that let the second pass
                 own.write_bytes(data)
                 with pytest.raises(StorageError, match=why) as refused:
                     await swarm.start_trainer(resume=True)
