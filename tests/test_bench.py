@@ -60,7 +60,7 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
 
 
 QUICK = {
-    **dict.fromkeys(("audit", "boundaries", "cheats", "checkpoints", "demo", "environments"), ()),
+    **dict.fromkeys(("audit", "boundaries", "cheats", "demo", "environments"), ()),
     **dict.fromkeys(("gpu_lora", "gpu_ranks", "help", "pipeline_encoding", "run", "update"), ()),
     "beside_learner": ("--ways", "idle", "process"),
     "codec": ("--synthetic",),

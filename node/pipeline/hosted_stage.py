@@ -12,7 +12,6 @@ from ..config.engine import EngineConfig
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..inference.host_messages import EngineBusy
 from ..inference.hosted import HostedEngine
-from ..inference.replica import EngineTimeouts
 from ..ops.errors import EngineError, EngineLost
 from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
 
@@ -86,13 +85,8 @@ class HostedLanes:
 class HostedHead(HostedEngine):
     """Implements HeadEngine and Laned."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        place: StagePlace,
-        timeouts: EngineTimeouts | None = None,
-    ) -> None:
-        super().__init__(_planned(config, place), HEAD_PROGRAM, timeouts, place=place)
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
+        super().__init__(_planned(config, place), HEAD_PROGRAM, place=place)
 
     async def rejoin(self, epoch: int) -> None:
         """See HeadEngine. Raises EngineError, EngineLost."""
@@ -112,13 +106,8 @@ class HostedHead(HostedEngine):
 class HostedStage(HostedEngine):
     """Implements StageEngine."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        place: StagePlace,
-        timeouts: EngineTimeouts | None = None,
-    ) -> None:
-        super().__init__(_planned(config, place), STAGE_PROGRAM, timeouts, place=place)
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
+        super().__init__(_planned(config, place), STAGE_PROGRAM, place=place)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Raise EngineError: only stage 0 generates."""

@@ -26,7 +26,6 @@ from primerl.node.training.losses import (
     formula,
     policy_loss,
     sft,
-    token_logprobs,
 )
 
 torch.set_num_threads(1)
@@ -374,14 +373,6 @@ def test_mismatch_kl_is_the_k3_estimator() -> None:
     assert metrics["importance_ratio/max"] == pytest.approx(1.0)
     assert metrics["importance_ratio/mean"] == pytest.approx(0.9)
     assert metrics["tokens"] == 2.0
-
-
-def test_logprobs_and_entropy_are_those_of_the_tempered_distribution() -> None:
-    logits = torch.tensor([[0.0, math.log(4.0)]])
-    chosen, entropy = token_logprobs(logits, torch.tensor([1]), temperature=2.0)
-    assert chosen.exp().item() == pytest.approx(2 / 3)
-    expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
-    assert entropy.item() == pytest.approx(expected, rel=1e-5)
 
 
 def measured(sequences: list[int], *, reference: bool = False) -> LossSums:
