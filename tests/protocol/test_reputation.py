@@ -421,10 +421,3 @@ def test_a_refused_claim_stays_refused_and_another_one_starts_anew() -> None:
     assert "as it was found before" in peer.refused
     again = Reputation.restore(peer.snapshot())
     assert again == peer
-
-
-def test_a_reputation_from_before_there_were_classes_is_read() -> None:
-    stored = msgspec.to_builtins(Reputation(good=3.0).snapshot())
-    del stored["placement"]
-    snapshot = msgspec.convert(stored, ReputationSnapshot)
-    assert Reputation.restore(snapshot).placement == Placement()
