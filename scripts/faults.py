@@ -184,7 +184,7 @@ FAULTS = (
         "protocol/leases.py",
         "late = [held for held in self.held.values() if held.lease.deadline < now]",
         "late: list[Held] = []",
-        ("test_a_lease_lasts_to_its_deadline",),
+        ("test_tasks_of_an_expired_lease_go_out_again_first_and_in_order",),
     ),
     Fault(
         "a worker is leased environments that it cannot play",

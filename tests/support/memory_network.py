@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from primerl.crypto.hashing import digest, short
 from primerl.node.p2p.discovery import GossipFact
@@ -23,6 +23,8 @@ from primerl.node.p2p.waiting import Notifier
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB, MAX_GOSSIP
 
+WINDOW = 256 * KIB
+"""Bytes that one direction of a stream holds unread before its writer waits."""
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
 
@@ -62,20 +64,17 @@ class AsyncQueue(Generic[T]):
             await self._changed.wait()
         raise self._ended()
 
-    def close(self) -> list[T]:
-        """End the inbox and hand back what nobody took."""
+    def close(self) -> None:
+        """End the inbox."""
         self._closed = True
-        left = list(self._items)
         self._items.clear()
         self._changed.fire()
-        return left
 
 
 class Pipe:
-    """One direction of a stream: bytes in order, at most `window` of them unread."""
+    """One direction of a stream: bytes in order, at most WINDOW of them unread."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self) -> None:
         self._unread = bytearray()
         self._finished = False
         self._broken: Broken | None = None
@@ -87,7 +86,7 @@ class Pipe:
             self._check()
             if self._finished:
                 raise StreamClosed("this stream was finished: open another one to say more")
-            room = self._window - len(self._unread)
+            room = WINDOW - len(self._unread)
             if room <= 0:
                 await self._changed.wait()
                 continue
@@ -157,7 +156,7 @@ class MemoryStream:
         view = memoryview(data).cast("B")
         with self._using():
             while view:
-                piece, view = view[: self._connection.window], view[self._connection.window :]
+                piece, view = view[:WINDOW], view[WINDOW:]
                 await self._connection.send(self, piece)
 
     async def finish(self) -> None:
@@ -197,12 +196,10 @@ class MemoryConnection:
         travel: Travel,
         uplink: Uplink,
         *,
-        window: int,
         ids: tuple[bytes, bytes],
         alpn: bytes,
         released: Callable[["MemoryConnection"], None],
     ) -> None:
-        self.window = window
         self._travel = travel
         self._uplink = uplink
         self._id, self._peer = ids
@@ -236,7 +233,7 @@ class MemoryConnection:
     async def open_stream(self) -> MemoryStream:
         """A new stream; the peer sees it at our first write, finish or abort."""
         self._check()
-        stream = MemoryStream(self, Pipe(self.window), Pipe(self.window))
+        stream = MemoryStream(self, Pipe(), Pipe())
         stream.unseen = True
         self._streams.add(stream)
         return stream
@@ -316,16 +313,13 @@ def connect_ends(
     travel: Travel,
     uplink: Uplink,
     *,
-    window: int,
     ids: tuple[bytes, bytes],
     alpn: bytes,
     released: tuple[Callable[[MemoryConnection], None], Callable[[MemoryConnection], None]],
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """The two ends of a new connection: that of ids[0], who connects, and that of ids[1]."""
-    near = MemoryConnection(travel, uplink, window=window, ids=ids, alpn=alpn, released=released[0])
-    far = MemoryConnection(
-        travel, uplink, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
-    )
+    near = MemoryConnection(travel, uplink, ids=ids, alpn=alpn, released=released[0])
+    far = MemoryConnection(travel, uplink, ids=(ids[1], ids[0]), alpn=alpn, released=released[1])
     near.pair(far)
     far.pair(near)
     return near, far
@@ -340,30 +334,10 @@ MAX_CALLERS = 64
 CARRYING = b"primerl/blobs/1"
 
 
-class World(Protocol):
-    """What a discovery needs of the network that it lives in."""
-
-    discoveries: "dict[str, MemoryDiscovery]"
-    window: int
-    uplink: Uplink
-
-    def is_cut(self, a: bytes, b: bytes) -> bool:
-        """Whether the two do not reach each other."""
-        ...
-
-    async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
-        """Return when something sent now would have arrived, or once over() is true."""
-        ...
-
-    def loses_gossip(self, source: bytes, target: bytes) -> bool:
-        """Whether a fact that `source` hands to `target` is lost."""
-        ...
-
-
 class MemoryDiscovery:
     """One node's discovery. Made by MemoryNetwork.discovery()."""
 
-    def __init__(self, world: World, node_id: bytes) -> None:
+    def __init__(self, world: "MemoryNetwork", node_id: bytes) -> None:
         self.node_id = node_id
         self._world = world
         self._wanted: tuple[str, ...] = ()
@@ -423,7 +397,6 @@ class MemoryDiscovery:
         near, far = connect_ends(
             self._world.travel,
             self._world.uplink,
-            window=self._world.window,
             ids=(self.node_id, peer),
             alpn=CARRYING,
             released=(_forget, _forget),
@@ -513,14 +486,11 @@ def _forget(connection: MemoryConnection) -> None:
 
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
-DEFAULT_WINDOW = 256 * KIB
 BACKLOG = 256
 """Connections that may wait for accept(); further ones are refused."""
 
 Delay = Callable[[bytes, bytes], Awaitable[None]]
 """Called with (from, to) before every piece of data and every handshake; it may sleep."""
-Loss = Callable[[bytes, bytes], bool]
-"""Called with (from, to) for every fact that one neighbour hands to another; true loses it."""
 
 
 async def no_limit(source: bytes, size: int) -> None:
@@ -531,30 +501,15 @@ async def no_delay(source: bytes, target: bytes) -> None:
     """The delay of a world without latency."""
 
 
-def no_loss(source: bytes, target: bytes) -> bool:
-    """The loss of a world in which gossip always arrives."""
-    return False
-
-
 class MemoryNetwork:
     """Everything that exists in one world: its nodes, its addresses, and which links are cut.
 
-    `delay` makes latency, `uplink` narrow lines, `loss` drops gossip. `window` is how many bytes one
-    direction of a stream holds unread before its writer waits.
+    `delay` makes latency, `uplink` narrow lines.
     """
 
-    def __init__(
-        self,
-        *,
-        delay: Delay = no_delay,
-        uplink: Uplink = no_limit,
-        loss: Loss = no_loss,
-        window: int = DEFAULT_WINDOW,
-    ) -> None:
+    def __init__(self, *, delay: Delay = no_delay, uplink: Uplink = no_limit) -> None:
         self.delay = delay
         self.uplink = uplink
-        self.loss = loss
-        self.window = window
         self.changed = Notifier()
         self.transports: dict[str, MemoryTransport] = {}
         self.discoveries: dict[str, MemoryDiscovery] = {}
@@ -611,7 +566,7 @@ class MemoryNetwork:
     def loses_gossip(self, source: bytes, target: bytes) -> bool:
         """Whether a fact on its way from `source` to `target` is lost."""
         link = frozenset((source, target))
-        return link in self._cut or link in self._stalled or self.loss(source, target)
+        return link in self._cut or link in self._stalled
 
     async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
         """Return when something sent by `source` would be at `target`, or once over() is true."""
@@ -713,7 +668,6 @@ class MemoryTransport:
         near, far = connect_ends(
             self._network.travel,
             self._network.uplink,
-            window=self._network.window,
             ids=(self._node_id, peer),
             alpn=alpn,
             released=(self.released, target.released),

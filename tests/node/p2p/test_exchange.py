@@ -79,17 +79,6 @@ async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_o
             assert bytes_of(one.fetcher.fetched, other) >= 0.2 * 30 * 32 * KIB
 
 
-async def test_a_single_chunk_goes_down_the_line() -> None:
-    async with World() as world:
-        origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
-        for seed in range(8):
-            chunks = payload(1, seed=seed)
-            origin.hold(chunks)
-            await all_fetch([first, second], refs(chunks), origin)
-        assert bytes_of(second.fetcher.fetched, first) >= 6 * 64 * KIB
-        assert sum(origin.server.served.values()) <= 10 * 64 * KIB
-
-
 async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone() -> None:
     chunks = payload(30)
     async with World() as world:

@@ -129,15 +129,6 @@ async def test_two_nodes_tell_each_other_facts_and_know_who_told(make: Make) -> 
     assert await heard(first) == GossipFact(b"pong", key(2).node_id)
 
 
-async def test_a_node_that_knows_only_the_second_hears_the_first(make: Make) -> None:
-    first, second = await pair(make)
-    third = make(3)
-    await third.start(second.addresses())
-    await until(third.neighbours)
-    await first.publish(b"far")
-    assert (await heard(third)).sealed == b"far"
-
-
 async def test_leaves_of_one_hub_find_each_other_and_outlive_it(make: Make) -> None:
     hub, left, right = make(1), make(2), make(3)
     await hub.start([])

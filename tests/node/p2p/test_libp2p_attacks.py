@@ -197,12 +197,6 @@ async def connect(host: "IHost", pubsub: "Pubsub", address: str) -> None:
     await pubsub.wait_for_peer(victim.peer_id)
 
 
-async def test_a_stranger_that_keeps_to_the_rules_is_heard(victim: Libp2pDiscovery) -> None:
-    async with stranger(9, victim) as other:
-        await other.tell([b"hello"])
-        assert await heard(victim) == GossipFact(b"hello", key(9).node_id)
-
-
 async def test_an_oversized_fact_of_a_stranger_is_dropped(victim: Libp2pDiscovery) -> None:
     async with stranger(9, victim) as other:
         await other.tell([bytes(MAX_GOSSIP + 1), bytes(MAX_GOSSIP)])

@@ -392,33 +392,3 @@ async def test_too_many_requests_are_refused() -> None:
     assert Reason.RATE_LIMITED in said
     await server.close()
     await client.close()
-
-
-async def test_in_memory_a_cut_link_carries_nothing() -> None:
-    world = MemoryNetwork()
-    server, client = world.discovery(key(1).node_id), world.discovery(key(2).node_id)
-    await server.start([])
-    await client.start(server.addresses())
-
-    async def talk(stream: Stream) -> bytes:
-        return await stream.read_exact(2)
-
-    with pytest.raises(Unreachable, match="takes no streams"):
-        await client.converse(server.node_id, [], talk)
-
-    async def answer(peer: bytes, stream: Stream) -> None:
-        await stream.write(peer[:2])
-        await stream.finish()
-
-    async with serving(TcpChunkServer(server, PeerTable(), answer)):
-        await asyncio.sleep(0)
-        assert await client.converse(server.node_id, [], talk) == client.node_id[:2]
-        world.partition(server.node_id, client.node_id)
-        with pytest.raises(Unreachable):
-            await client.converse(server.node_id, server.addresses(), talk)
-        world.heal(server.node_id, client.node_id)
-        assert await client.converse(server.node_id, [], talk) == client.node_id[:2]
-        await server.close()
-    with pytest.raises(Unreachable):
-        await client.converse(server.node_id, server.addresses(), talk)
-    await client.close()

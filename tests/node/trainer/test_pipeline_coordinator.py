@@ -192,23 +192,6 @@ def test_those_that_are_left_do_not_wait_for_ever(world: World) -> None:
     assert (after.group, after.generation) == (plan.group, 1)
 
 
-def test_a_group_without_its_stage_0_has_nothing_to_wait_for(world: World) -> None:
-    plan = world.gather(1, 2)
-    head, other = ranks(plan)
-    world.later(ALIVE_S + 1)
-    assert isinstance(world.offer(other, of=plan, lost=(head,)), StageWait)
-
-
-def test_two_that_both_talk_to_us_try_again_together(world: World) -> None:
-    """There is nobody else: a higher generation makes both connect anew."""
-    plan = world.gather(1, 2)
-    head, other = ranks(plan)
-    after = opened(world.offer(head, of=plan, lost=(other,)))
-    assert ranks(after) == [head, other]
-    assert after.generation == 1
-    assert opened(world.offer(other, of=plan)) == after
-
-
 def test_a_complaint_about_an_old_plan_changes_nothing(world: World) -> None:
     plan = world.gather(1, 2)
     head, other = ranks(plan)
