@@ -248,7 +248,7 @@ FAULTS = (
         "node/training/losses.py",
         "values = _pull(config, inputs) - gain.masked_fill(low | high, 0.0)",
         "values = _pull(config, inputs) + gain.masked_fill(low | high, 0.0)",
-        ("test_dppo_is_its_formula_inside_the_trust_region",),
+        ("test_a_loss_and_its_gradient_are_the_closed_form",),
     ),
     Fault(
         "a difficulty pool is chosen by the lowest reward",

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
-from msgspec import structs
 from support.offer_cases import MODEL, NOW, PART, TRAINER, World, key, node, opened, ranks
 from support.protocol_cases import refuses
 
@@ -16,14 +14,12 @@ from primerl.node.trainer.pipeline_coordinator import (
     ALIVE_S,
     BENCH_S,
     GONE_S,
-    LEDGER,
     MAKE_BURST,
     MAX_OFFERS,
     MEASURE_S,
     PEER_BURST,
     PLAN_TTL_S,
     WAIT_S,
-    SavedPipeline,
 )
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -359,16 +355,6 @@ def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(world: 
         world.offer(1, engine="hf", software="primerl 0.1.0")
     assert refusal.value.reason is Reason.NOT_FOUND
     assert isinstance(world.offer(1), StageWait)
-
-
-def test_a_plan_of_an_engine_without_stages_is_not_taken_up_again(world: World) -> None:
-    """It was kept by a trainer of an older release."""
-    plan = world.gather(1, 2)
-    old = structs.replace(plan, shape=structs.replace(plan.shape, engine="hf"))
-    world.ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline((old,), {})))
-    world.restart()
-    assert world.coordinator.rows() == []
-    assert world.gather(1, 2).group != plan.group
 
 
 def test_nobody_may_offer_without_end(world: World) -> None:
