@@ -304,7 +304,7 @@ FAULTS = (
         "node/training/checkpoint.py",
         "if record.files != _digests(directory):",
         "if False:",
-        ("test_an_altered_file_is_noticed_before_anything_is_resumed",),
+        ("test_damage_is_noticed_before_anything_is_resumed",),
     ),
     # -- inference
     Fault(

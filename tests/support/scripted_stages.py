@@ -304,7 +304,7 @@ class Drawing:
 
 
 class ScriptedHead:
-    """Implements HeadEngine and Laned: schedules micro-batches as they return, in a thread."""
+    """Implements HeadEngine: schedules micro-batches as they return, in a thread."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class ScriptedHead:
         return EngineStats(generated_tokens=self.generated)
 
     def lanes(self) -> HostedLanes:
-        """See Laned."""
+        """See HeadEngine."""
         return HostedLanes(*self._chain.lane_stats)
 
     async def close(self) -> None:
