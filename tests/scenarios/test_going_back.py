@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
+from support.waiting import until
 from support.witness import Fakes, WitnessBackend
 
 from primerl.node.app import rundir

@@ -72,9 +72,10 @@ class AsyncQueue(Generic[T]):
 
 
 class Pipe:
-    """One direction of a stream: bytes in order, at most WINDOW of them unread."""
+    """One direction of a stream: bytes in order, at most `window` of them unread."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        self._window = window
         self._unread = bytearray()
         self._finished = False
         self._broken: Broken | None = None
@@ -86,7 +87,7 @@ class Pipe:
             self._check()
             if self._finished:
                 raise StreamClosed("this stream was finished: open another one to say more")
-            room = WINDOW - len(self._unread)
+            room = self._window - len(self._unread)
             if room <= 0:
                 await self._changed.wait()
                 continue
@@ -156,7 +157,7 @@ class MemoryStream:
         view = memoryview(data).cast("B")
         with self._using():
             while view:
-                piece, view = view[:WINDOW], view[WINDOW:]
+                piece, view = view[: self._connection.window], view[self._connection.window :]
                 await self._connection.send(self, piece)
 
     async def finish(self) -> None:
@@ -196,10 +197,12 @@ class MemoryConnection:
         travel: Travel,
         uplink: Uplink,
         *,
+        window: int,
         ids: tuple[bytes, bytes],
         alpn: bytes,
         released: Callable[["MemoryConnection"], None],
     ) -> None:
+        self.window = window
         self._travel = travel
         self._uplink = uplink
         self._id, self._peer = ids
@@ -233,7 +236,7 @@ class MemoryConnection:
     async def open_stream(self) -> MemoryStream:
         """A new stream; the peer sees it at our first write, finish or abort."""
         self._check()
-        stream = MemoryStream(self, Pipe(), Pipe())
+        stream = MemoryStream(self, Pipe(self.window), Pipe(self.window))
         stream.unseen = True
         self._streams.add(stream)
         return stream
@@ -313,13 +316,16 @@ def connect_ends(
     travel: Travel,
     uplink: Uplink,
     *,
+    window: int,
     ids: tuple[bytes, bytes],
     alpn: bytes,
     released: tuple[Callable[[MemoryConnection], None], Callable[[MemoryConnection], None]],
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """The two ends of a new connection: that of ids[0], who connects, and that of ids[1]."""
-    near = MemoryConnection(travel, uplink, ids=ids, alpn=alpn, released=released[0])
-    far = MemoryConnection(travel, uplink, ids=(ids[1], ids[0]), alpn=alpn, released=released[1])
+    near = MemoryConnection(travel, uplink, window=window, ids=ids, alpn=alpn, released=released[0])
+    far = MemoryConnection(
+        travel, uplink, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
+    )
     near.pair(far)
     far.pair(near)
     return near, far
@@ -397,6 +403,7 @@ class MemoryDiscovery:
         near, far = connect_ends(
             self._world.travel,
             self._world.uplink,
+            window=self._world.window,
             ids=(self.node_id, peer),
             alpn=CARRYING,
             released=(_forget, _forget),
@@ -510,6 +517,7 @@ class MemoryNetwork:
     def __init__(self, *, delay: Delay = no_delay, uplink: Uplink = no_limit) -> None:
         self.delay = delay
         self.uplink = uplink
+        self.window = WINDOW
         self.changed = Notifier()
         self.transports: dict[str, MemoryTransport] = {}
         self.discoveries: dict[str, MemoryDiscovery] = {}
@@ -668,6 +676,7 @@ class MemoryTransport:
         near, far = connect_ends(
             self._network.travel,
             self._network.uplink,
+            window=self._network.window,
             ids=(self._node_id, peer),
             alpn=alpn,
             released=(self.released, target.released),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir, until
+from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir
 from support.chat_model import COMPACT
+from support.waiting import until
 
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig

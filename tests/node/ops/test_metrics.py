@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.swarm import until
+from support.waiting import until
 
 from primerl.node.ops.metrics import (
     EVERY_S,

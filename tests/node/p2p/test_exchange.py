@@ -5,20 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.exchange_world import (
-    KIB,
-    Bare,
-    World,
-    bytes_of,
-    copies_sent,
-    lines,
-    node_id,
-    payload,
-    until,
-)
+from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.waiting import until
 
 from primerl.node.ops.errors import NetworkError, StorageError
 from primerl.node.p2p.rpc import Refused

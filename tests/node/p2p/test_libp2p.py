@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_libp2p
@@ -42,12 +43,6 @@ async def make() -> AsyncIterator[Make]:
 
 def key(i: int) -> SecretKey:
     return SecretKey.from_seed(bytes([i]) * 32)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def heard(discovery: Libp2pDiscovery) -> GossipFact:

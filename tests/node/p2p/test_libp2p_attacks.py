@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import trio
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.discovery import GossipFact, peer_id_of
@@ -58,12 +59,6 @@ def key(i: int) -> SecretKey:
 
 def port_of(discovery: Libp2pDiscovery) -> int:
     return int(discovery.addresses()[0].split("/")[4])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def heard(discovery: Libp2pDiscovery) -> GossipFact:

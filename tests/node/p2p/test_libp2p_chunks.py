@@ -11,6 +11,7 @@ import pytest_asyncio
 import trio
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.chunk_client import BACKOFF_S, TcpChunks
@@ -48,12 +49,6 @@ def key(i: int) -> SecretKey:
 
 def node(i: int) -> Libp2pDiscovery:
     return Libp2pDiscovery(key(i), run_id=RUN, host="127.0.0.1", port=0)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class Server:

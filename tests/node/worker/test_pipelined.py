@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.swarm import until
+from support.waiting import until
 
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
