@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from support.libp2p_cases import DEADLINE_S, RUN, heard, key, multiaddr, port_of
 from support.waiting import until
 
-from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_libp2p
 from primerl.node.config.run import NetworkConfig
 from primerl.node.p2p.discovery import GossipFact, node_id_of, peer_id_of
@@ -19,9 +19,6 @@ from primerl.node.p2p.libp2p import Libp2pDiscovery
 from primerl.node.p2p.transport import AddressInUse, TransportError
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
-
-RUN = b"r" * 32
-DEADLINE_S = 60.0
 
 Make = Callable[..., Libp2pDiscovery]
 
@@ -41,25 +38,12 @@ async def make() -> AsyncIterator[Make]:
     await asyncio.gather(*(discovery.close() for discovery in made))
 
 
-def key(i: int) -> SecretKey:
-    return SecretKey.from_seed(bytes([i]) * 32)
-
-
-async def heard(discovery: Libp2pDiscovery) -> GossipFact:
-    async with asyncio.timeout(DEADLINE_S):
-        return await anext(discovery.facts())
-
-
 async def pair(make: Make) -> tuple[Libp2pDiscovery, Libp2pDiscovery]:
     first, second = make(1), make(2)
     await first.start([])
     await second.start(first.addresses())
     await until(lambda: first.neighbours() and second.neighbours())
     return first, second
-
-
-def port_of(discovery: Libp2pDiscovery) -> int:
-    return int(discovery.addresses()[0].split("/")[4])
 
 
 async def test_where_the_library_is_missing_a_node_says_so_and_goes_on(
@@ -147,12 +131,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def multiaddr(port: int, i: int) -> str:
-    from libp2p.peer.id import ID
-
-    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{ID(peer_id_of(key(i).node_id))}"
 
 
 async def test_a_lost_neighbour_is_dialled_again_when_it_is_back(make: Make) -> None:
