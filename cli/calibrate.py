@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import arguments, read_config, run_to_end
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run(
     _print(report, as_json=as_json)
     if not force:
         report.check()
-    _write(report, out)
+    _write(report, expand_home(out))
 
 
 async def _measure(
@@ -108,7 +109,7 @@ async def _measure(
     factories = sandboxed(config)
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
-        source = weights or model_dir
+        source = expand_home(weights) if weights is not None else model_dir
         found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
         environments = factories.mixture(config, model_dir)

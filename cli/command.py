@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 import typer.core
 
+from ..node.config.paths import expand_home
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic_config import BaseConfig
@@ -58,7 +60,17 @@ DataDir = Annotated[
         help="The node's data directory; without it, the node that runs on this machine.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Exactly the data, as JSON.")]
+OwnDataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        "-d",
+        envvar="PRIMERL_DATA_DIR",
+        help="The node's data directory (~/.primerl).",
+    ),
+]
+"""For commands that need no running node."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 # -- config arguments ------------------------------------------------------------------------------
@@ -98,18 +110,19 @@ def show_config(config: "BaseConfig", *, as_json: bool) -> None:
 
 
 def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> None:
-    """Raise UsageError for an engine that cannot be started like that, also before a dry run.
+    """Raise UsageError or EngineError for an engine that cannot be started like that, also before a dry run.
 
     `proven` is False for a command whose completions are not audited.
     """
     from ..node.app.daemon import check_config
-    from ..node.config.run import RunConfig
+    from ..node.config.run import ModelConfig, RunConfig
+    from ..node.config.serving import ServeConfig
 
     engine, model = config.engine, None
     if isinstance(config, RunConfig):
-        model = config.model
-        if config.verification.numerics == "exact":
-            engine = engine.model_copy(update={"batch_invariant": True})
+        engine, model = config.worker_engine, config.model
+    elif isinstance(config, ServeConfig) and config.model.name:
+        model = ModelConfig(name=config.model.name)
     check_config(engine, model, proven=proven)
 
 
@@ -161,7 +174,7 @@ def find_node(data_dir: Path | None) -> Path:
     from ..node.ops.errors import NetworkError
 
     if data_dir is not None:
-        return data_dir.expanduser()
+        return expand_home(data_dir)
     entries = running()
     if not entries:
         if socket_path(default_data_dir()).exists():
@@ -258,6 +271,7 @@ class ConfigCommand(typer.core.TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """Return typer's help and the keys."""
         from ..node.config.evaluation import EvalConfig
+        from ..node.config.judge import JudgeRunConfig
         from ..node.config.run import JoinConfig, RunConfig
         from ..node.config.serving import ServeConfig
         from ..node.config.sft import SftConfig
@@ -267,6 +281,7 @@ class ConfigCommand(typer.core.TyperCommand):
             "sft": SftConfig,
             "eval": EvalConfig,
             "inference": ServeConfig,
+            "judge": JudgeRunConfig,
         }
         cls = others.get(self.name or "", RunConfig)
         return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"

@@ -22,7 +22,9 @@ GpuGib = Annotated[
     float | None,
     typer.Option("--gpu-memory", min=1, help="Plan for GPUs of this many GiB, not this machine's."),
 ]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="How many; else this machine's.")]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", min=1, help="Number of GPUs; default: this machine's.")
+]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Plan for this machine's memory, without a GPU.")]
 Shared = Annotated[bool, typer.Option("--shared", help="Trainer and worker use the same GPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
@@ -60,7 +62,8 @@ def run(
         checks.append(doctor.check_model(model, config.training.seq_len))
         if config.engine.type == "vllm":
             here = gpu_memory is None
-            checks.append(doctor.check_served(model, cpu=cpu or (here and torch_without_gpus())))
+            on_cpu = cpu or (here and torch_without_gpus())
+            checks.append(doctor.check_served(config.worker_engine, model, cpu=on_cpu))
     plan = None
     if shape is not None:
         device, count = _device(gpu_memory, cpu=cpu)

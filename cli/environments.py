@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .command import AsJson, default_data_dir, run_to_end
+from ..node.config.paths import expand_home
+from .command import AsJson, OwnDataDir, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
     from ..node.config.chat_api import JudgeConfig
@@ -22,15 +23,6 @@ INSTALL_S = 3600.0
 TEMPLATE = Path(__file__).parent / "template"
 """Files of a new environment; NAME, MODULE and Title stand for its own names."""
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        "-d",
-        envvar="PRIMERL_DATA_DIR",
-        help="The worker's data directory (~/.primerl).",
-    ),
-]
 Id = Annotated[str, typer.Argument(metavar="ID", help="Its id, such as my-env.")]
 
 app = typer.Typer(
@@ -55,15 +47,13 @@ Examples:
 
 @app.command("init", short_help="Write a package to begin with.")
 def init(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as my-env.")],
-    path: Annotated[
-        Path, typer.Option("--path", "-p", help="Where its directory is made.")
-    ] = Path(),
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its id, such as my-env.")],
+    path: Annotated[Path, typer.Option("--path", "-p", help="Parent of its directory.")] = Path(),
     multi_turn: Annotated[
-        bool, typer.Option("--multi-turn", help="One that answers the model, several times.")
+        bool, typer.Option("--multi-turn", help="Write one with several turns.")
     ] = False,
     tools: Annotated[
-        bool, typer.Option("--tools", help="One with a tool that the model calls.")
+        bool, typer.Option("--tools", help="Write one with a tool that the model calls.")
     ] = False,
 ) -> None:
     """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
@@ -79,7 +69,7 @@ def init(
         raise UsageError(f"{name!r} cannot be used: {taken}; choose another name")
     if root_of(module) is not None:
         raise UsageError(f"a module {module!r} is installed here already: choose another name")
-    directory = path.expanduser() / name
+    directory = expand_home(path) / name
     if directory.exists():
         raise UsageError(f"{directory} exists already: choose another name or another --path")
     title = "".join(word.capitalize() for word in module.split("_"))
@@ -124,7 +114,7 @@ class InstalledEnvironment:
 
 
 @app.command("list", short_help="The environments that this node could play.")
-def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     """List bundled and installed environments, without importing any.
 
     Installed ones are found by their distribution, which requires verifiers and has a module with a Taskset.
@@ -150,7 +140,7 @@ def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 def trust(
     environment: Id,
     remove: Annotated[bool, typer.Option("--remove", help="Stop trusting it.")] = False,
-    data_dir: DataDir = None,
+    data_dir: OwnDataDir = None,
 ) -> None:
     """Let `join` with this data directory play the installed release of an environment, without asking.
 
@@ -175,7 +165,7 @@ def trust(
 
 
 def _data_dir(given: Path | None) -> Path:
-    return given.expanduser() if given is not None else default_data_dir()
+    return expand_home(given) if given is not None else default_data_dir()
 
 
 def _bundled(name: str, data_dir: Path) -> InstalledEnvironment:
@@ -221,13 +211,13 @@ def install(
     trusted: Annotated[
         bool, typer.Option("--trust", help="Trust the installed package, as `env trust` does.")
     ] = False,
-    data_dir: DataDir = None,
+    data_dir: OwnDataDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Install an environment with pip, or with uv where there is no pip, into the Python of this program.
 
     It is unpacked elsewhere first and refused if a run could never play it. No package that is installed here
-    changes its version for it. To build a source directory runs code of it.
+    changes its version for it. Building a source directory runs its code.
     """
     import importlib
     import tempfile
@@ -271,7 +261,7 @@ def _installable(target: str) -> str:
     """Check what to install. Raises UsageError."""
     from ..node.ops.errors import UsageError
 
-    path = Path(target).expanduser()
+    path = expand_home(target)
     if path.exists():
         if path.is_dir() and not any(
             (path / it).is_file() for it in ("pyproject.toml", "setup.py")
@@ -395,7 +385,7 @@ def run_test(
     reply: Annotated[
         list[str] | None,
         typer.Option(
-            "--reply", help="Say this instead of the usual replies; again for the next turn."
+            "--reply", help="Reply this, not as described above; repeat it for the next turn."
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print one rollout in full.")] = False,
@@ -471,7 +461,7 @@ def run_test(
         ),
         sandbox=_sandbox(sandbox, readable or [], network, processes, memory_gib),
         tasks=tasks,
-        model=model.expanduser() if model is not None else None,
+        model=expand_home(model) if model is not None else None,
         seed=seed,
         limit_s=limit_s,
         replies=tuple(reply or ()),

@@ -36,7 +36,7 @@ WeightsDir = Annotated[
     Path | None, typer.Option("--weights-dir", help="Step weights of a run: outputs/RUN/weights.")
 ]
 Steps = Annotated[
-    str | None, typer.Option("--steps", help="Of --weights-dir, as 5,10; else all of them.")
+    str | None, typer.Option("--steps", help="Only these steps of --weights-dir, such as 5,10.")
 ]
 Again = Annotated[bool, typer.Option("--again", help="Also measure finished results again.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results (or a dry run) as JSON.")]

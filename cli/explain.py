@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, DataDir, default_data_dir, find_node
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run(
     verdict: Annotated[
         str,
         typer.Argument(
-            metavar="[VERDICT]",
+            metavar="VERDICT",
             help="A lease id, or the first digits of a submission's digest; else the latest rejected one.",
         ),
     ] = "",
@@ -76,7 +77,7 @@ def _directory(data_dir: Path | None) -> Path:
     from ..node.ops.errors import NetworkError, UsageError
 
     if data_dir is not None:
-        return data_dir.expanduser()
+        return expand_home(data_dir)
     try:
         return find_node(None)
     except NetworkError as error:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .command import AsJson, DataDir, default_data_dir
+from ..node.config.paths import expand_home
+from .command import AsJson, OwnDataDir, default_data_dir
 
 if TYPE_CHECKING:
     from ..crypto.keys import SecretKey
@@ -19,7 +20,7 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def init(
-    data_dir: DataDir = None,
+    data_dir: OwnDataDir = None,
     passphrase: Annotated[
         bool,
         typer.Option(
@@ -54,7 +55,7 @@ def init(
     typer.echo(f"key: {path}\nid:  {key.node_id.hex()}")
 
 
-def show(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     """Show this node's id, as this program, its peers and libp2p spell it."""
     from ..crypto.hashing import short
     from ..node.p2p.discovery import peer_id_of
@@ -69,7 +70,7 @@ def show(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 
 def _key_path(data_dir: Path | None) -> Path:
-    return (data_dir or default_data_dir()).expanduser() / KEY_FILE
+    return expand_home(data_dir or default_data_dir()) / KEY_FILE
 
 
 def _open_key(path: Path) -> "SecretKey":

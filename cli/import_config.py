@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
+
 Files = Annotated[
     list[Path] | None,
     typer.Argument(
@@ -47,9 +49,10 @@ def run(
         return
     if not files:
         raise UsageError("name a config of prime-rl: primerl-node import rl.toml")
+    output = expand_home(output) if output is not None else None
     if output is not None and output.exists():
         raise UsageError(f"{output} is there already: remove it, or give another --output")
-    made = read_configs(files)
+    made = read_configs([expand_home(path) for path in files])
     if strict and made.missing:
         lines = [f"{len(made.missing)} keys have no counterpart:", *map(str, made.missing)]
         raise UsageError(BETWEEN_PROBLEMS.join(lines))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import (
     Dp,
     DryRun,
@@ -65,7 +66,8 @@ def run(
         bool,
         typer.Option(
             "--wait",
-            help="Wait for a trainer that was stopped, for ever; without it a worker leaves then.",
+            help="Wait for the trainer without limit; else a node leaves when its trainer is stopped, or is "
+            "silent for wait_for_trainer_s.",
         ),
     ] = False,
     tp: Tp = None,
@@ -198,7 +200,7 @@ def ticket_text(given: str) -> str:
     if given.strip().startswith(PREFIX):
         return given.strip()
     try:
-        path = Path(given).expanduser()
+        path = expand_home(given)
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):  # a pipe: --ticket <(ssh ...)
             raise TicketError(f"{given[:80]} is no file: give the ticket, or a file that holds it")

@@ -1,10 +1,10 @@
 """`primerl-node judge`: a frozen model that rewards ask, whose replies workers generate and prove."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import DryRun, DryRunJson, check_engine, read_config, run_to_end, show_config
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def _show_memory(config: "JudgeRunConfig", *, as_json: bool) -> None:
     from ..node.models.architectures import read_config
     from ..node.ops.errors import EngineError
 
-    if config.model.create is None and not (Path(config.model.name) / "config.json").is_file():
+    directory = expand_home(config.model.name)
+    if config.model.create is None and not (directory / "config.json").is_file():
         return
     try:
         shape = read_shape(read_config(config.model))

@@ -359,23 +359,25 @@ def print_summary(run_dir: Path) -> None:
     screen.print(label_table(summary_lines(summary)))
 
 
+def _change(figures: Mapping[str, Any], name: str) -> str:
+    """Describe a figure before and after training; empty if it was not measured."""
+    before, after = figures.get(f"{name}_before"), figures.get(f"{name}_after")
+    return "" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+
+
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """List labels and values of a summary; a key that is missing is a line that is missing."""
     if run := str(summary.get("run") or ""):
         run_id, steps = str(summary.get("run_id") or "")[:10], summary.get("steps", "?")
         yield "run", f"{run}  {run_id}  seed {summary.get('seed', '?')}, {steps} steps"
+    evaluated = summary.get("eval_prompts") != 0
     for label, name in (("exact match", "exact_match"), ("reward", "reward")):
-        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
-        if before is not None and after is not None and summary.get("eval_prompts") != 0:
-            yield label, f"{before:.3f} before, {after:.3f} after (held-out prompts)"
+        if evaluated and (change := _change(summary, name)):
+            yield label, f"{change} (held-out prompts)"
     environments = summary.get("environments") or {}
     for name, one in environments.items() if len(environments) > 1 else ():
-        before, after = one.get("reward_before"), one.get("reward_after")
-        if before is not None and after is not None:
-            how = (
-                f"reward {before:.3f} before, {after:.3f} after, {one.get('accepted', 0)} accepted"
-            )
-            yield f"  {name}", how
+        change = _change(one, "reward") if evaluated else ""
+        yield f"  {name}", f"{f'reward {change}, ' * bool(change)}{one.get('accepted', 0)} accepted"
     for name, versions in (summary.get("evaluations") or {}).items():
         for one in (versions[0], *versions[1:][-1:]):
             yield f"eval {name}", f"version {one['version']}: {passes(one)}"

@@ -51,7 +51,7 @@ The same by hand, in three terminals:
 """
 
 EPILOG = """\b
-Configuration, for train, join, rl, sft, eval, inference, calibrate and doctor (later wins):
+Configuration, for rl, train, join, judge, sft, calibrate, eval, inference and doctor (later wins):
   defaults < `@ file.toml` (left to right) < PRIMERL_TRAINING__LR=1e-6 < --training.lr 1e-6
 
 \b
@@ -111,9 +111,9 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 }
 """Commands that take a config, and their lines in the help."""
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
-    "status": (status.status, "How the running node is doing."),
-    "peers": (status.peers, "The peers that it knows, and how they do."),
-    "explain": (explain.run, "Why work was accepted or rejected, with the evidence."),
+    "status": (status.status, "Show how the running node is doing."),
+    "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (
         replay.run,
@@ -128,8 +128,8 @@ for _name, (_command, _help) in CONFIGURED.items():
     app.command(_name, short_help=_help, cls=ConfigCommand, context_settings=FREE)(_command)
 for _name, (_command, _help) in PLAIN.items():
     app.command(_name, short_help=_help)(_command)
-_tickets = "Join tickets of the running trainer: print, issue, list, revoke."
-_environments = "Environments: write one, install, list, test, trust."
+_tickets = "Print, issue, list and revoke join tickets of the running trainer."
+_environments = "Write, install, list, test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 

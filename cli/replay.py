@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, run_to_end
 
 if TYPE_CHECKING:
@@ -19,14 +20,16 @@ ROW = "{:>11}  {:>7}  {:<12}  {:<7}  {}"
 
 
 def run(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of the run, outputs/NAME.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, outputs/NAME.")
+    ],
     tolerance: Annotated[
         float | None,
         typer.Option(
             "--tolerance",
             min=0.0,
-            help="Share of what training moved by which weights may differ. Default: none on CPUs, "
-            "0.1 where the run or this is on a GPU.",
+            help="How far weights may differ, as a share of the change by training. Default: 0, or 0.1 if "
+            "the run was on a GPU or this is.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -46,7 +49,7 @@ def run(
     """
     from ..node.app.replay import KeptRun, follows
 
-    kept = KeptRun.open(run_dir.expanduser())
+    kept = KeptRun.open(expand_home(run_dir))
     table = None if as_json else StepTable()
     steps = run_to_end(_replay(kept, tolerance, table))
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..node.config.paths import expand_home
 from .command import AsJson, find_node
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ COLUMN = 36
 RunDir = Annotated[
     Path | None,
     typer.Argument(
-        help="Directory of the run; without it, the run of the trainer on this machine."
+        metavar="RUN_DIR",
+        help="Directory of the run; without it, the run of the trainer on this machine.",
     ),
 ]
 
@@ -29,37 +31,53 @@ RunDir = Annotated[
 def run(
     run_dir: RunDir = None,
     step: Annotated[
-        str, typer.Option("--step", "-s", metavar="N|A-B", help="Of this step, or of these.")
+        str, typer.Option("--step", "-s", metavar="N|A-B", help="Only of this step, or of these.")
     ] = "",
-    worker: Annotated[str, typer.Option("--worker", help="First digits of its node id.")] = "",
-    environment: Annotated[str, typer.Option("--environment", help="Its id.")] = "",
+    worker: Annotated[
+        str, typer.Option("--worker", help="Only of this worker: its node id, or the first digits.")
+    ] = "",
+    environment: Annotated[
+        str, typer.Option("--environment", help="Only of the environment with this id.")
+    ] = "",
     verdict: Annotated[
-        str, typer.Option("--verdict", help="trained, unused (accepted all the same) or rejected.")
+        str,
+        typer.Option(
+            "--verdict", help="Only trained, unused (accepted, but not trained) or rejected ones."
+        ),
     ] = "",
     reason: Annotated[
-        str, typer.Option("--reason", help="Why it is not trained: bad_reward, stale, thin ..")
+        str,
+        typer.Option(
+            "--reason", help="Only those not trained for this reason: bad_reward, stale, thin ..."
+        ),
     ] = "",
-    reward_min: Annotated[float | None, typer.Option("--reward-min", help="At least this.")] = None,
-    reward_max: Annotated[float | None, typer.Option("--reward-max", help="At most this.")] = None,
-    last: Annotated[
-        int, typer.Option("--last", min=1, help="How many are listed, the newest.")
-    ] = 40,
+    reward_min: Annotated[float | None, typer.Option("--reward-min", help="Lowest reward.")] = None,
+    reward_max: Annotated[
+        float | None, typer.Option("--reward-max", help="Highest reward.")
+    ] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="List this many of the newest.")] = 40,
     show: Annotated[
         str,
         typer.Option(
-            "--show", metavar="STEP/GROUP/ROLLOUT", help="One as the model saw it, all its tokens."
+            "--show",
+            metavar="STEP/GROUP/ROLLOUT",
+            help="Show one as the model saw it, with all tokens.",
         ),
     ] = "",
     diff: Annotated[
         str,
         typer.Option(
-            "--diff", metavar="STEP/GROUP", help="The completions of a group beside each other."
+            "--diff",
+            metavar="STEP/GROUP",
+            help="Show the completions of a group beside each other.",
         ),
     ] = "",
     export: Annotated[
         str,
         typer.Option(
-            "--export", metavar="FILE", help="Write those found as JSON lines; - prints them."
+            "--export",
+            metavar="FILE",
+            help="Write what is found to a file as JSON lines; - prints it.",
         ),
     ] = "",
     as_json: AsJson = False,
@@ -105,7 +123,7 @@ def open_files(run_dir: Path | None) -> "RolloutFiles":
     from ..node.storage.rollouts import RolloutFiles
     from ..node.storage.run_files import ROLLOUTS
 
-    directory = run_dir.expanduser() if run_dir is not None else find_node(None).parent
+    directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
     files = RolloutFiles(directory / ROLLOUTS)
     if not files.steps():
         raise UsageError(
@@ -175,7 +193,7 @@ def visible(text: str) -> str:
     )
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json: bool) -> None:
@@ -312,7 +330,7 @@ def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None
         return
     count = 0
     try:
-        with Path(target).expanduser().open("wb") as file:
+        with expand_home(target).open("wb") as file:
             for line in lines:
                 file.write(line)
                 count += 1

@@ -82,7 +82,9 @@ def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 @app.command("revoke", short_help="Stop a ticket from admitting nodes.")
 def revoke(
-    name: Annotated[str, typer.Argument(help="Its label, or the beginning of its id.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Its label, or the beginning of its id.")
+    ],
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:

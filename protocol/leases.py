@@ -523,7 +523,7 @@ class LeaseBook:
     Groups are divided among the environments by smooth weighted round-robin: each group that is leased gives
     every environment its share of one, and costs the environment that it is of a whole one. A node gets the
     environment that is owed most of those that it can play: so nodes that can play all make up for those that
-    cannot. What nobody can play gets no share, nor does what is owed a batch already.
+    cannot. An environment that no node can play gets no share, nor does one that is owed a batch already.
     """
 
     policy: LeasePolicy

@@ -148,7 +148,7 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Rounding of the proved bf16 weights in every engine of the run, auditors' included; `fp8` is that of
     node/inference/quantization.py."""
     bounds: Literal["fixed", "measured"] = "fixed"
-    """`fixed`: the thresholds above judge everybody. `measured`: they are provisional, and the run measures
+    """`fixed`: the thresholds above apply to every node. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
 

@@ -509,7 +509,7 @@ FAULTS = (
         "node/trainer/leased_replies.py",
         "if number not in rejected",
         "if True",
-        ("test_rejected_work_answers_nobody",),
+        ("test_rejected_work_answers_no_request",),
     ),
     Fault(
         "prompt of a lease is not what its task says",

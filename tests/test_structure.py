@@ -436,6 +436,17 @@ def test_foreign_bytes_are_never_run() -> None:
                 assert fixed, f"{source.path}:{value.lineno} {name}"
 
 
+def test_homes_are_expanded_by_the_helper_that_survives_an_unknown_user() -> None:
+    found = {
+        source.path
+        for source in SHIPPED
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser"
+        if dotted(node) != "os.path.expanduser"
+    }
+    assert not found, "use node/config/paths.py: expand_home()"
+
+
 def explained(source: Source, handler: ast.ExceptHandler) -> bool:
     """Whether a broad handler has a comment with its reason, or re-raises the error after cleaning up."""
     last = handler.body[-1]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...crypto.keys import SecretKey
 from ..config.judge import JudgeRunConfig
+from ..config.paths import expand_home
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.vllm_arguments import (
@@ -134,7 +135,7 @@ def check_config(
         check_installed()
     if model is None or (config.type != "vllm" and config.quantization == "none"):
         return
-    directory = Path(model.name).expanduser()
+    directory = expand_home(model.name)
     if model.create is not None:
         shape = model.create.model_dump()
     elif (directory / "config.json").is_file():
@@ -144,6 +145,5 @@ def check_config(
     check_quantized(config, shape)
     if config.type != "vllm":
         return
-    invariant = config.batch_invariant
-    check_family(shape, cpu=torch_without_gpus(), drafts=config.draft_tokens, invariant=invariant)
+    check_family(config, shape, cpu=torch_without_gpus())
     check_parallel(config, shape)

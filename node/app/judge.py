@@ -24,6 +24,7 @@ from ...protocol.trust import RunDocuments
 from ..api.completions import CHAT, EngineRoutes
 from ..api.server import ApiError, Body, EventStream, HttpServer, Served, serving
 from ..config.judge import JudgeRunConfig
+from ..config.paths import expand_home
 from ..config.run import (
     EnvironmentConfig,
     EvaluationConfig,
@@ -78,7 +79,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 64
 """Prompts that newcomers may hold together while no proven worker is there; half as many beside one."""
 REPLIES = 1_000_000
-"""Over about so many, verification.false_bans holds."""
+"""Number of replies over which verification.false_bans holds, about."""
 FOR_EVER_S = 10 * 365 * 86400.0
 LOOK_S = 0.5
 """Between two looks for leases that expired."""
@@ -339,7 +340,7 @@ class JudgeNode(IssuingNode):
 
 def public_name(model: str) -> str:
     """Name a model to other nodes: a hub id as it is, of a directory no more than its own name."""
-    directory = Path(model).expanduser()
+    directory = expand_home(model)
     return directory.resolve().name if directory.is_dir() else model
 
 

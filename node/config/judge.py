@@ -25,7 +25,7 @@ class JudgeAuditConfig(VerificationConfig):
 
     audit_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of a proven worker's replies that is audited; of a new or suspect one all are. Below 1 some replies
-    are given that nobody checked, to whoever sent the rollout that is judged, too."""
+    are given unchecked, also to the node that sent the judged rollout."""
 
 
 class JudgeRunConfig(NodeConfig):

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from ..ops.errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .judge import JudgeRunConfig
+from .paths import expand_home
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -110,7 +111,7 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def find_file(name: str) -> Path:
     """Find a config by path, or a bundled one by name. Raises UsageError."""
-    path = _at_home(Path(name))
+    path = expand_home(name)
     if path.is_file():
         return path
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
@@ -384,18 +385,10 @@ def _expand_home(config: Section) -> Section:
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Path):
-            new[name] = _at_home(value)
+            new[name] = expand_home(value)
         elif isinstance(value, BaseModel) and (section := _expand_home(value)) is not value:
             new[name] = section
     return config.model_copy(update=new) if new else config
-
-
-def _at_home(path: Path) -> Path:
-    """Replace `~` and `~user`; like a shell, leave the name of a user that does not exist."""
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        return path
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")

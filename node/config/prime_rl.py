@@ -216,7 +216,7 @@ vllm.* | engine.vllm.* | | all other arguments of vLLM's engine
 deployment.* | - | | start `primerl-node join` on each node; no engine is split in prefill and decode
 server.host, .port | api.=
 server.* | . | | the node watches its engine
-router.* | . | | leases go to whoever has room; `inference` has one engine
+router.* | . | | leases go to workers that have room; `inference` has one engine
 backend_port | . | | engines listen on no port
 kv_cache_offload.* | - | | nearest: engine.vllm.kv_offloading_backend = "native"
 use_pd_kv_transfer | . | | no engine is split in prefill and decode
@@ -624,7 +624,7 @@ SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "batch_size group_size rollouts_per_example"),
     ("evals", "source env[] client eval.client"),
 )
-"""(component, keys): a file belongs to the first component of which it has a key."""
+"""(component, keys): a file belongs to the first component that has one of its keys."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     ("infer_2025", "sampling"),

@@ -18,6 +18,7 @@ from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM, STAGES_WITHOUT_ROUTES
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .monitors import MonitorsConfig
+from .paths import expand_home
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
@@ -52,7 +53,7 @@ class ResumeConfig(BaseConfig):
 
     step: Annotated[int, Field(ge=0)] | None = None
     """The checkpoint of this step. Later steps of this run are void: newer checkpoints are set aside."""
-    dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    dir: Annotated[Path, AfterValidator(expand_home)] | None = None
     """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
 
 
@@ -276,7 +277,7 @@ class ProvedSamplingConfig(BaseConfig):
 
 
 class OwnSamplingConfig(ProvedSamplingConfig):
-    """[environments.sampling]: what is sampled otherwise than [sampling] says."""
+    """[environments.sampling]: an environment's own values of [sampling]."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Logits are divided by this before a token is drawn; default: sampling.temperature."""
@@ -689,6 +690,12 @@ class RunConfig(NodeConfig, OwnRunConfig):
             )
             for one in self.mixture
         }
+
+    @property
+    def worker_engine(self) -> EngineConfig:
+        """The `engine` section as a worker of this run uses it: exact numerics need batch-invariant kernels."""
+        exact = self.verification.numerics == "exact"
+        return self.engine.model_copy(update={"batch_invariant": True}) if exact else self.engine
 
     @property
     def may_replace_auditor(self) -> bool:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .paths import expand_home
+
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -67,12 +69,12 @@ class LossConfig(BaseConfig):
     """second_moment: largest mean of the squared log ratio over the tokens that are kept."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
-    reference: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    reference: Annotated[Path, AfterValidator(expand_home)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
     teacher: Literal["reference", "policy"] = "reference"
-    """reverse_kl and its term: whom they compare with, `reference` or the policy itself as it is now, which
-    reads `hint` before the conversation."""
+    """reverse_kl and its term: the model that they compare with, `reference` or the policy itself as it is now,
+    which reads `hint` before the conversation."""
     hint: Annotated[str, Field(max_length=4096)] = ""
     """reverse_kl and its term: a system message that the teacher alone reads before each conversation, with
     "{demonstration}" where the task's right reply belongs (OPSD)."""
@@ -336,8 +338,8 @@ class FsdpConfig(BaseConfig):
     nodes: Positive = 1
     """Machines; the others run the command that the daemon prints."""
     rendezvous: str = ""
-    """host:port of this machine that the ranks of other machines reach; needed with more than one. Anybody
-    who reaches it could join in: keep it inside a network of your own."""
+    """host:port of this machine that the ranks of other machines reach; needed with more than one. Any
+    program that reaches it could join: keep it inside a network of your own."""
     replicas: Positive = 1
     """HSDP: copies of the model, each sharded over ranks x nodes / replicas."""
     reshard_after_forward: bool = True

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ... import __path__ as root
+from ..config.paths import expand_home
 from ..config.sandbox import SandboxConfig
 from ..ops.errors import UsageError, one_line
 from ..process.spawn import PARENT_VARIABLE
@@ -225,7 +226,7 @@ class Bubblewrap(Sandbox):
         view = {path: _scratch(path, SCRATCH) for path in writable} | _system()
         shown = [Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
         shown += [Path(root[0]).resolve() / part for part in PARTS]
-        shown += [*_data_sets(), *map(Path.expanduser, self.config.readable), *needed]
+        shown += [*_data_sets(), *map(expand_home, self.config.readable), *needed]
         for path in sorted(path.absolute() for path in shown if path.exists()):
             if path in above or (real := path.resolve()) in above:
                 continue
@@ -244,7 +245,7 @@ def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
 
     Raises UsageError if a sandbox that is requested by name does not work.
     """
-    for path in map(Path.expanduser, config.readable):
+    for path in map(expand_home, config.readable):
         if not path.exists():
             raise UsageError(f"sandbox.readable: {path} does not exist")
         if {path.absolute(), path.resolve()} & _above(_writable()):

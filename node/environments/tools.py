@@ -123,8 +123,8 @@ def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> No
             )
         if deterministic and not getattr(one, DETERMINISTIC, True):
             raise EnvironmentFailed(
-                f"the toolset {name} says that equal calls may have other results, so nobody can recompute its "
-                "rollouts: to train on what workers claim, set environment.deterministic_tools = false"
+                f"the toolset {name} says that equal calls may have other results, so its rollouts cannot be "
+                "recomputed: to train on what workers claim, set environment.deterministic_tools = false"
             )
 
 

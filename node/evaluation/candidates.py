@@ -13,6 +13,7 @@ from typing import Any
 
 from ...crypto.hashing import digest_parts
 from ..config.evaluation import EvalConfig
+from ..config.paths import expand_home
 from ..models.json_files import read_json
 from ..models.model_files import contract_files, read_state
 from ..models.tensors import bf16_state, to_torch
@@ -103,7 +104,7 @@ def candidate(name: str, directory: Path, step: int | None = None, base: str = "
     kept = (
         directory.absolute().parent.parent / "trainer" / "model"
     )  # if the run directory was moved
-    moved = not Path(base).expanduser().is_dir() and (kept / "config.json").is_file()
+    moved = not expand_home(base).is_dir() and (kept / "config.json").is_file()
     return Candidate(name, directory, kept if moved else _resolve(base), step)
 
 

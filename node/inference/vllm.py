@@ -739,12 +739,11 @@ def prepare_library(
         )
     if config.enable_return_routed_experts:
         os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
-    drafts = config.draft_tokens
-    set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=drafts > 0)
+    set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
     vllm = _library()
     if config.quantization == "fp8":
         import_module(f"{__package__}.vllm_fp8")  # registers it with vLLM
-    check_family(shape, cpu=cpu, drafts=drafts, invariant=config.batch_invariant)
+    check_family(config, shape, cpu=cpu)
     if cpu:
         _check_head_size(head_size(shape))
     arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)

@@ -56,8 +56,12 @@ _DRAWN = "this package's sampler draws each token, from the noise of its own pos
 _MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
 
 REFUSALS = (
-    RefusedArguments(("tensor_parallel_size",), "it decides who holds what", "set engine.tp"),
-    RefusedArguments(("pipeline_parallel_size",), "it decides who holds what", "set engine.pp"),
+    RefusedArguments(
+        ("tensor_parallel_size",), "it decides which GPU holds which weights", "set engine.tp"
+    ),
+    RefusedArguments(
+        ("pipeline_parallel_size",), "it decides which GPU holds which weights", "set engine.pp"
+    ),
     RefusedArguments(
         (
             "data_parallel_size",
@@ -444,8 +448,13 @@ def shared_model_dir(model_dir: Path, cache_root: Path) -> Path:
 
 
 def head_size(shape: Mapping[str, Any]) -> int:
-    """Return the elements of one attention head, by config.json."""
-    return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+    """Return the elements of one attention head, by config.json. Raises EngineError if it names no sizes."""
+    try:
+        return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+    except KeyError as error:
+        raise EngineError(
+            f"the model's config.json has no {error}: choose another model"
+        ) from error
 
 
 ALIKE_HEADS = 128
@@ -488,29 +497,23 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
             )
 
 
-def check_family(
-    shape: Mapping[str, Any], *, cpu: bool, drafts: int = 0, invariant: bool = False
-) -> None:
-    """Raise EngineError for a model that vLLM would compute wrongly, or not at all.
+def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -> None:
+    """Raise EngineError for a model that vLLM would compute wrongly, or not at all, with this config.
 
-    `drafts`: most draft tokens of a sequence in a step. `invariant`: with batch-invariant kernels.
+    `shape` is the model's config.json.
     """
     if shape.get("model_type") in WITHIN_OTHERS:
         raise EngineError(
             f"vLLM serves {shape['model_type']} only as a part of a model that reads images: set engine.type "
             "to hf"
         )
-    if has_linear_attention(shape) and drafts:
+    if has_linear_attention(shape) and config.draft_tokens:
         raise EngineError(
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
             f"engine.vllm.{SPECULATIVE}"
         )
-    if invariant and not cpu and (size := head_size(shape)) != ALIKE_HEADS:
-        raise EngineError(
-            f"the model's attention heads have size {size}, and on a GPU kernels are batch-invariant for "
-            f"{ALIKE_HEADS} only: set verification.numerics to calibrated, and remove engine.batch_invariant"
-        )
     if not cpu:
+        _check_kernels(config, shape)
         return
     if has_linear_attention(shape):
         raise EngineError(
@@ -524,6 +527,23 @@ def check_family(
         raise EngineError(
             "the model has latent attention, which was never tried in vLLM without a GPU: set engine.type to hf"
         )
+
+
+def _check_kernels(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise EngineError if `config` needs kernels that compute attention heads of 128 only."""
+    given = config.vllm.get("compilation_config")
+    whole = isinstance(given, dict) and str(given.get("cudagraph_mode")).upper() == "FULL"
+    if not (config.batch_invariant or whole) or (size := head_size(shape)) == ALIKE_HEADS:
+        return
+    if config.batch_invariant:
+        raise EngineError(
+            f"the model's attention heads have size {size}, and on a GPU kernels are batch-invariant for "
+            f"{ALIKE_HEADS} only: set verification.numerics to calibrated, and remove engine.batch_invariant"
+        )
+    raise EngineError(
+        f"the model's attention heads have size {size}, and cudagraph_mode FULL computes wrong logits for "
+        f"sizes other than {ALIKE_HEADS}: remove it from engine.vllm.compilation_config"
+    )
 
 
 def kv_heads(shape: Mapping[str, Any]) -> int:
@@ -695,7 +715,7 @@ def engine_arguments(
     """Return keyword arguments of AsyncEngineArgs for one engine.
 
     `shape` is the model's config.json. With `api` vLLM serves text, too. `engine.vllm` overrides the arguments:
-    call check_overrides() and resolve_parallel() first.
+    call check_overrides(), check_family() and resolve_parallel() first.
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -742,13 +762,7 @@ def engine_arguments(
     if not isinstance(given, dict):
         return arguments
     compilation: dict[str, Any] = {**given}
-    if head_size(shape) != ALIKE_HEADS:
-        if str(compilation.get("cudagraph_mode")).upper() == "FULL":
-            raise UsageError(
-                "engine.vllm.compilation_config: cudagraph_mode FULL computes wrong logits for heads of "
-                f"other sizes than {ALIKE_HEADS}, and this model's have {head_size(shape)}: leave it out"
-            )
-    elif not (
+    if head_size(shape) == ALIKE_HEADS and not (
         config.batch_invariant or arguments.get(SPECULATIVE) or arguments.get("enforce_eager")
     ):
         # Prompts arrive one by one, so most steps read one beside tokens that are drawn. By default vLLM

@@ -51,7 +51,10 @@ class RowFp8LinearMethod(_Method):
         )
         layer.register_parameter("weight", weight)
         # no parameter: a checkpoint has none
-        layer.register_buffer("weight_scale", torch.ones(rows, 1), persistent=False)
+        scale = torch.ones(
+            rows, 1, dtype=torch.float32
+        )  # vLLM makes a model in its own default dtype
+        layer.register_buffer("weight_scale", scale, persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute x [..., in] times the weights, plus `bias` [out], in the type of `x`."""

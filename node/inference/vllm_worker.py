@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
 from .quantization import FP8, is_quantized, quantize
-from .vllm_arguments import INVARIANT, ROUTES, ROUTES_AUDITED
+from .vllm_arguments import FP8_METHOD, INVARIANT, ROUTES, ROUTES_AUDITED
 from .vllm_prefill import PromptReader
 from .vllm_sampling import (
     HiddenProjection,
@@ -307,7 +307,8 @@ class WorkerExtension:
         if isinstance(found, str):
             return [found, [], []]
         self._primerl_placement = found
-        self._primerl_scales = RowScales.of(model, found)
+        quantized = self.vllm_config.model_config.quantization == FP8_METHOD
+        self._primerl_scales = RowScales(model, found, quantized=quantized)
         return [self._primerl_scales.fault(), sorted(found.absent), self._primerl_whole()]
 
     def _primerl_whole(self) -> list[str]:
@@ -324,7 +325,8 @@ class WorkerExtension:
         with torch.no_grad():
             again = self._primerl_loaded and policy.adapted
             tensors = policy.changing(device) if again else policy.tensors(device)
-            self.model_runner.get_model().load_weights(self._primerl_scales.loaded(tensors))
+            loaded = self._primerl_scales.loaded(tensors, device)
+            self.model_runner.get_model().load_weights(loaded)
         self._primerl_loaded = True
         self._primerl_written(version)
 
@@ -394,48 +396,44 @@ class RowScales:
     """Scales of the weights that the model holds in FP8 (vllm_fp8.py), found by their placement."""
 
     def __init__(
-        self, placement: ParameterPlacement, scales: Mapping[int, tuple[torch.Tensor, int]]
+        self, model: torch.nn.Module, placement: ParameterPlacement, *, quantized: bool
     ) -> None:
-        """`scales`: address of a weight's storage -> (scales [rows], columns of the weight)."""
+        """Find the scales of `model`. `quantized`: whether it is of a run of FP8 weights."""
         self.placement = placement
-        self._scales = scales
-        self.names = sorted(name for name in placement.shapes if self._quantizes(name))
-        """Tensors that are quantized; a pipeline's rank may not hold all of them."""
-
-    @classmethod
-    def of(cls, model: torch.nn.Module, placement: ParameterPlacement) -> "RowScales":
-        """Find the scales of a model; none if nothing is quantized."""
-        found: dict[int, tuple[torch.Tensor, int]] = {}
+        shapes = placement.shapes.items() if quantized else ()
+        self.names = sorted(name for name, shape in shapes if is_quantized(name, shape))
+        """Tensors to be quantized; a pipeline's rank may not hold all of them."""
+        self._here = frozenset(self.names) - placement.absent
+        self._scales: dict[int, tuple[torch.Tensor, int]] = {}
+        """Address of a weight's storage -> (scales [rows], columns of the weight)."""
         for module in model.modules():
             weight, scale = (getattr(module, name, None) for name in ("weight", "weight_scale"))
             if isinstance(weight, torch.Tensor) and weight.dtype == FP8 and scale is not None:
                 address = weight.untyped_storage().data_ptr()
-                found[address] = scale.view(-1), weight.shape[1]
-        return cls(placement, found)
-
-    def _quantizes(self, name: str) -> bool:
-        return bool(self._scales) and is_quantized(name, self.placement.shapes[name])
+                self._scales[address] = scale.view(-1), weight.shape[1]
 
     def fault(self) -> str:
         """Return why vLLM does not hold in FP8 exactly what is to be quantized; "" if it does."""
         for name in self.placement.shapes:
             if name in self.placement.absent:
                 continue
-            parts = self.placement.parts(name)
-            places = {part.flat.untyped_storage().data_ptr() in self._scales for part in parts}
-            if places != {self._quantizes(name)} and (places or self._quantizes(name)):
+            parts, wanted = self.placement.parts(name), name in self._here
+            found = {part.flat.untyped_storage().data_ptr() in self._scales for part in parts}
+            if found != {wanted} and (found or wanted):
                 return f"vLLM would quantize {name!r} otherwise than audits do: leave engine.quantization out"
         return ""
 
     def loaded(
-        self, tensors: Iterable[tuple[str, torch.Tensor]]
+        self, tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over what the model's loader takes for `tensors`; writes the scales of FP8 weights."""
+        """Iterate over what the model's loader takes for `tensors`, quantized on `device`.
+
+        Writes the scales, too.
+        """
         for name, tensor in tensors:
-            if not self._quantizes(name) or name in self.placement.absent:
+            if name not in self._here:
                 yield name, tensor
                 continue
-            device = next(iter(self._scales.values()))[0].device
             codes, scales = quantize(tensor.to(device))
             for write in self.writes(name, scales):
                 write.run()
@@ -456,7 +454,7 @@ class RowScales:
     def stage(self, staged: Staged, name: str, tensor: torch.Tensor) -> None:
         """Add the differences of `tensor` to the weights that the model has now."""
         codes = None
-        if self._quantizes(name) and name not in self.placement.absent:
+        if name in self._here:
             codes, scales = quantize(tensor)
             staged.writes.extend(self.writes(name, scales))
             tensor = codes.view(torch.int8)

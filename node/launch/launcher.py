@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..app.daemon import load_key
 from ..config import loader
+from ..config.paths import expand_home
 from ..config.run import MAX_SEEDS, RunConfig
 from ..environments.allowed import BUNDLED, READS_DATA
 from ..ops.control import NodeState, View, watched
@@ -97,7 +98,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
     result.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
         result.setdefault("OMP_NUM_THREADS", "1")
-    local = config.model.create is not None or Path(config.model.name).is_dir()
+    local = config.model.create is not None or expand_home(config.model.name).is_dir()
     modules = [BUNDLED.get(one.id, READS_DATA) for one in config.mixture]
     if local and READS_DATA not in modules:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")

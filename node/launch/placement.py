@@ -7,9 +7,9 @@ a remedy. Without GPUs nothing is decided and nothing of the environment changed
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from ..config.paths import expand_home
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
 from ..memory_plan.memory import plan_trainer, with_fitting_auditor, worker_share
 from ..memory_plan.shape import ModelShape, read_shape
@@ -181,7 +181,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
         if model.create is not None:
             family = "qwen3_moe" if model.create.num_experts else "qwen3"
             return read_shape({"model_type": family, **model.create.model_dump()})
-        directory = Path(model.name).expanduser()
+        directory = expand_home(model.name)
         return read_shape(read_json(directory / "config.json")) if directory.is_dir() else None
     except EngineError as error:
         logger.info("memory is not planned: %s", error)

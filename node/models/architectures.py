@@ -10,9 +10,9 @@ and an unknown key of config.json is refused unless its value is neutral. `--dry
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ..config.paths import expand_home
 from ..config.run import ModelConfig
 from ..ops.errors import EngineError, UsageError
 from .json_files import read_json
@@ -154,7 +154,7 @@ def check_trainable(model: ModelConfig, longest: int) -> None:
     try:
         config = read_config(model)
     except EngineError:
-        if Path(model.name).expanduser().is_dir():
+        if expand_home(model.name).is_dir():
             raise
         return
     if reason := untrainable(config, longest):
@@ -169,7 +169,7 @@ def read_config(model: ModelConfig) -> Mapping[str, Any]:
     if model.create is not None:
         family = "qwen3_moe" if model.create.num_experts else "qwen3"
         return {"model_type": family, **model.create.shape()}
-    directory = Path(model.name).expanduser()
+    directory = expand_home(model.name)
     if directory.is_dir():
         return read_json(directory / "config.json")
     from .huggingface import fetch_config

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config.paths import expand_home
 from ..config.run import ModelCreateConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import FLOATS, State
@@ -190,7 +191,7 @@ def resolve(name: str) -> Path:
 
     Downloads only safetensors, configuration and tokenizer files. Raises EngineError.
     """
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download

@@ -178,11 +178,11 @@ def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
     return MachineCheck("model", "ok", f"{text}: can be trained")
 
 
-def check_served(config: Mapping[str, Any], *, cpu: bool) -> MachineCheck:
-    """Check that vLLM serves the model of this config.json."""
-    text = str(config.get("model_type", "no model_type"))
+def check_served(engine: EngineConfig, model: Mapping[str, Any], *, cpu: bool) -> MachineCheck:
+    """Check that vLLM, configured as `engine`, serves the model of this config.json."""
+    text = str(model.get("model_type", "no model_type"))
     try:
-        check_family(config, cpu=cpu)
+        check_family(engine, model, cpu=cpu)
     except EngineError as error:
         return MachineCheck("engine", "problem", f"{text}: not served by vLLM here", str(error))
     return MachineCheck("engine", "ok", f"{text}: served by vLLM")

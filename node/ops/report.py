@@ -20,8 +20,10 @@ SMOOTHING = 0.85
 
 
 def write_picture(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw `reward_curve` [[step, reward]] to a PNG, with exact match before and after at its ends and,
-    where the summary has `staleness_curve` [[step, versions]], the staleness below. Raises OSError.
+    """Draw `reward_curve` [[step, reward]] to a PNG.
+
+    Exact match before and after is at its ends if the run evaluated, the staleness below it if the summary has
+    `staleness_curve` [[step, versions]]. Raises OSError.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -121,7 +123,7 @@ def _draw_reward(axes: "Axes", summary: Mapping[str, Any]) -> None:
         ("exact_match_after", last, (-8, 8), "right"),
     ):
         value = summary.get(key)
-        if value is None:
+        if value is None or summary.get("eval_prompts") == 0:
             continue
         label = "exact match on held-out prompts" if side == "left" else None
         axes.plot([step], [value], "o", color=ACCENT, markersize=8, zorder=5, label=label)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
 """A watch says something at least this often, so that a silent one is known to be dead."""
+END_READ_S = 5.0
+"""Longest wait for a watcher to read the end of the run."""
 INLINE_MANIFEST = 200 * 1024
 FAR_BEHIND = 32
 """A peer more versions behind than this is told the newest snapshot, not all versions between."""
@@ -223,6 +225,10 @@ class HeadServer:
             elif self._book.ended:
                 await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
                 await stream.finish()
+                # A closed connection loses what has not been read; a watcher that has read it ends the stream.
+                with suppress(TransportError, TimeoutError):
+                    async with asyncio.timeout(END_READ_S):
+                        await stream.read_exact(1)
                 return
             elif not await self._book.wait_news(known, KEEPALIVE_S):
                 await send(stream, Heads(()))

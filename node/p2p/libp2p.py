@@ -541,10 +541,10 @@ class Libp2pSession:
         from libp2p.custom_types import TProtocol
         from libp2p.peer.id import ID
 
-        who = ID(peer_id_of(peer))  # the handshake proves that the peer has this key
-        await self._dialler.reach(list(_parse(addresses)), who)
-        begin = partial(self._host.new_stream, who, [TProtocol(CARRYING)])
-        stream = await open_whole(begin, partial(self._host.disconnect, who))
+        peer_id = ID(peer_id_of(peer))  # the handshake proves that the peer has this key
+        await self._dialler.reach(list(_parse(addresses)), peer_id)
+        begin = partial(self._host.new_stream, peer_id, [TProtocol(CARRYING)])
+        stream = await open_whole(begin, partial(self._host.disconnect, peer_id))
         try:
             return await talk(stream)
         finally:

@@ -40,6 +40,7 @@ EQUIVOCATION = "equivocation"
 FAREWELL_S = 0.5
 """Time for a proof of equivocation to leave before the node does."""
 GOODBYE_S = 2.0
+"""Longest time that a node which leaves takes to say so."""
 
 
 @dataclass
@@ -143,10 +144,11 @@ class NodeServices:
         """Tell the trainer that this node leaves, so that its work goes to others; `why` names a failure."""
         goodbye = Goodbye(why)
         try:
-            await self.links.request(
-                self.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
-            )
-        except (TransportError, Refused, RemoteProtocolError) as error:
+            async with asyncio.timeout(GOODBYE_S):  # a trainer that is gone cannot be connected to
+                await self.links.request(
+                    self.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
+                )
+        except (TimeoutError, TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)
 
     def report_fraud(self, error: RemoteProtocolError) -> None:

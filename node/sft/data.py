@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...crypto.hashing import derive, digest_parts
+from ..config.paths import expand_home
 from ..config.run import RunConfig
 from ..config.sft import DataConfig, SftConfig
 from ..config.training import MixedSftConfig, RowsConfig
@@ -93,7 +94,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
     """
     found: list[Path] = []
     for name in names:
-        path = Path(name).expanduser()
+        path = expand_home(name)
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
             if not inside:

@@ -204,7 +204,7 @@ def cut(reply: Completion, request: GenerateRequest) -> Completion:
 class PromptSupply(TaskSupply):
     """Supplies leases with the prompts of a queue."""
 
-    NONE_READY = "nobody asks the judge for a reply now"
+    NONE_READY = "no request to the judge is waiting"
 
     def __init__(self, prompts: PromptQueue, book: LeaseBook) -> None:
         super().__init__(LeasedPrompts(), book)

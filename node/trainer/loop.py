@@ -73,11 +73,11 @@ def next_batch(
     if on_lease:
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
-        said += f", {unjudged} submissions in verification"
+        said += f", {unjudged} submission{'s' * (unjudged > 1)} in verification"
     if fault := submissions.verifier.judge_fault:
         said += f"; {fault}"
     if len(buffer) >= wanted:
-        said += "; other workers' groups are waited for"
+        said += "; waiting for groups of other workers"
     elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
         said += f"; {_workers(scheduler, now)}"
     return "; ".join([*_no_progress(config, submissions.progress), said])
@@ -146,10 +146,10 @@ def _workers(scheduler: LeaseScheduler, now: float) -> str:
         state == SILENT or workers[node].left for node, state in states.items() if state != REFUSED
     )
     if refused and len(refused) + gone == len(workers):
-        who = f"{gone} of {len(workers)} workers are gone and the others are" if gone else ""
+        left = f"{gone} of {len(workers)} workers are gone and the others are" if gone else ""
         why = _commonest(refused)
         remedy = SAME_CLASS if why == WRONG_CLASS else "repair or replace them"
-        return f"{who or 'every worker is'} refused work ({why}): {remedy}, {EXPLAIN}"
+        return f"{left or 'every worker is'} refused work ({why}): {remedy}, {EXPLAIN}"
     silent = [registry.silence(node) for node, state in states.items() if state == SILENT]
     if len(silent) == len(workers):
         return f"none of {len(workers)} workers is here, the last was heard {min(silent):.0f} s ago"

@@ -74,12 +74,13 @@ class Learner:
         world: World,
         max_steps: int,
         temperature: float,
-        own: Mapping[str, SampleTerms] = MappingProxyType({}),
+        own: Mapping[str, tuple[float, LossConfig]] = MappingProxyType({}),
         reference: TrainedModel | None = None,
     ) -> None:
         """Set up the optimizer and the exporter.
 
-        `temperature` is the sampling temperature; environments with terms in `own`, by name, have their own.
+        `temperature` is the sampling temperature; environments in `own`, by name, have a temperature and a loss
+        of their own.
         """
         self.step_done = 0
         """Last optimizer step, and the version of the policy."""
@@ -94,14 +95,13 @@ class Learner:
         self._staged: CutLearner | None = None
         self._max_steps = max_steps
         self._temperature = temperature
-        self._temperatures = {name: terms.temperature for name, terms in own.items()}
-        losses = {name: LossConfig.model_validate_json(terms.loss) for name, terms in own.items()}
+        self._temperatures = {name: value for name, (value, _) in own.items()}
         self._losses = [config.loss]
         """All distinct losses: the tokens of one micro-batch may have several."""
-        for one in losses.values():
-            if one not in self._losses:
-                self._losses.append(one)
-        self._loss_of = {name: self._losses.index(loss) for name, loss in losses.items()}
+        for _, loss in own.values():
+            if loss not in self._losses:
+                self._losses.append(loss)
+        self._loss_of = {name: self._losses.index(loss) for name, (_, loss) in own.items()}
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
         on_gpu = world.device.type != "cpu"
@@ -132,11 +132,12 @@ class Learner:
             torch.use_deterministic_algorithms(True)
         world = world or World.alone(torch.device(pick_device(config.device)))
         torch.manual_seed(seed)
+        terms = {
+            name: (one.temperature, LossConfig.model_validate_json(one.loss))
+            for name, one in own.items()
+        }
         # report a missing custom loss before anything is loaded
-        for loss in (
-            config.loss,
-            *(LossConfig.model_validate_json(one.loss) for one in own.values()),
-        ):
+        for loss in (config.loss, *(loss for _, loss in terms.values())):
             formula(loss)
         model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
         reference = None
@@ -149,7 +150,7 @@ class Learner:
             world=world,
             max_steps=max_steps,
             temperature=temperature,
-            own=own,
+            own=terms,
             reference=reference,
         )
 
@@ -435,7 +436,7 @@ class Learner:
             return teacher.read(row, self._temperature_of(row)).logprobs
 
     def _reduced(self, sums: LossSums) -> LossSums:
-        world = self._world
+        world, sums = self._world, sums.read()
         return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
     def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:

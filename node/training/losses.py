@@ -6,11 +6,11 @@ ranks' losses or gradients add up to exactly those of a single rank.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,19 +53,41 @@ Fold = Callable[[list[float]], list[float]]
 
 @dataclass
 class LossSums:
-    """Sums over tokens and their token counts; add() micro-batches, reduce() ranks."""
+    """Sums over tokens and their token counts; add() micro-batches, read() them, reduce() ranks.
+
+    Those of a loss are on its device until read(): the host launches the backward pass without waiting.
+    """
 
     sums: dict[str, float] = field(default_factory=dict[str, float])
     counts: dict[str, float] = field(default_factory=dict[str, float])
     peaks: dict[str, float] = field(default_factory=dict[str, float])
+    unread: list[tuple[Tensor, Sequence[str]]] = field(
+        default_factory=list[tuple[Tensor, Sequence[str]]]
+    )
+    """Of each micro-batch its sums, counts and peaks [2 x names + peaks], and the names of the sums."""
 
     @property
     def tokens(self) -> int:
         """Trained tokens in these sums."""
-        return int(self.counts.get(TOKENS, 0.0))
+        return int(self.read().counts.get(TOKENS, 0.0))
+
+    def read(self) -> Self:
+        """Transfer all sums to the host, which waits for the device."""
+        unread, self.unread = self.unread, []
+        for numbers, names in unread:
+            found, n = numbers.tolist(), len(names)
+            counts = {
+                name: count for name, count in zip(names, found[n : 2 * n], strict=True) if count
+            }
+            sums = {
+                name: value for name, value in zip(names, found[:n], strict=True) if name in counts
+            }
+            self.add(LossSums(sums, counts, dict(zip(_peaks(names), found[2 * n :], strict=True))))
+        return self
 
     def add(self, other: "LossSums") -> None:
         """Add the sums of another micro-batch."""
+        self.unread += other.unread
         for mine, theirs in ((self.sums, other.sums), (self.counts, other.counts)):
             for name, value in theirs.items():
                 mine[name] = mine.get(name, 0.0) + value
@@ -78,6 +100,7 @@ class LossSums:
         Every rank sends 2 x len(FIGURES) and then len(PEAKS) numbers, even without a token, so that all take
         part in both collectives. Use float64: counts exceed the integers that float32 represents exactly.
         """
+        self.read()
         mine = [held.get(name, 0.0) for held in (self.sums, self.counts) for name in FIGURES]
         added = total(mine)
         highest = largest([self.peaks.get(name, 0.0) for name in PEAKS])
@@ -92,7 +115,7 @@ class LossSums:
 
     def metrics(self) -> dict[str, float]:
         """Return means and largest values by name, and `tokens`; empty for an empty step."""
-        if not self.counts:
+        if not self.read().counts:
             return {}
         means = {name: value / self.counts[name] for name, value in self.sums.items()}
         figures = {**self.peaks, "tokens": float(self.tokens)}
@@ -403,7 +426,10 @@ def _weighted_nll(
     values = -inputs.logprobs
     if not values.numel():
         return values.sum(), LossSums()
-    sums = LossSums({figure: float(values.detach().double().sum())}, {figure: float(len(values))})
+    numbers = values.detach().double()
+    sums = LossSums(
+        unread=[(torch.stack([numbers.sum(), torch.ones_like(numbers).sum()]), [figure])]
+    )
     return weight * values.sum() / tokens, sums
 
 
@@ -626,7 +652,7 @@ def _check_count(inputs: TokenInputs, tokens: int) -> None:
 
 @torch.no_grad()
 def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossSums:
-    """Compute the metrics of one micro-batch, with one transfer to the host."""
+    """Compute the metrics of one micro-batch, without a transfer to the host."""
     everywhere = torch.ones_like(token_loss.values, dtype=torch.bool)
     figures = {
         "loss/mean": (token_loss.values, everywhere),
@@ -636,20 +662,17 @@ def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossS
         figures |= _of_sampler(inputs, token_loss, everywhere)
     if sampled and inputs.reference is not None:
         figures["ref_kl/all/mean"] = (_k3(inputs.reference_gap), everywhere)
-    peaks = [peak for peak in PEAKS if mean_of(peak) in figures]
-    found = torch.stack(
+    numbers = torch.stack(
         [values.double().masked_fill(~where, 0.0).sum() for values, where in figures.values()]
         + [where.sum().double() for _, where in figures.values()]
-        + [figures[mean_of(peak)][0].max().double() for peak in peaks]
-    ).tolist()
-    n = len(figures)
-    counts = dict(zip(figures, found[n : 2 * n], strict=True))
-    sums = {name: value for name, value in zip(figures, found[:n], strict=True) if counts[name]}
-    return LossSums(
-        sums,
-        {name: count for name, count in counts.items() if count},
-        dict(zip(peaks, found[2 * n :], strict=True)),
+        + [figures[mean_of(peak)][0].max().double() for peak in _peaks(figures)]
     )
+    return LossSums(unread=[(numbers, list(figures))])
+
+
+def _peaks(names: Collection[str]) -> list[str]:
+    """Return the largest values that belong to these means."""
+    return [peak for peak in PEAKS if mean_of(peak) in names]
 
 
 def _of_sampler(

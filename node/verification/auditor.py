@@ -196,6 +196,14 @@ def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list
     return sorted(found if len(claimed) > 1 else found - claimed)
 
 
+async def check_model_routes(model_dir: Path, run: RunManifest) -> None:
+    """Raise EngineError if the run has routes of experts, and its model cannot take them."""
+    if run.routes is not None:
+        from ..models.routers import check_route_shape
+
+        await asyncio.to_thread(check_route_shape, model_dir, run.routes)
+
+
 def check_versions(
     items: Sequence[AuditItem], held: Mapping[int, object], others: Mapping[int, Sequence[int]]
 ) -> None:

@@ -38,6 +38,7 @@ from .auditor import (
     SameState,
     Unreadable,
     audit_terms,
+    check_model_routes,
     check_versions,
     wanted_versions,
 )
@@ -161,10 +162,7 @@ class HfAuditor:
         if run.proofs.numerics == "exact":
             # decoding and prefill of this engine differ in their last bits
             raise EngineError(EXACT_NEEDS_VLLM)
-        if run.routes is not None:
-            from ..models.routers import check_route_shape
-
-            await asyncio.to_thread(check_route_shape, model_dir, run.routes)
+        await check_model_routes(model_dir, run)
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
         # Versions that may be claimed and the one before, up to the number that the trainer holds whole:

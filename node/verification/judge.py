@@ -115,8 +115,8 @@ def blame(
 def name_stages(one: StageAttribution, nodes: Sequence[bytes]) -> str:
     """Name the stages for a rejection's detail; `nodes` are those of all stages."""
     last = len(nodes) - 1
-    who = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in one.stages]
-    return f"stage {' or '.join(who)}" if who else ""
+    named = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in one.stages]
+    return f"stage {' or '.join(named)}" if named else ""
 
 
 def _rejected(reason: Reason, outputs: Sequence[float], contract: ProofContract) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ from .auditor import (
     Measured,
     SameState,
     Unreadable,
+    check_model_routes,
     check_versions,
     other_versions,
     wanted_versions,
@@ -469,10 +470,7 @@ class VllmAuditor:
             raise EngineError(NEEDS_VLLM)
         check_installed()
         check_exact(self._config, run)
-        if run.routes is not None:
-            from ..models.routers import check_route_shape
-
-            await asyncio.to_thread(check_route_shape, model_dir, run.routes)
+        await check_model_routes(model_dir, run)
         self._vocabulary = await asyncio.to_thread(vocab_size, model_dir)
         self._layers = await asyncio.to_thread(layer_count, model_dir)
         shape = await asyncio.to_thread(read_shape, model_dir)

@@ -242,7 +242,7 @@ def run_whole(
                 for number in range(1, workers + 1):
                     looks += look(directory / RUN / f"worker_{number}", number)
                 if options.logs:
-                    trainer.append({"at": time.time(), **ask(directory / RUN)})
+                    trainer.append({"at": time.time(), **ask(directory / RUN / "trainer")})
                 lines = read_lines(metrics)
                 for line in lines[shown:]:
                     print(

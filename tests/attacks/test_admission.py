@@ -1,4 +1,4 @@
-"""Who is let in: only whoever shows a live ticket of this run, as itself."""
+"""Admission: only a node that shows a live ticket of this run, under its own key."""
 
 import secrets
 import time
@@ -93,7 +93,7 @@ async def test_another_wire_version_is_refused_before_anything_is_read(siege: Sw
         assert await reason_of(hello) == Reason.WRONG_VERSION
 
 
-async def test_who_did_not_say_hello_gets_nothing(siege: Swarm) -> None:
+async def test_a_node_that_did_not_say_hello_gets_nothing(siege: Swarm) -> None:
     requests: list[tuple[Message, type[object]]] = [
         (LeaseRequest(1, WorkerStats(0)), LeaseReply),
         (SubmitOffer(bytes(32), 10, 1 << 32), SubmitFrom),

@@ -166,7 +166,7 @@ async def test_a_process_that_is_killed_again_and_again_is_given_up() -> None:
         assert "given up" in environment.status
 
 
-async def test_whoever_gives_up_while_the_process_is_started_again_takes_nobody_along() -> None:
+async def test_a_caller_that_gives_up_during_a_restart_cancels_no_other() -> None:
     async with hosted("good") as environment:
         task = await environment.task(0)
         (process,) = hosts()

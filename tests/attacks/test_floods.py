@@ -53,7 +53,7 @@ async def test_keys_that_take_leases_and_answer_nothing_do_not_stop_a_run(
         await swarm.wait_step(await version(swarm) + 20, SOON)
 
 
-async def test_who_takes_over_from_workers_that_left_is_not_stopped_by_what_dead_keys_hold(
+async def test_a_worker_that_takes_over_is_not_stopped_by_leases_of_dead_keys(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """A worker that proved itself comes back to a run in which others have taken everything."""

@@ -1,4 +1,4 @@
-"""A disk that is full: whoever has it says so, keeps what it acknowledged, and goes on once there is room."""
+"""A disk that is full: its node says so, keeps what it acknowledged, and goes on once there is room."""
 
 import sqlite3
 from pathlib import Path

@@ -102,7 +102,7 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
         assert worker.peers.get(origin.id).blamed == {Reason.WRONG_DIGEST: 1}
 
 
-async def test_who_asks_for_what_nobody_knows_is_told_so_and_not_blamed() -> None:
+async def test_a_request_for_something_unknown_is_refused_without_blame() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
         origin.hold(payload(3))
@@ -124,7 +124,7 @@ async def test_a_chunk_cannot_be_watched_twice() -> None:
         assert refusal.value.reason == Reason.MALFORMED
 
 
-async def test_watches_are_few_and_end_with_who_made_them() -> None:
+async def test_watches_are_few_and_end_with_their_watcher() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
@@ -148,7 +148,7 @@ async def test_watches_are_few_and_end_with_who_made_them() -> None:
         await until(lambda: not origin.arrivals.watched)
 
 
-async def test_who_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
+async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
     chunks = payload(4, 512 * KIB)
     async with World() as world:
         origin, greedy, worker = (world.add(name) for name in ("origin", "greedy", "w0"))

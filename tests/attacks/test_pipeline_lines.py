@@ -143,7 +143,7 @@ async def test_a_plan_that_the_trainer_did_not_sign_is_worth_nothing(made: Chain
     assert await rogue.reason(1, OpenLine(b"\xc1", LATER)) is Reason.MALFORMED
 
 
-async def test_a_plan_of_nonsense_is_refused_whoever_signed_it(made: Chain) -> None:
+async def test_a_plan_of_nonsense_is_refused_under_any_signature(made: Chain) -> None:
     rogue = await Rogue.join(made)
     me, victim = rogue.node.key.node_id, made.keys[1].node_id
     assert await rogue.reason(1, OpenLine(sealed(plan([me, victim, me])), 1)) is Reason.MALFORMED
@@ -163,7 +163,7 @@ async def test_an_older_generation_counts_no_more(made: Chain) -> None:
     assert await rogue.reason(1, OpenLine(sealed(made.plan), LATER)) is Reason.ROLLBACK
 
 
-async def test_a_newer_plan_is_told_to_whom_it_concerns_and_used_when_that_is_ready(
+async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_told_once(
     made: Chain,
 ) -> None:
     rogue = await Rogue.join(made, made.keys[0])

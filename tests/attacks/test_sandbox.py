@@ -72,7 +72,7 @@ async def hosted(
 
 
 async def gone() -> bool:
-    """Whether every process of an environment ends within seconds, whoever its parent is now."""
+    """Whether every process of an environment ends within seconds, also if it has another parent by now."""
     for _ in range(100):
         if not processes():
             return True

@@ -1,4 +1,4 @@
-"""Offers of stages to a real trainer: who is heard, what is answered, and what a hostile one gets by it."""
+"""Offers of stages to a real trainer: which are answered, how, and what a hostile one gains."""
 
 import json
 import shutil

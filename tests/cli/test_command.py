@@ -81,6 +81,7 @@ def test_every_command_explains_itself(command: str, cli: Cli) -> None:
         ("train", ["--training.lr NUMBER"], ["--data.hub"]),
         ("sft", ["--data.loss-roles JSON"], ["--rollouts"]),
         ("join", ["--engine.type"], ["--training.lr"]),
+        ("judge", ["--leases-per-worker INT", "--api.port"], ["--training.lr", "--max-steps"]),
         ("inference", ["--api.key-variable", "--model.base", "--engine.dtype"], ["--rollouts"]),
     ],
 )
@@ -162,3 +163,22 @@ def test_the_second_signal_does_not_wait() -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=100)
     assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("id --data-dir {}", "status --data-dir {}", "explain --data-dir {}"),
+        *("replay {}", "rollouts {}", "join --ticket {}", "import {}", "env install {}"),
+        *("sft --data.files {}", "env test reverse-text --readable {}"),
+        *("inference --model.name {}", "eval @ eval_demo --weights-dir {}"),
+        "train --training.loss.type reverse_kl --training.loss.reference {} --dry-run",
+    ],
+)
+def test_the_home_of_a_user_that_does_not_exist_is_refused_in_one_line(
+    cli: Cli, home: Path, command: str
+) -> None:
+    ran = cli(*command.format("~nobody-here/x").split())
+    ran.refused(ran.code, "~nobody-here/x")
+    assert ran.code in range(2, 9)
+    assert not (home / "~nobody-here").exists()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from primerl.node.ops.gpus import TorchBuild
+
 from .conftest import Cli
 
 QWEN3_8B = {
@@ -138,3 +140,31 @@ def test_doctor_says_that_vllm_does_not_serve_a_model_there(
     ran = cli("doctor", "--model.name", model, "--engine.type", "vllm", where, "--json")
     checks = {check["name"]: check["state"] for check in json.loads(ran.out)["machine"]}
     assert checks["engine"] == state
+
+
+FULL_GRAPHS = ("--engine.vllm", '{"compilation_config": {"cudagraph_mode": "FULL"}}')
+
+
+@pytest.mark.parametrize("asked", [("--verification.numerics", "exact"), FULL_GRAPHS])
+@pytest.mark.parametrize(("size", "state"), [(128, "ok"), (64, "problem")])
+def test_doctor_says_that_the_kernels_asked_for_do_not_compute_a_models_heads(
+    cli: Cli, model: str, asked: tuple[str, ...], size: int, state: str
+) -> None:
+    Path(model, "config.json").write_text(json.dumps(QWEN3_8B | {"head_dim": size}))
+    ran = cli("doctor", "--model.name", model, *WORKER, *asked, "--gpu-memory=80", "--json")
+    checks = {check["name"]: check["state"] for check in json.loads(ran.out)["machine"]}
+    assert checks["engine"] == state
+
+
+@pytest.mark.parametrize("command", ["rl", "inference"])
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=str)
+def test_kernels_that_compute_a_models_heads_wrongly_are_refused_before_anything_starts(
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch, command: str, dry: list[str]
+) -> None:
+    def build() -> TorchBuild:
+        return TorchBuild("2.13.0", "13.0")
+
+    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
+    Path(model, "config.json").write_text(json.dumps(QWEN3_8B | {"head_dim": 64}))
+    ran = cli(command, "--model.name", model, *WORKER, *FULL_GRAPHS, *dry)
+    ran.refused(7, "heads have size 64, and cudagraph_mode FULL")

@@ -270,7 +270,19 @@ def test_what_is_missing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "[demo]" in out
     for absent in ("exact match", "Mean reward", "rollouts", "deltas"):
         assert absent not in out
-    assert "held-out" not in printed(tmp_path, {**SUMMARY, "eval_prompts": 0}, capsys)
+
+
+def test_a_run_without_evaluation_shows_no_figures_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unmeasured = {"reward_before": 0.0, "reward_after": 0.0}
+    environments = {name: unmeasured | {"accepted": 7} for name in ("sums", "words")}
+    mixture = {**SUMMARY, "environments": environments, "eval_prompts": 8}
+    assert "reward 0.000 before, 0.000 after, 7 accepted" in printed(tmp_path, mixture, capsys)
+    out = printed(tmp_path, {**mixture, "eval_prompts": 0}, capsys)
+    assert "held-out" not in out
+    assert "before" not in out
+    assert out.count(" 7 accepted") == 2
 
 
 def test_a_run_that_was_stopped_has_no_summary_and_can_go_on(

@@ -200,7 +200,7 @@ def test_a_trainer_shows_its_pipelines() -> None:
     assert "pipeline" not in lines_of()
 
 
-async def test_json_says_of_which_run_and_when_it_is(ask: Ask, serve: Serve) -> None:
+async def test_json_names_the_run_and_the_time(ask: Ask, serve: Serve) -> None:
     node = str(await serve(peers=[PEER], status=STATUS))
     for command, rows in (("peers", [PEER]), ("status", STATUS)):
         before = time.time()

@@ -44,7 +44,7 @@ def test_both_directions_are_there_at_once(ports: Ports) -> None:
     assert near.receive(WAIT_S).number == 2
 
 
-def test_sending_does_not_wait_for_whoever_receives_until_too_much_waits(ports: Ports) -> None:
+def test_sending_does_not_wait_for_the_receiver_until_too_much_waits(ports: Ports) -> None:
     near, far = ports
     sent: list[int] = []
 
@@ -88,7 +88,7 @@ def send_until_it_is_noticed(port: Port) -> None:
         time.sleep(0.01)
 
 
-def test_closing_wakes_whoever_waits_and_is_harmless_twice(ports: Ports) -> None:
+def test_closing_wakes_waiters_and_is_harmless_twice(ports: Ports) -> None:
     near, _ = ports
     woken: list[bool] = []
 
@@ -111,7 +111,7 @@ def test_closing_wakes_whoever_waits_and_is_harmless_twice(ports: Ports) -> None
         near.receive(WAIT_S)
 
 
-def test_closing_wakes_whoever_cannot_send(ports: Ports) -> None:
+def test_closing_wakes_blocked_senders(ports: Ports) -> None:
     near, _ = ports
     woken: list[bool] = []
 

@@ -62,7 +62,7 @@ async def test_a_payload_larger_than_every_window_crosses_both_ways_at_once(worl
             assert received == payload
 
 
-async def test_a_writer_waits_for_a_reader_who_does_not_read(world: World) -> None:
+async def test_a_writer_waits_for_a_reader_that_does_not_read(world: World) -> None:
     async with connected(world) as pair:
         near, _far = await streams(pair)
         with pytest.raises(TimeoutError):
@@ -240,7 +240,7 @@ async def test_no_stream_is_lost_when_accepting_is_cancelled(world: World) -> No
             seen.add(await soon((await soon(pair.far.accept_stream())).read_exact(1)))
 
 
-async def test_two_who_accept_get_two_different_streams(world: World) -> None:
+async def test_two_accepting_calls_get_two_different_streams(world: World) -> None:
     async with connected(world) as pair:
         accepting = [asyncio.ensure_future(pair.far.accept_stream()) for _ in range(2)]
         opened = [await pair.near.open_stream() for _ in range(2)]

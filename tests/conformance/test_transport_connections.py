@@ -1,4 +1,4 @@
-"""The connections of every transport: who is reached, who is not, and how they end."""
+"""The connections of every transport: nodes within and out of reach, and how connections end."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         yield world
 
 
-async def test_both_sides_know_who_the_other_is_and_what_is_spoken(world: World) -> None:
+async def test_both_sides_know_the_id_and_the_protocol_of_the_other(world: World) -> None:
     async with connected(world) as pair:
         assert pair.near.peer == pair.server.node_id
         assert pair.far.peer == pair.client.node_id
@@ -44,7 +44,7 @@ async def test_another_node_at_the_right_address_is_unreachable(world: World) ->
         await soon(client.connect(stranger, server.addresses(), ALPN, deadline=5.0))
 
 
-async def test_an_impostor_does_not_disturb_who_really_lives_there(world: World) -> None:
+async def test_an_impostor_does_not_disturb_the_node_at_that_address(world: World) -> None:
     async with connected(world) as pair:
         with pytest.raises(Unreachable):
             await soon(

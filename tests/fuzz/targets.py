@@ -189,7 +189,7 @@ def mirror(data: bytes) -> bool:
 
 
 def share(data: bytes) -> bool:
-    """Places of tensors, and chunks, from a stranger: who needs some gets these as signed, or a refusal."""
+    """Places of tensors, and chunks, from a stranger: a node gets those it needs as signed, or a refusal."""
     names = {name for bit, (name, _, _) in enumerate(LAYOUT) if data and data[0] >> bit & 1}
     size = int.from_bytes(data[1:3], "little")
     try:
@@ -285,7 +285,7 @@ def frame(data: bytes) -> bool:
 
 
 def proof(data: bytes) -> bool:
-    """A proof of some tokens: measured, all numbers finite, or BadProof, whoever asks."""
+    """A proof of some tokens: measured, all numbers finite, or BadProof, for any caller."""
     scheme = SCHEMES[data[0] % len(SCHEMES)] if data else SCHEMES[0]
     states = STATES[: data[1] % len(STATES) + 1] if len(data) > 1 else STATES
     said = data[2:]

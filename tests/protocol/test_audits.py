@@ -175,7 +175,7 @@ def test_little_known_peers_are_no_outliers_and_serve_as_no_measure() -> None:
     assert play.odd(ME) == play.odd(B) == play.odd(C) == 0.0
 
 
-def test_who_behaves_again_is_soon_forgotten() -> None:
+def test_the_failures_of_a_worker_that_behaves_again_are_soon_forgotten() -> None:
     play = Play()
     for right in (1.0, 0.5):
         for _ in range(150):

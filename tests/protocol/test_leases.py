@@ -130,7 +130,7 @@ def test_a_lease_is_no_larger_than_capacity_and_policy(capacity: int, size: int)
     assert len(lease.tasks) == size
 
 
-def test_a_node_holds_so_many_leases_and_no_more() -> None:
+def test_the_leases_of_a_node_are_limited() -> None:
     book = LeaseBook(policy(leases_per_worker=2))
     first, second = granted(book), granted(book)
     assert grant(book) is None

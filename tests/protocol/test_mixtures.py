@@ -72,7 +72,9 @@ def test_a_node_that_can_play_all_makes_up_for_one_that_cannot() -> None:
     assert all(abs(found[number] - 1000) <= 2 * 3 for number in range(3))
 
 
-def test_what_nobody_can_play_is_skipped_and_catches_up_on_a_batch_at_most() -> None:
+def test_an_environment_that_no_node_can_play_is_skipped_and_catches_up_on_a_batch_at_most() -> (
+    None
+):
     book = mixture(1, 1, 1)
     without = [work(book, B, plays(0, 1, staffed=frozenset({0, 1}))) for _ in range(100)]
     assert groups(without) == {0: 150, 1: 150}

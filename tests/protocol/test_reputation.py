@@ -234,7 +234,9 @@ def test_a_cheater_is_banned_soon_whatever_its_record(
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])
-def test_who_forges_a_small_share_after_a_long_honest_record_is_banned(share: float) -> None:
+def test_a_worker_that_forges_a_small_share_after_a_long_honest_record_is_banned(
+    share: float,
+) -> None:
     """Two thousand honest rollouts bring the audits down to a tenth; then one rollout in twenty or more is
     forged. In the mean less than a hundred forgeries are learned from until the ban."""
     learned: list[int] = []
@@ -281,7 +283,7 @@ def test_one_rollout_alone_bans_nobody_by_another_policy() -> None:
     assert not peer.banned
 
 
-def test_where_another_policy_says_nothing_it_bans_nobody() -> None:
+def test_where_another_policy_says_nothing_it_bans_no_worker() -> None:
     deaf = ban_test(msgspec.structs.replace(PROOFS, other_scale=0.0), 1000)
     peer = Reputation()
     peer.observe([Audited("clean", 50.0)] * 1000, deaf)

@@ -87,7 +87,7 @@ def branch(**changes: object) -> bytes:
 
 
 @pytest.mark.parametrize("field", ["tokens", "sampled", "logprobs"])
-def test_a_branch_has_at_most_so_many_tokens(field: str) -> None:
+def test_the_tokens_of_a_branch_are_limited(field: str) -> None:
     assert decode(branch(**{field: bytes(4 * MAX_BRANCH_TOKENS)}), BranchRecord)
     with refuses(Reason.MALFORMED):
         decode(branch(**{field: bytes(4 * MAX_BRANCH_TOKENS + 1)}), BranchRecord)

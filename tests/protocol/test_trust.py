@@ -266,7 +266,7 @@ def test_a_named_document_that_is_no_manifest_is_malformed() -> None:
         run.check_manifest(admitted(run, sealed_head(named)), b"nonsense")
 
 
-def test_a_proof_of_equivocation_convinces_who_saw_neither_head() -> None:
+def test_a_proof_of_equivocation_convinces_a_node_that_saw_neither_head() -> None:
     with pytest.raises(Equivocation, match="two heads of version 1"):
         TrustedRun(RUN, TRAINER.node_id).check_proof(PROOF)
 

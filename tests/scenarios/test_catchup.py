@@ -39,7 +39,7 @@ def held(directory: Path) -> set[bytes]:
 def work_until_killed(directory: Path, model: Path) -> None:
     """The life of a trainer and a worker on a slow network, in a process of their own.
 
-    Nothing comes any more once enough is here: who watches may be late.
+    Nothing comes any more once enough is here: a watcher may be late.
     """
     snapshot = snapshot_chunks().keys()
 
@@ -156,7 +156,7 @@ async def test_workers_that_were_away_come_back_by_the_deltas_that_they_missed(
             assert swarm.fakes.loads(name)[-1].state == trainer.line.state(9)
 
 
-async def test_who_holds_a_version_takes_no_newer_snapshot_whether_restarted_or_told_only_now(
+async def test_a_node_that_holds_a_version_takes_no_newer_snapshot_whether_restarted_or_told_only_now(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """The snapshot of version 10 would be the shortest way for a worker that holds nothing.

@@ -157,7 +157,7 @@ class Holder(PeerNode):
 
 
 class Model(HostileTrainer):
-    """A trainer that publishes weights() by the real publisher, and knows who joined."""
+    """A trainer that publishes weights() by the real publisher, and knows which nodes joined."""
 
     def __init__(self, swarm: Swarm, rate: float = 0.05) -> None:
         super().__init__(swarm)
@@ -260,7 +260,7 @@ async def test_what_stages_hold_they_pass_on(tmp_path: Path, model_dir: Path) ->
         assert trainer.held(whole, 0, everything)
 
 
-async def test_who_stands_goes_exactly_where_it_is_asked_to(
+async def test_a_node_that_stands_goes_exactly_where_it_is_asked_to(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:
@@ -286,7 +286,7 @@ async def test_who_stands_goes_exactly_where_it_is_asked_to(
         assert node.engine.given == [("load", 0), ("update", 2), ("update", 3)]
 
 
-async def test_who_is_asked_for_a_version_that_nobody_knows_says_no_and_goes_there_when_it_comes(
+async def test_an_unknown_version_is_refused_and_loaded_when_it_comes(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:
@@ -300,7 +300,7 @@ async def test_who_is_asked_for_a_version_that_nobody_knows_says_no_and_goes_the
         assert trainer.held(node, 1, stage(1, 2))
 
 
-async def test_who_was_asked_for_what_nobody_signed_still_goes_where_it_can(
+async def test_a_node_asked_for_an_unsigned_version_still_loads_signed_ones(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:

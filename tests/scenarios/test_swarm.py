@@ -211,7 +211,7 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
 async def two_workers(
     tmp_path: Path, model_dir: Path, chunk_mib: float
 ) -> tuple[Running, Running, dict[str, dict[str, int]]]:
-    """A run with a worker, and one that came when the first had weights: who got chunk bytes from whom."""
+    """A run with a worker, and one that came when the first had weights: chunk bytes by receiver and source."""
     fakes = Fakes(words=40_000, pause=hesitant(1, 0.01))
     async with Swarm(
         tmp_path, model_dir, fakes=fakes, max_steps=8, weights={"chunk_mib": chunk_mib}

@@ -1,4 +1,4 @@
-"""A trainer, a worker and a validator: who audits, and what a validator's failures cost the run."""
+"""A trainer, a worker and a validator: which of them audits, and what a validator's failures cost the run."""
 
 import asyncio
 from pathlib import Path
@@ -110,7 +110,7 @@ async def test_a_validator_whose_auditor_fails_says_so_at_once_and_the_trainer_a
         await validator.ended()  # one failure is no reason to leave
 
 
-async def test_who_is_no_validator_gets_no_submissions_and_is_not_believed(
+async def test_a_node_that_is_no_validator_gets_no_submissions_and_is_not_believed(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with AuditedSwarm(tmp_path, model_dir) as swarm:

@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         LATENT,
         "latent attention, experts",
-        NOT_SEEN,
+        ON_GPUS,
         ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     ),
     "gemma": Family({"head_dim": 32}),

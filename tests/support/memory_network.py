@@ -321,7 +321,7 @@ def connect_ends(
     alpn: bytes,
     released: tuple[Callable[[MemoryConnection], None], Callable[[MemoryConnection], None]],
 ) -> tuple[MemoryConnection, MemoryConnection]:
-    """The two ends of a new connection: that of ids[0], who connects, and that of ids[1]."""
+    """The two ends of a new connection: that of ids[0], which connects, and that of ids[1]."""
     near = MemoryConnection(travel, uplink, window=window, ids=ids, alpn=alpn, released=released[0])
     far = MemoryConnection(
         travel, uplink, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
@@ -418,7 +418,7 @@ class MemoryDiscovery:
             await near.close()
 
     async def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
-        """(NodeId, stream) of whoever wants to converse; ends when the discovery is closed."""
+        """(NodeId, stream) of each node that opens one; ends when the discovery is closed."""
         self._heard = True
         while not self._closed:
             try:

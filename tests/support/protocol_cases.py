@@ -372,7 +372,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
     Purpose.BOUNDS: (TRAINER, BOUNDS, bytes(32)),
 }
-"""Purpose -> who signs what to whom."""
+"""Purpose -> signer, message and recipient."""
 
 
 SPLIT_SUBMISSION = structs.replace(

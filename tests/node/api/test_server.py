@@ -19,7 +19,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_dir(tmp_path_factory.mktemp("model"))
 
 
-# -- who ---------------------------------------------------------------------------------------------
+# -- authorization ----------------------------------------------------------------------------------
 
 
 async def test_with_a_key_nobody_without_it_gets_more_than_the_health(

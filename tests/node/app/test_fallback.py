@@ -110,7 +110,7 @@ def web(folder: Path) -> Generator[str]:
 
 
 async def bring(worker: NodeServices, chunks: Sequence[ChunkRef]) -> None:
-    """Fetch from the trainer, who is the only one to ask."""
+    """Fetch from the trainer, the only node to ask."""
     await worker.fetcher.fetch(chunks, [], TRAINER.node_id)
     assert [worker.store.get(chunk.digest) for chunk in chunks] == CHUNKS
 

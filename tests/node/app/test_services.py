@@ -83,7 +83,7 @@ async def test_libp2p_keeps_its_port_over_restarts_so_that_peers_find_it_again(
     assert machine.asked == [0, 40_001]
 
 
-async def test_a_port_that_somebody_took_meanwhile_is_given_up_unless_it_was_asked_for(
+async def test_a_port_that_another_program_took_is_given_up_unless_it_was_asked_for(
     tmp_path: Path,
 ) -> None:
     machine = Machine()

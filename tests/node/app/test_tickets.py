@@ -44,7 +44,7 @@ async def test_a_running_trainer_issues_lists_and_revokes_tickets(
         with pytest.raises(TicketError, match="this ticket was revoked"):
             await swarm.add_worker("w3").ended(20.0)
         await asked(swarm, "revoke", name=made["id"][:8])
-        assert (await first.status())["phase"] == "running"  # who was admitted stays
+        assert (await first.status())["phase"] == "running"  # a node that was admitted stays
         await swarm.stop_worker("w1")
         swarm.ticket = made["ticket"]
         swarm.add_worker("w1")  # and comes back

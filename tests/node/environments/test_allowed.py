@@ -112,7 +112,9 @@ def test_a_bundled_environment_that_reads_a_data_set_needs_leave(name: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["this", "antigravity", "os", "sys", "subprocess", "http"])
-def test_a_part_of_python_is_no_environment_whoever_allows_it(name: str, tmp_path: Path) -> None:
+def test_a_part_of_python_is_no_environment_even_if_it_is_allowed(
+    name: str, tmp_path: Path
+) -> None:
     before = set(sys.modules)
     with pytest.raises(UsageError, match="a part of Python"):
         check_allowed(contract(Package(name, "x 1", bytes(32))), [name], tmp_path)

@@ -105,7 +105,7 @@ async def test_files_that_cannot_be_used_change_nothing(model: Model, tmp_path: 
         await core.close()
 
 
-async def test_who_cannot_go_on_is_lost_for_whoever_can_replace_it(model: Model) -> None:
+async def test_a_closed_engine_is_lost_so_that_it_is_replaced(model: Model) -> None:
     core = HfCore(FP32)
     await core.start(model[0])
     await core.close()

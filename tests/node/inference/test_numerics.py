@@ -1,4 +1,4 @@
-"""What two engines must have in common for equal bits, and who may take part in a run that wants them."""
+"""What two engines must have in common for equal bits, and which may take part in a run that needs them."""
 
 from importlib.metadata import version
 from pathlib import Path

@@ -109,9 +109,9 @@ def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
     with pytest.raises(ValueError, match=r"pp and vllm\.speculative_config cannot be combined"):
         EngineConfig(pp=2, vllm={"speculative_config": NGRAM})
     linear = {"layer_types": ["linear_attention", "full_attention"]}
-    check_family(linear, cpu=False)
+    check_family(EngineConfig(), linear, cpu=False)
     with pytest.raises(EngineError, match=r"remove engine\.vllm\.speculative_config"):
-        check_family(linear, cpu=False, drafts=4)
+        check_family(drafting, linear, cpu=False)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_was_asked_about_has_an_answer(name: str) -> None:
     assert name in REFUSED
 
 
-def test_what_is_known_to_be_harmless_passes_and_so_does_what_nobody_listed() -> None:
+def test_known_harmless_options_pass_and_so_do_unlisted_ones() -> None:
     harmless = ("kv_offloading_size", "enable_expert_parallel", "enable_prefix_caching")
     check_overrides({name: 1 for name in (*harmless, "gpu_memory_utilization", "some_new_one")})
 
@@ -181,7 +181,7 @@ def test_it_is_known_what_keeps_keys_outside_of_vllm_s_own_cache() -> None:
     assert not keeps_elsewhere({"kv_offloading_size": None, "enable_prefix_caching": True})
 
 
-def test_keys_and_values_in_fp8_are_for_whom_nobody_audits() -> None:
+def test_keys_and_values_in_fp8_are_allowed_without_audits() -> None:
     check_overrides({"kv_cache_dtype": "fp8"}, proven=False)
     with pytest.raises(UsageError, match="quantization"):
         check_overrides({"quantization": "fp8"}, proven=False)

@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs: what is decided and refused before vLLM is started."""
+"""How a model is spread over GPUs: decisions and refusals before vLLM is started."""
 
 import json
 from contextlib import nullcontext
@@ -86,19 +86,19 @@ def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole()
     ],
 )
 def test_some_families_are_not_for_vllm_on_a_cpu(fields: dict[str, Any], reason: str) -> None:
-    check_family(SHAPE | fields, cpu=False)
+    check_family(vllm(), SHAPE | fields, cpu=False)
     with pytest.raises(EngineError, match=reason):
-        check_family(SHAPE | fields, cpu=True)
+        check_family(vllm(), SHAPE | fields, cpu=True)
 
 
 def test_mixtures_of_experts_are() -> None:
-    check_family(EXPERTS, cpu=True)
+    check_family(vllm(), EXPERTS, cpu=True)
 
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_a_text_model_that_vllm_takes_for_the_whole_is_refused(cpu: bool) -> None:
     with pytest.raises(EngineError, match=r"qwen3_5_text only as a part.*set engine\.type to hf"):
-        check_family(SHAPE | {"model_type": "qwen3_5_text"}, cpu=cpu)
+        check_family(vllm(), SHAPE | {"model_type": "qwen3_5_text"}, cpu=cpu)
 
 
 def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
@@ -215,7 +215,7 @@ def test_the_last_stage_draws_and_its_first_rank_is_collected_from() -> None:
     assert RankPlace.of(0, Parallel(1, 1)) == (True, True, True)
 
 
-def test_a_tensor_has_to_be_somebody_s() -> None:
+def test_a_tensor_has_to_belong_to_a_rank() -> None:
     assert judge([["", ["b"], []], ["", ["a"], ["b"]]]) == ("", frozenset({"b"}))
     assert judge([["", ["b", "x"], []], ["", ["x"], []]]).fault == "tensor 'x' is not the model's"
     assert judge([["", ["x"], []], ["bad", [], []]]).fault == "bad"
@@ -230,9 +230,20 @@ def test_a_later_state_has_the_tensors_of_the_first() -> None:
     assert "[2, 1]" in difference(known, known | {"a": (2, 1)})
 
 
-def test_exact_numerics_are_refused_for_heads_whose_kernels_depend_on_the_step() -> None:
-    check_family(SHAPE | {"head_dim": 128}, cpu=False, invariant=True)
-    check_family(SHAPE | {"head_dim": 64}, cpu=True, invariant=True)
-    check_family(SHAPE | {"head_dim": 64}, cpu=False)
-    with pytest.raises(EngineError, match=r"heads have size 64.*numerics to calibrated"):
-        check_family(SHAPE | {"head_dim": 64}, cpu=False, invariant=True)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (vllm(batch_invariant=True), "numerics to calibrated"),
+        (vllm(vllm={"compilation_config": {"cudagraph_mode": "full"}}), "cudagraph_mode FULL"),
+    ],
+)
+def test_kernels_that_are_right_for_heads_of_128_only_are_refused_for_others_on_a_gpu(
+    config: EngineConfig, reason: str
+) -> None:
+    check_family(config, SHAPE | {"head_dim": 128}, cpu=False)
+    check_family(config, SHAPE | {"head_dim": 64}, cpu=True)
+    check_family(vllm(), SHAPE | {"head_dim": 64}, cpu=False)
+    with pytest.raises(EngineError, match=f"heads have size 64.*{reason}"):
+        check_family(config, SHAPE | {"head_dim": 64}, cpu=False)
+    with pytest.raises(EngineError, match=r"config\.json has no 'hidden_size'"):
+        check_family(config, {"model_type": "gpt2", "n_embd": 768}, cpu=False)

@@ -503,7 +503,7 @@ async def test_a_worker_that_is_called_wrongly_is_not_started_again(config: RunC
     assert [line.split()[0] for line in seen(config)] == ["trainer", "worker_1"]
 
 
-async def test_who_was_well_for_long_has_all_restarts_again(
+async def test_a_process_that_ran_well_for_long_has_all_restarts_again(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKERS", "5")

@@ -45,7 +45,7 @@ def test_entries_of_dead_processes_and_recycled_pids_are_removed(tmp_path: Path)
         assert not path.exists()
 
 
-def test_garbage_is_removed_and_hurts_nobody(tmp_path: Path) -> None:
+def test_garbage_is_removed_and_does_no_harm(tmp_path: Path) -> None:
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"pid": 1}'), ("d", "\x00\xff")):
         (tmp_path / f"{name}.json").write_text(text)
     good = register(tmp_path, "trainer", "", where=tmp_path)

@@ -59,7 +59,7 @@ def test_the_variable_is_read_as_cuda_reads_it(
 
 
 @pytest.mark.parametrize("nothing", ["", "-1", " ", "-1,0"])
-def test_nobody_is_asked_where_all_are_hidden(nothing: str) -> None:
+def test_no_program_is_asked_where_all_gpus_are_hidden(nothing: str) -> None:
     assert visible({"CUDA_VISIBLE_DEVICES": nothing}, never) == ()
 
 

@@ -105,7 +105,7 @@ def test_a_log_whose_last_lines_do_not_fit_closes_without_a_word(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_log_is_put_aside_by_size_and_only_so_many_are_kept(
+def test_a_log_is_rotated_by_size_and_a_limited_number_is_kept(
     tmp_path: Path, log: logging.Logger
 ) -> None:
     file = tmp_path / "node.jsonl"

@@ -34,6 +34,17 @@ def test_a_summary_becomes_a_png(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_run_without_evaluation_has_no_exact_match_in_its_picture(tmp_path: Path) -> None:
+    path, summary = tmp_path / "reward.png", {"reward_curve": CURVE[:5]}
+    write_picture(summary, path)
+    plain = path.read_bytes()
+    unmeasured = {"exact_match_before": 0.0, "exact_match_after": 0.0}
+    write_picture({**summary, **unmeasured, "eval_prompts": 0}, path)
+    assert path.read_bytes() == plain
+    write_picture({**summary, **unmeasured, "eval_prompts": 8}, path)
+    assert path.read_bytes() != plain
+
+
 @pytest.mark.parametrize(
     "summary",
     [

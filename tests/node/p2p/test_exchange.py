@@ -238,7 +238,7 @@ async def test_a_seed_that_fails_is_left_alone(fault: str) -> None:
 
 
 class Tcp:
-    """Another path, to whoever is named."""
+    """Another path, to the named node."""
 
     def __init__(self, *nodes: Bare) -> None:
         self._nodes = {node.id: node for node in nodes}

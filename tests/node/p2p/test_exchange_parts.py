@@ -70,7 +70,7 @@ def test_a_claim_is_news_once() -> None:
     assert not one.claim(A, [bytes(32)])
 
 
-def test_only_what_nobody_holds_is_asked_of_the_origin() -> None:
+def test_only_chunks_that_no_peer_holds_are_asked_of_the_origin() -> None:
     one = board()
     one.claim(A, [X, Y])
     begun(one, B, 2, 0.0)
@@ -113,7 +113,7 @@ def test_a_chunk_that_is_late_is_asked_of_another_holder() -> None:
     assert one.late_of(A, 3.1) is None
 
 
-def test_who_stands_in_line_for_long_may_ask_the_origin() -> None:
+def test_a_peer_that_waits_in_the_queue_for_long_may_ask_the_origin() -> None:
     one = board()
     one.claim(A, [X])
     begun(one, A, 0, 0.0, sending=False)
@@ -163,7 +163,7 @@ def test_a_copy_that_did_not_get_through_does_not_count() -> None:
     assert copies.choose([(0, X)], urgent=False, now=0.5) == (0, X)
 
 
-def test_who_reads_slowly_on_purpose_does_not_keep_a_chunk_from_others_for_long() -> None:
+def test_a_peer_that_reads_slowly_on_purpose_does_not_keep_a_chunk_from_others_for_long() -> None:
     copies = UploadCounts(Random(2))
     copies.begun(X, 16 << 20, 0.0)
     assert copies.choose([(0, X)], urgent=False, now=1.0) is None
@@ -182,7 +182,7 @@ async def stand(slots: UploadSlots, peer: bytes, served: list[bytes]) -> None:
         served.append(peer)
 
 
-async def test_a_free_slot_goes_to_who_got_least() -> None:
+async def test_a_free_slot_goes_to_the_node_that_got_least() -> None:
     slots = UploadSlots(1)
     served: list[bytes] = []
     slots.charge(A, 1000)
@@ -195,7 +195,7 @@ async def test_a_free_slot_goes_to_who_got_least() -> None:
     assert served == [C, B, A]
 
 
-async def test_who_leaves_the_line_takes_no_slot_with_it() -> None:
+async def test_a_peer_that_leaves_the_queue_takes_no_slot_with_it() -> None:
     slots = UploadSlots(1)
     served: list[bytes] = []
     async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
@@ -274,7 +274,7 @@ async def test_a_full_line_says_that_it_is_busy() -> None:
     await waiting
 
 
-async def test_who_waits_for_a_slot_is_told_again_and_again() -> None:
+async def test_a_peer_that_waits_for_a_slot_is_told_again_and_again() -> None:
     slots = UploadSlots(1)
     beats: list[int] = []
 

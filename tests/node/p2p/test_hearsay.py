@@ -1,4 +1,4 @@
-"""Whom a fetch takes from because of gossip: holders that nobody else named, and liars, who cost it little."""
+"""A fetch from peers that gossip names: holders that no other node named, and liars, which cost it little."""
 
 import asyncio
 from collections import Counter
@@ -40,7 +40,7 @@ async def fetch(
 
 
 def refusing(asked: Counter[str], name: str) -> Handler:
-    """A node that has nothing to give, and counts who asks."""
+    """A node that has nothing to give, and counts requests."""
 
     async def handler(peer: bytes, stream: Stream) -> None:
         asked[name] += 1
@@ -49,7 +49,7 @@ def refusing(asked: Counter[str], name: str) -> Handler:
     return handler
 
 
-async def test_a_holder_whom_only_gossip_names_spares_the_origin() -> None:
+async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
     chunks = payload(20, SIZE)
     async with World() as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
@@ -60,7 +60,7 @@ async def test_a_holder_whom_only_gossip_names_spares_the_origin() -> None:
         assert copies_sent(origin, refs(chunks)) == 0
 
 
-async def test_a_holder_of_whom_gossip_tells_during_the_fetch_is_asked_too() -> None:
+async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> None:
     chunks = payload(20, SIZE)
     network = MemoryNetwork(uplink=lines({node_id("origin"): 2.0 * SIZE}))
     async with World(network) as world:

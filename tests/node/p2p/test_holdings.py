@@ -107,7 +107,7 @@ async def listening(directory: Path) -> AsyncGenerator[Heard]:
 # -- whose are believed ---------------------------------------------------------------------------------
 
 
-async def test_the_newest_holding_of_a_node_counts_and_older_ones_are_nobodys_fault(
+async def test_the_newest_holding_of_a_node_counts_and_older_ones_blame_no_node(
     tmp_path: Path,
 ) -> None:
     async with listening(tmp_path) as heard:
@@ -137,7 +137,7 @@ def with_another_end(sealed: bytes) -> bytes:
     ],
     ids=["of somebody else", "of another run", "of an hour ago", "with another signature"],
 )
-async def test_a_forged_holding_counts_for_nothing_and_against_who_passed_it_on(
+async def test_a_forged_holding_counts_for_nothing_and_against_the_node_that_passed_it_on(
     tmp_path: Path, forged: Callable[[], bytes], reason: Reason
 ) -> None:
     with refuses(reason):
@@ -178,8 +178,8 @@ async def test_a_flood_of_one_node_leaves_one_holding_and_one_of_strangers_leave
     async with listening(tmp_path) as heard:
         for number in range(2_000):
             await heard.neighbour.publish(fact(number))
-            who = SecretKey.from_seed(digest(b"stranger %d" % number))
-            await heard.neighbour.publish(fact(5, key=who))
+            key = SecretKey.from_seed(digest(b"stranger %d" % number))
+            await heard.neighbour.publish(fact(5, key=key))
             if number % 256 == 0:
                 await asyncio.sleep(0)
         await until(lambda: heard.holds() == (0, 1_999, True))
@@ -197,7 +197,7 @@ def test_nothing_is_kept_of_a_node_whose_record_we_do_not_have() -> None:
     assert peers.holds(NODE, 0.0) == (0, 5, True)
 
 
-# -- who is named as a holder ---------------------------------------------------------------------------
+# -- nodes named as holders -----------------------------------------------------------------------------
 
 
 def test_holders_of_a_version_hold_it_or_a_later_one_of_its_term() -> None:
@@ -211,7 +211,7 @@ def test_holders_of_a_version_hold_it_or_a_later_one_of_its_term() -> None:
     assert peers.holders(2, 0, 0.0) == []
 
 
-def test_who_only_wants_a_version_is_named_where_few_hold_it() -> None:
+def test_a_node_that_only_wants_a_version_is_named_where_few_hold_it() -> None:
     nodes = [bytes([number]) * 32 for number in range(5)]
     peers = table(*nodes)
     for node in nodes[:4]:

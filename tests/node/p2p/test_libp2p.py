@@ -100,7 +100,7 @@ def test_an_id_of_another_kind_of_key_is_no_node_id(foreign: bytes) -> None:
         node_id_of(foreign)
 
 
-async def test_two_nodes_tell_each_other_facts_and_know_who_told(make: Make) -> None:
+async def test_two_nodes_tell_each_other_facts_and_know_the_sender(make: Make) -> None:
     first, second = await pair(make)
     await first.publish(b"ping")
     assert await heard(second) == GossipFact(b"ping", key(1).node_id)

@@ -236,7 +236,7 @@ class Stranger:
 
 
 def stranger(address: str) -> AbstractAsyncContextManager[Stranger]:
-    """Connected to whoever is at `address`."""
+    """Connected to the node at `address`."""
 
     async def build(stack: AsyncExitStack, thread: TrioThread) -> Stranger:
         from libp2p import new_host
@@ -306,7 +306,7 @@ async def test_a_peer_with_too_many_streams_is_turned_away_and_others_are_served
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-async def test_who_sends_more_than_its_windows_is_hung_up_on(
+async def test_a_peer_that_sends_more_than_its_window_is_disconnected(
     server: Server, client: Libp2pDiscovery, streams: int
 ) -> None:
     async def listen_to_nothing(peer: bytes, stream: Stream) -> None:

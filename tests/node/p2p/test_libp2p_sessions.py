@@ -140,7 +140,7 @@ async def talk(stream: Stream) -> bytes:
     return await stream.read_exact(1)
 
 
-async def test_who_wants_to_converse_is_told_at_once_when_nothing_runs() -> None:
+async def test_a_call_is_refused_at_once_when_nothing_runs() -> None:
     lives = Lives(None, *[RuntimeError("no")] * 9)
     discovery = discovery_of(lives, port=0)
     with pytest.raises(Unreachable, match="not running"):

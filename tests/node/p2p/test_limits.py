@@ -57,7 +57,7 @@ def test_the_memory_of_contents_forgets_the_oldest_even_when_it_is_asked_for() -
     assert b"2" in recent
 
 
-def test_a_repeat_is_not_admitted_whoever_brings_it() -> None:
+def test_a_repeat_is_not_admitted_from_any_node() -> None:
     gate = GossipFilter()
     assert gate.admits(ANNA, b"fact", 0.0)
     assert gate.accepts(ANNA, b"fact", 0.0)

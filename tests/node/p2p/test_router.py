@@ -1,4 +1,4 @@
-"""The accept loop: who is blamed, who is limited, and that a bug of ours costs one request."""
+"""The accept loop: which peers are blamed and limited, and that a bug of ours costs one request."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -83,7 +83,7 @@ async def test_a_request_that_is_not_answered_costs_its_deadline() -> None:
             await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=0.1)
 
 
-async def test_who_breaks_the_protocol_is_refused_and_blamed() -> None:
+async def test_a_peer_that_breaks_the_protocol_is_refused_and_blamed() -> None:
     async with served(refuse_with(Reason.MALFORMED)) as (links, table):
         with pytest.raises(Refused, match="malformed: because"):
             await ask(links)
@@ -91,7 +91,7 @@ async def test_who_breaks_the_protocol_is_refused_and_blamed() -> None:
         assert table.reliability(CLIENT) < 1.0
 
 
-async def test_who_asks_for_what_we_lack_is_refused_and_not_blamed() -> None:
+async def test_a_peer_that_asks_for_something_we_lack_is_refused_and_not_blamed() -> None:
     async with served(refuse_with(Reason.NOT_FOUND)) as (links, table):
         with pytest.raises(Refused, match="not_found"):
             await ask(links)
@@ -131,7 +131,7 @@ async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answ
         assert outcomes.count(Accepted()) == 2
 
 
-async def test_who_stops_does_not_say_that_its_peers_asked_too_much() -> None:
+async def test_a_node_that_stops_does_not_say_that_its_peers_asked_too_much() -> None:
     network = MemoryNetwork()
     server, client = network.transport(SERVER), network.transport(CLIENT)
     router = Router(
@@ -150,7 +150,7 @@ async def test_who_stops_does_not_say_that_its_peers_asked_too_much() -> None:
 
 
 class Host:
-    """A server with room for eight peers, and whoever connects to it."""
+    """A server with room for eight peers, and its clients."""
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()

@@ -112,7 +112,7 @@ def test_a_lane_that_is_gone_by_its_turn_is_the_one_its_sequences_went_to() -> N
     assert {one.request_id for one in mine} == {"r2", "r3"}
 
 
-def test_a_lane_of_which_a_half_is_under_way_waits_for_it() -> None:
+def test_a_lane_waits_for_its_half_that_is_under_way() -> None:
     world = Scheduler(2, 4)
     world.step()
     world.step()
@@ -184,7 +184,7 @@ def test_what_comes_takes_the_place_of_what_left_its_lane() -> None:
     assert world.step() == ["new", "r3"]
 
 
-def test_a_number_of_lanes_by_which_nothing_was_taken_moves_nobody() -> None:
+def test_a_number_of_lanes_that_was_set_back_before_use_moves_no_request() -> None:
     world = Scheduler(4, 8)
     before = [world.step() for _ in range(4)]
     world.wanted = 2

@@ -133,7 +133,7 @@ async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: Lo
     await asyncio.to_thread(port.close)
 
 
-async def test_closing_ends_whoever_is_connected(tmp_path: Path) -> None:
+async def test_closing_ends_open_connections(tmp_path: Path) -> None:
     async with LocalLink(tmp_path / "stage.sock", LIMITS) as end:
         end.listener = Listener()
         port = await connect(end)

@@ -8,7 +8,7 @@ import pytest
 from primerl.node.pipeline.micro_batches import MicroBatches, micro_batches
 
 Cost = Callable[[int], float]
-"""Seconds that a stage needs for a micro-batch of so many sequences."""
+"""Seconds that a stage needs for a micro-batch of this number of sequences."""
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_layers_are_even_where_memory_allows_and_the_head_counts_as_work() -> No
     assert share_layers([9, 9, 9], Costs(10, 1000, 0, 0, 1)) == [4, 3, 3]
 
 
-def test_the_shortest_ring_is_chosen_and_who_is_far_is_a_spare() -> None:
+def test_the_shortest_ring_is_chosen_and_a_far_node_is_a_spare() -> None:
     near = {node(0): 5.0, node(1): 5.0, node(2): 5.0}
     some = offers(14_000, 14_000, 14_000)
     far = Offered(node(9), offer(20_000, round_trips=dict.fromkeys(near, 300.0)))
@@ -112,7 +112,7 @@ def test_the_shortest_ring_is_chosen_and_who_is_far_is_a_spare() -> None:
     assert found.spares[-1] == node(9)
 
 
-def test_nobody_comes_nearer_to_others_than_they_see_it() -> None:
+def test_no_node_is_placed_nearer_to_others_than_they_measure() -> None:
     liar = Offered(node(9), offer(14_000, round_trips={node(0): 0.0, node(1): 0.0}))
     honest = [
         Offered(node(0), offer(14_000, round_trips={node(1): 20.0, node(9): 200.0})),
@@ -124,7 +124,7 @@ def test_nobody_comes_nearer_to_others_than_they_see_it() -> None:
     assert ring_ms([liar, honest[0]], 0) == 200.0
 
 
-def test_who_cannot_be_measured_is_taken_last() -> None:
+def test_a_node_that_cannot_be_measured_is_taken_last() -> None:
     """Nodes 0 and 1 may not reach each other; node 2 is far, but reachable."""
     some = [
         Offered(node(0), offer(14_000, round_trips={node(2): 300.0})),
@@ -249,7 +249,7 @@ def test_more_micro_batches_are_allowed_where_the_way_is_long() -> None:
     assert [far(0.0), far(20.0), far(100.0), far(9_000.0)] == [2, 4, 12, 32]
 
 
-def test_so_many_micro_batches_are_allowed_that_every_step_may_have_a_recorded_graph() -> None:
+def test_micro_batches_are_limited_so_that_every_step_may_have_a_recorded_graph() -> None:
     ways = {node(0): 0.0, node(1): 0.0}
     some = [Offered(node(one), offer(2_000_000, round_trips=ways)) for one in range(2)]
     terms = PlanLimits("bfloat16", 64, 128, max_sequences=2_000)
@@ -267,7 +267,7 @@ def test_claims_without_measure_break_nothing() -> None:
     assert found.shape.kv_tokens == 8 * 128 + 16
 
 
-def test_many_machines_are_planned_by_who_is_near_whom() -> None:
+def test_many_machines_are_planned_by_their_distances() -> None:
     """Twelve around a lake: neighbours have 10 ms, everybody else more. The ring follows the shore."""
     count = 12
 

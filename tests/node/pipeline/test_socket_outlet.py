@@ -120,7 +120,7 @@ def test_a_newer_connection_takes_all_that_is_put_from_then_on(
     newer.close()
 
 
-def test_whoever_is_gone_keeps_nobody_waiting(outlet: SocketOutlet) -> None:
+def test_a_node_that_is_gone_keeps_no_other_waiting(outlet: SocketOutlet) -> None:
     outlet.put(step(1, 0))  # to nobody
     gone = Far(outlet)
     gone.close()
@@ -141,7 +141,7 @@ def test_a_connection_with_a_full_queue_ends_behind_it(outlet: SocketOutlet, far
         far.next()
 
 
-def test_who_waits_for_room_when_the_connection_ends_is_let_go(
+def test_a_writer_that_waits_for_room_when_the_connection_ends_is_released(
     outlet: SocketOutlet, far: Far
 ) -> None:
     held = Held(outlet)

@@ -156,7 +156,7 @@ def test_the_last_block_is_the_plans() -> None:
         found.apply(StageStep((going(tokens=17, computed=16),)))
 
 
-def test_whoever_never_ends_a_sequence_is_stopped() -> None:
+def test_an_engine_that_never_ends_a_sequence_is_stopped() -> None:
     found = KnownSequences(SMALL)
     most = REMEMBERED * SMALL.max_sequences
     for key in range(most):

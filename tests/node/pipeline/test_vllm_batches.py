@@ -82,7 +82,7 @@ def test_a_sequence_is_in_one_batch_only() -> None:
     assert step(runner, "de") == []
 
 
-def test_what_is_over_leaves_its_batch_at_once_whoevers_turn_it_is() -> None:
+def test_a_finished_request_leaves_its_batch_at_once_in_any_turn() -> None:
     runner = make()
     step(runner, "abc")
     step(runner, "de", over="b")

@@ -45,7 +45,7 @@ def test_what_is_for_the_first_rank_only_is_told_to_no_other() -> None:
     assert found.call("note", 2) == [[1, 1, 2], [2, 2]]
 
 
-def test_who_refuses_and_who_fails_is_heard_and_the_next_answer_is_the_next_ones() -> None:
+def test_refusals_and_failures_are_reported_and_the_next_answer_is_the_next_requests() -> None:
     found, _ = line(2)
     with pytest.raises(EngineError, match="rank 1 does not want to"):
         found.call("refuse")
@@ -55,7 +55,7 @@ def test_who_refuses_and_who_fails_is_heard_and_the_next_answer_is_the_next_ones
     assert found.call("note", 2) == [[1, 1, 2], [2, 1, 2]]
 
 
-def test_who_does_not_answer_in_time_is_named_and_not_waited_for() -> None:
+def test_a_rank_that_does_not_answer_in_time_is_named_and_not_waited_for() -> None:
     near, far = Pipe()
     slow = RankPipes([near], answer_s=0.01)
     with pytest.raises(RuntimeError, match="did not answer note"):
@@ -65,7 +65,7 @@ def test_who_does_not_answer_in_time_is_named_and_not_waited_for() -> None:
     assert slow.call("note", 2) == ["of now"]
 
 
-def test_what_nobody_asked_for_ends_who_cannot_do_it() -> None:
+def test_an_unknown_call_that_wants_no_answer_ends_its_process() -> None:
     near, far = Pipe()
     near.send((0, "what", ()))
     with pytest.raises(ValueError, match="nobody knows"):

@@ -87,7 +87,7 @@ async def all_of(made: Pipeline) -> list[Completion]:
         return await asyncio.gather(*map(made.head.generate, requests()))
 
 
-async def test_whoever_shares_a_stages_layers_tokens_and_proofs_are_those_of_one_piece(
+async def test_tokens_and_proofs_are_those_of_a_whole_model_however_a_stage_is_shared(
     tmp_path: Path,
 ) -> None:
     """An update on the way is one moment for all ranks; one that is killed costs its stage a start."""

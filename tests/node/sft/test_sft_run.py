@@ -199,7 +199,7 @@ async def test_a_run_goes_back_to_a_step_and_forks_from_another_run(make: Any) -
         await sft(make("base", resume={"step": 5}), watch=quiet, factories=Backends().factories())
 
 
-async def test_who_is_stopped_finishes_the_step_and_saves_it(make: Any) -> None:
+async def test_a_run_that_is_stopped_finishes_the_step_and_saves_it(make: Any) -> None:
     whole, broken = Backends(), Backends()
     await sft(make("whole"), watch=quiet, factories=whole.factories())
     running: list[asyncio.Task[Path]] = []

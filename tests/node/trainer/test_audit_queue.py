@@ -80,7 +80,7 @@ async def test_a_request_without_work_is_told_to_come_again() -> None:
     assert isinstance((await request(audit_queue()))[0], AuditWait)
 
 
-async def test_nobody_else_is_given_audits_or_believed() -> None:
+async def test_only_named_validators_are_given_audits_and_believed() -> None:
     audits = audit_queue()
     job, waiting = await job_of(audits)
     with refuses(Reason.NOT_ADMITTED):
@@ -218,7 +218,7 @@ async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their
     assert [len(one.chosen) for one in own.calls] == [2]
 
 
-# -- who audits the validators -------------------------------------------------------------------
+# -- audits of the validators --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ async def a_job() -> AuditJob:
     return job
 
 
-async def test_honest_noise_disqualifies_nobody() -> None:
+async def test_honest_noise_disqualifies_no_validator() -> None:
     own, audits = Own(ODD, CLEAN), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, CLEAN, CLEAN))
     await asyncio.sleep(0)
@@ -344,7 +344,7 @@ async def test_what_a_validator_finds_odd_the_trainer_measures_itself() -> None:
     assert (record.compared, record.disqualified) == (0, "")
 
 
-async def test_nobody_is_condemned_by_a_validator_while_the_trainer_cannot_audit() -> None:
+async def test_no_worker_is_rejected_on_a_validators_word_while_the_trainer_cannot_audit() -> None:
     own, audits = Own(dead=True), audit_queue()
     waiting = await present(audits)
     answer = asyncio.create_task(remote(own, audits).audit(measured()))

@@ -1,4 +1,4 @@
-"""The bounds of a run in its ledger: signed, kept over restarts, and moved by nobody but references."""
+"""The bounds of a run in its ledger: signed, kept over restarts, and moved by references alone."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Trainer:
         keep: bool = True,
         **forged: float,
     ) -> Verdict:
-        """Audit so many rollouts of a node, judge them and keep what comes of it."""
+        """Audit this number of rollouts of a node, judge them and keep the result."""
         submission = Submission(lease=b"", groups=(), engine="vllm", numerics=numerics)
         conditions = self.book.conditions(node, submission)
         assert conditions is not None
@@ -83,7 +83,7 @@ class Trainer:
         return verdict
 
     def facts(self) -> list[ClassBounds]:
-        """What anybody who asks is told."""
+        """The bounds that the trainer tells on request."""
         return [
             unseal(one, Purpose.BOUNDS, ClassBounds, now=0, run=RUN, signer=TRAINER.node_id).body
             for one in self.book.sealed()
@@ -175,7 +175,7 @@ def test_a_banned_reference_is_struck_from_the_evidence(trainer: Trainer) -> Non
     assert trainer.calibration.bounds_of(H100) is None
 
 
-def test_bounds_that_somebody_else_signed_are_not_taken_from_a_ledger(trainer: Trainer) -> None:
+def test_bounds_that_another_key_signed_are_not_taken_from_a_ledger(trainer: Trainer) -> None:
     forged = seal(STRANGER, Purpose.BOUNDS, RUN, BOUNDS, expires=2**40)
     other_run = seal(TRAINER, Purpose.BOUNDS, bytes(32), BOUNDS, expires=2**40)
     verdict = sealed(Purpose.BOUNDS)
@@ -185,7 +185,7 @@ def test_bounds_that_somebody_else_signed_are_not_taken_from_a_ledger(trainer: T
         assert trainer.calibration.bounds_of(BOUNDS.numerics) is None
 
 
-def test_a_plan_that_cannot_be_opened_is_nobodys_own_work(trainer: Trainer) -> None:
+def test_a_plan_that_cannot_be_opened_is_no_nodes_own_work(trainer: Trainer) -> None:
     submission = Submission(lease=b"", groups=(), engine="vllm", plan=b"junk", numerics=H100)
     conditions = trainer.book.conditions(OWN, submission)
     assert conditions is not None
@@ -242,7 +242,7 @@ def test_a_claim_of_a_wide_class_gains_that_classs_noise_and_no_more(trainer: Tr
     assert trainer.peers[OTHER].refused
 
 
-def test_who_changes_its_class_in_mid_run_starts_anew(trainer: Trainer) -> None:
+def test_a_worker_that_changes_its_class_in_mid_run_starts_anew(trainer: Trainer) -> None:
     trainer.send(OWN, H100, 2 * ENOUGH)
     trainer.send(OWN, RTX, 2 * ENOUGH, scale=2.0)
     trainer.send(OTHER, H100, CANARIES)
@@ -255,7 +255,9 @@ def test_who_changes_its_class_in_mid_run_starts_anew(trainer: Trainer) -> None:
     assert trainer.peers[OTHER].placement.canaries == 8
 
 
-def test_who_tries_one_class_after_the_other_is_refused_for_good(trainer: Trainer) -> None:
+def test_a_worker_that_tries_one_class_after_the_other_is_refused_for_good(
+    trainer: Trainer,
+) -> None:
     classes = [replace(H100, release=f"0.{number}") for number in range(MAX_MISPLACED + 2)]
     for numerics in classes:
         trainer.send(OWN, numerics, ENOUGH)

@@ -1,4 +1,4 @@
-"""Prompts that workers answer: who waits gets a verified reply, whatever becomes of leases meanwhile."""
+"""Prompts that workers answer: a client gets a verified reply, whatever becomes of leases meanwhile."""
 
 import asyncio
 from dataclasses import replace
@@ -137,7 +137,7 @@ async def test_a_lost_lease_costs_time_and_no_prompt() -> None:
     assert await waiting == REPLY
 
 
-async def test_an_answer_from_before_a_restart_ends_the_wait_of_whoever_asks_the_same() -> None:
+async def test_an_answer_from_before_a_restart_ends_the_wait_for_an_equal_request() -> None:
     court = Court()
     before = msgspec.structs.replace((await _one_lease(Court(), 3)), lease_id=5)
     waiting = court.ask(3)
@@ -159,7 +159,7 @@ async def _one_lease(court: Court, *prompt: int) -> Lease:
     return lease
 
 
-async def test_who_gave_up_may_ask_again_and_finds_the_reply() -> None:
+async def test_a_client_that_gave_up_may_ask_again_and_finds_the_reply() -> None:
     court = Court()
     lease = await _one_lease(court, 3)
     court.answer(lease)
@@ -199,7 +199,7 @@ async def test_what_the_contract_excludes_is_refused(changes: dict[str, Any]) ->
         await LeasedReplies(GREEDY, PromptQueue()).generate(asked)
 
 
-async def test_rejected_work_answers_nobody() -> None:
+async def test_rejected_work_answers_no_request() -> None:
     lease = msgspec.structs.replace(PROMPTED_LEASE, group_size=1)
     prompts = [[11, 12, 13], [300]]
     groups = tuple(

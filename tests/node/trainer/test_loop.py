@@ -1,4 +1,4 @@
-"""The trainer's loop: who fills a batch, and what overlaps with training."""
+"""The trainer's loop: which workers fill a batch, and which work overlaps with training."""
 
 import asyncio
 import time

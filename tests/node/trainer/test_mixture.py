@@ -1,4 +1,4 @@
-"""A trainer with several environments: who is leased which, what is reported, where a checkpoint goes on."""
+"""A trainer with several environments: leases of each, reports, and where a checkpoint goes on."""
 
 import time
 from collections import Counter

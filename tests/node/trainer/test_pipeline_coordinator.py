@@ -34,7 +34,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     found.ledger.close()
 
 
-def test_who_offers_alone_is_told_to_come_again(world: World) -> None:
+def test_a_node_that_offers_alone_is_told_to_come_again(world: World) -> None:
     for _ in range(3):
         reply = world.offer(1)
         assert isinstance(reply, StageWait)
@@ -42,7 +42,7 @@ def test_who_offers_alone_is_told_to_come_again(world: World) -> None:
         world.later(20.0)
 
 
-def test_two_halves_make_a_pipeline_once_nobody_else_comes(world: World) -> None:
+def test_two_halves_make_a_pipeline_once_no_other_node_comes(world: World) -> None:
     assert isinstance(world.offer(1), StageWait)
     waiting = world.offer(2)
     assert isinstance(waiting, StageWait)
@@ -58,7 +58,7 @@ def test_two_halves_make_a_pipeline_once_nobody_else_comes(world: World) -> None
     assert (shape.hidden_size, shape.max_model_len) == (64, 256)
 
 
-def test_the_reply_names_the_other_stages_and_nobody_else(world: World) -> None:
+def test_the_reply_names_the_other_stages_and_no_other_node(world: World) -> None:
     plan = world.gather(1, 2, 3)
     assert len(plan.stages) == 2
     spare = ({1, 2, 3} - set(ranks(plan))).pop()
@@ -69,7 +69,7 @@ def test_the_reply_names_the_other_stages_and_nobody_else(world: World) -> None:
     assert isinstance(world.offer(spare), StageWait)
 
 
-def test_who_has_not_measured_is_waited_for_but_not_for_ever(world: World) -> None:
+def test_a_node_that_has_not_measured_is_waited_for_but_not_for_ever(world: World) -> None:
     for number in (1, 2):
         world.offer(number, round_trips={})
     world.later(4.0)
@@ -140,7 +140,7 @@ def test_without_a_spare_those_that_are_left_are_planned_anew(world: World) -> N
 
 
 def broken(world: World) -> tuple[PipelinePlan, int, int]:
-    """A pipeline of two whose stage 1 is gone, and its stage 0 has said so: (plan, stage 0, who is gone)."""
+    """A pipeline of two whose stage 1 is gone, and its stage 0 has said so: (plan, stage 0, lost node)."""
     plan = world.gather(1, 2)
     head, lost = ranks(plan)
     world.later(ALIVE_S + 1)
@@ -149,7 +149,7 @@ def broken(world: World) -> tuple[PipelinePlan, int, int]:
     return plan, head, lost
 
 
-def test_a_group_that_nobody_can_mend_goes_on_when_somebody_comes(world: World) -> None:
+def test_a_group_that_no_node_can_complete_goes_on_when_one_joins(world: World) -> None:
     plan, head, lost = broken(world)
     world.later(5.0)
     assert opened(world.offer(head, of=plan, lost=(lost,))) == plan
@@ -169,7 +169,7 @@ def test_a_lost_stage_that_comes_back_finds_its_place_free(world: World) -> None
     assert world.coordinator.rows()[0].state == "planned"
 
 
-def test_a_place_is_not_kept_for_who_has_too_little_by_now(world: World) -> None:
+def test_a_place_is_not_kept_for_a_node_that_has_too_little_memory_by_now(world: World) -> None:
     plan, head, lost = broken(world)
     world.offer(lost, 1000)
     assert world.coordinator.rows()[0].state == "waiting"
@@ -196,7 +196,7 @@ def test_a_complaint_about_an_old_plan_changes_nothing(world: World) -> None:
     assert opened(world.offer(head, of=plan, lost=(other,))) == after
 
 
-def test_who_complains_about_everybody_is_let_go(world: World) -> None:
+def test_a_node_that_complains_about_all_others_is_let_go(world: World) -> None:
     """Those that it slanders still talk to us, and one complaint each is not held against them."""
     everybody = (1, 2, 3, 4)
     plan = world.gather(*everybody, world_size=3)
@@ -256,7 +256,7 @@ def test_a_liar_is_in_no_plan_ever_after(world: World) -> None:
     assert world.plan(head, spare) == after
 
 
-def test_who_is_banned_for_its_rollouts_is_in_no_plan(world: World) -> None:
+def test_a_node_that_is_banned_for_its_rollouts_is_in_no_plan(world: World) -> None:
     plan = world.gather(1, 2)
     head, last = ranks(plan)
     world.refused[node(last)] = "banned: false work"
@@ -275,14 +275,14 @@ def test_a_trainer_that_restarts_gives_the_same_plan(world: World) -> None:
     assert world.plan(1, 2) == plan
     assert world.coordinator.plan_of(plan.group, 0) == plan
     world.later(1.0)
-    # whom a restarted trainer has not heard yet is not taken for dead
+    # a restarted trainer does not take a node for dead that it has not heard yet
     world.restart()
     head, other = ranks(plan)
     after = opened(world.offer(head, of=plan, lost=())), opened(world.offer(other))
     assert after == (plan, plan)
 
 
-def test_old_plans_are_remembered_for_who_judges_their_work(world: World) -> None:
+def test_old_plans_are_remembered_to_judge_their_work(world: World) -> None:
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     after = opened(world.offer(head, of=plan, lost=(other,)))
@@ -310,7 +310,7 @@ def test_a_plan_is_sealed_anew_before_it_runs_out(world: World) -> None:
     assert expires() == NOW + world.away + PLAN_TTL_S
 
 
-def test_a_group_that_nobody_speaks_of_is_forgotten(world: World) -> None:
+def test_a_group_that_no_node_mentions_is_forgotten(world: World) -> None:
     world.gather(1, 2)
     world.later(GONE_S + 1)
     world.offer(5)
@@ -332,13 +332,13 @@ def test_operators_see_every_group(world: World) -> None:
 # -- attacks ---------------------------------------------------------------------------------------
 
 
-def test_who_hides_its_address_is_no_stage(world: World) -> None:
+def test_a_node_that_hides_its_address_is_no_stage(world: World) -> None:
     with refuses(Reason.NOT_ADMITTED):
         world.offer(1, shared=False)
     assert isinstance(world.offer(1), StageWait)
 
 
-def test_a_model_that_is_not_cut_is_told_to_who_offers(tmp_path: Path) -> None:
+def test_an_offer_for_a_model_that_is_not_cut_is_refused(tmp_path: Path) -> None:
     world = World(tmp_path, None)
     with refuses(Reason.NOT_FOUND):
         world.offer(1)
@@ -367,7 +367,7 @@ def test_nobody_may_offer_without_end(world: World) -> None:
     world.offer(1)
 
 
-def test_so_many_may_offer_and_no_more(world: World) -> None:
+def test_the_number_of_offers_is_limited(world: World) -> None:
     world.know(1)
     row = world.peers.get(node(1))
     for number in range(MAX_OFFERS):

@@ -1,4 +1,4 @@
-"""Faults laid to stages: a liar is soon out of pipelines, and nobody is banned on one other node's word."""
+"""Faults laid to stages: a liar is soon out of pipelines, and no node is banned on the word of one other."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_two_first_stages_that_name_the_same_one_have_it_banned() -> None:
 
 
 @pytest.mark.parametrize("submissions", [1, 12])
-def test_who_signs_for_another_ones_fault_bears_a_small_part_of_it_however_much_was_under_way(
+def test_a_node_that_signs_for_the_fault_of_another_bears_a_small_part_of_it_however_much_was_under_way(
     submissions: int,
 ) -> None:
     court = Court()
@@ -112,7 +112,7 @@ def test_who_signs_for_another_ones_fault_bears_a_small_part_of_it_however_much_
     assert liar.cheat_nats > 5 * first.cheat_nats
 
 
-def test_who_frames_one_neighbour_after_the_other_is_banned_itself() -> None:
+def test_a_node_that_frames_one_neighbour_after_the_other_is_banned_itself() -> None:
     """Stage 0 states what it likes of the others: the names differ, its own is always there."""
     court = Court()
     number = 0
@@ -186,7 +186,7 @@ def test_what_one_node_made_alone_is_its_own() -> None:
 
 
 def test_rollouts_without_boundaries_are_forgiven_as_many_as_can_have_been_under_way() -> None:
-    """They were begun with a stage that is gone; of whom goes on like that it is the first stage's own."""
+    """They were begun with a stage that is gone; for going on like that the first stage is to blame."""
     court, made_by = Court(), plan(*NODES[:2])
     verified = submission(made_by, "rejected", count=PLAN.shape.max_sequences)
     audited = verified.audited
@@ -214,7 +214,7 @@ def test_what_is_remembered_of_accusers_is_stored() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("suspect", 0), ("rejected", 8), ("clean", 8)])
-def test_the_first_rollouts_of_a_numerics_class_ban_nobody_for_what_is_only_suspect(
+def test_the_first_rollouts_of_a_numerics_class_ban_no_worker_for_suspicions_alone(
     outcome: Outcome, told: int
 ) -> None:
     """It may be of another class than it claims: then it is refused that one, and may state its own."""

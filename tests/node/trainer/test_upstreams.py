@@ -43,7 +43,7 @@ async def test_a_worker_hears_of_the_nearest_before_it_first_and_of_some_after_i
         assert nodes(everybody.records) == before + after
 
 
-async def test_who_holds_nothing_yet_is_no_source(tmp_path: Path, model_dir: Path) -> None:
+async def test_a_node_that_holds_nothing_yet_is_no_source(tmp_path: Path, model_dir: Path) -> None:
     async with Swarm(tmp_path, model_dir) as swarm, AsyncExitStack() as stack:
         await swarm.start_trainer()
         line = [await stack.enter_async_context(Rogue(swarm, name)) for name in ("a", "b", "c")]

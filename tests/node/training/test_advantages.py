@@ -177,7 +177,7 @@ def test_right_answers_alone_have_signal_by_their_length() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0], [-1.0, -1.0]])
-def test_nobody_is_paid_for_the_length_of_a_failure(rewards: list[float]) -> None:
+def test_a_failure_earns_nothing_by_its_length(rewards: list[float]) -> None:
     assert credit([mixed(rewards, [2, 9])], training("grpo_length")).pruned == 1
 
 

@@ -336,7 +336,7 @@ def test_a_packed_sequence_teaches_what_it_teaches_alone(learner: Any) -> None:
 
 
 def test_the_model_s_own_attention_says_the_same(learner: Any) -> None:
-    """Positions restart in each sequence, and nobody else is seen: as if read by transformers itself."""
+    """Positions restart in each sequence, and no other sequence is seen: as if read by transformers itself."""
     row = samples([9, 7])
     logprobs, _ = read(learner, row, [0])
     plain: Any = huggingface.load_model(learner._model_dir)

@@ -69,7 +69,7 @@ def test_a_full_buffer_refuses_instead_of_dropping() -> None:
     assert [g.task for g in rollouts.cut(1) or []] == [b"kept"]
 
 
-def test_a_batch_takes_the_oldest_version_first_and_among_equals_who_came_first() -> None:
+def test_a_batch_takes_the_oldest_version_first_and_among_equals_the_first_to_arrive() -> None:
     rollouts = buffer()
     for task, oldest in ((b"a", 2), (b"b", 1), (b"c", 2), (b"d", 1)):
         rollouts.add(group([0, 1], oldest=oldest, task=task), 2)
@@ -155,7 +155,7 @@ def test_a_share_is_no_less_than_an_even_one(
     assert peer_cap(16, share, waiting, {}) == cap
 
 
-def test_who_is_on_lease_is_waited_for() -> None:
+def test_workers_on_lease_are_waited_for() -> None:
     assert peer_cap(16, 0.5, {A: 30}, {B: 8}) == 8
     assert peer_cap(16, 0.5, {A: 12, B: 4}, {A: 4, B: 4}) == 8
 

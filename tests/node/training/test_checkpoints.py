@@ -227,7 +227,7 @@ async def test_closing_waits_and_only_logs(
     assert "not written: a rank died" in caplog.text
 
 
-async def test_who_waits_may_be_cancelled_and_the_writing_goes_on(tmp_path: Path) -> None:
+async def test_a_caller_that_waits_may_be_cancelled_and_the_writing_goes_on(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     backend = await staging(tmp_path)
     await checkpoints.begin(1, PARTS, backend)

@@ -57,7 +57,7 @@ def test_ranks_stay_as_they_are_and_no_gpu_is_looked_for() -> None:
     assert resolve_backend(TrainingConfig(device="cpu"), nobody).backend == "local"
 
 
-def test_who_computes_in_the_daemon_on_a_gpu_is_warned_once(
+def test_a_learner_in_the_daemon_on_a_gpu_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -206,7 +206,7 @@ def test_what_is_no_number_is_never_made_one(case: Case) -> None:
     given.mu[4] = math.nan
     loss, sums = policy_loss(case.config, given.inputs(), len(given))
     assert math.isnan(loss.item())
-    assert math.isnan(sums.sums["loss/mean"])
+    assert math.isnan(sums.read().sums["loss/mean"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

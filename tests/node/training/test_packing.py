@@ -160,7 +160,7 @@ def test_a_teacher_reads_hints_before_the_same_trained_tokens_in_the_same_order(
     assert pack([replace(sample(rng, prompt=20, drawn=9), hint=[1] * 4)], 32).too_long
 
 
-def test_a_sample_of_which_only_the_environments_tokens_are_trained_has_a_row() -> None:
+def test_a_sample_with_only_tokens_of_the_environment_to_train_has_a_row() -> None:
     only = Sample([1, 2, 3], [False] * 3, [0.0] * 3, 0.0, [False, False, True])
     packed = pack([only], 8)
     (row,) = rows_of(packed)

@@ -76,7 +76,7 @@ async def test_what_changes_nothing_may_fail_on_one_rank_alone(
     assert (await subject.step(fake.batch(1, fake.FINE))).values["ranks"] == 2.0
 
 
-async def test_a_cancelled_call_is_finished_and_its_answer_is_nobody_elses(
+async def test_a_cancelled_call_is_finished_and_its_answer_goes_to_no_other_call(
     subject: FsdpBackend,
 ) -> None:
     call = asyncio.create_task(subject.step(fake.batch(1, fake.SLOW)))
@@ -139,7 +139,7 @@ async def test_a_rank_that_has_a_bug_ends_all_and_says_which() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_is_stopped_while_nobody_asks_is_noticed() -> None:
+async def test_a_rank_that_is_stopped_while_no_call_is_running_is_noticed() -> None:
     ranks = await group(TIMEOUT_S)
     os.kill(ranks.pids[1], signal.SIGSTOP)
     await fake.gone(ranks.pid, *ranks.pids)
@@ -164,7 +164,7 @@ async def test_a_rank_that_hangs_or_differs_ends_all(kind: int, match: str) -> N
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1, -1], ids=["rank0", "rank1", "torchrun"])
-async def test_whoever_dies_while_nobody_asks_no_process_is_left(
+async def test_when_a_process_dies_while_no_call_is_running_none_is_left(
     rank: int, number: signal.Signals
 ) -> None:
     ranks = await group(TIMEOUT_S)

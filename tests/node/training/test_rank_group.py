@@ -1,4 +1,4 @@
-"""Ranks as the daemon starts and ends them: alone, under torchrun, on several machines, and who was at fault.
+"""Ranks as the daemon starts and ends them: alone, under torchrun, on several machines, and the one at fault.
 
 Lines of torchrun are those of torch 2.11 and 2.13.
 """
@@ -64,20 +64,20 @@ def test_the_last_words_say_more_than_an_exit_code() -> None:
     assert text.startswith("rank 2 of 4 failed: RuntimeError: CUDA out of memory;")
 
 
-def test_whoever_ends_because_of_others_is_not_blamed() -> None:
+def test_a_rank_that_ends_because_of_others_is_not_blamed() -> None:
     text = blamed(failed(EXIT_LOST, 0, 70), broken=RanksBroken([3], "timed out"))
     assert text.startswith("rank 3 of 4 failed: does not answer (timed out);")
     assert "rank" not in blamed(failed(EXIT_LOST, 0, 70)).partition(";")[0].replace("ranks", "")
 
 
-def test_a_rank_that_nccl_aborts_is_blamed_only_if_nobody_is_silent() -> None:
+def test_a_rank_that_nccl_aborts_is_blamed_only_if_no_rank_is_silent() -> None:
     aborted = failed(-signal.SIGABRT, 0, 70)
     assert blamed(aborted).startswith("rank 0 of 4 failed: killed by SIGABRT;")
     text = blamed(aborted, broken=RanksBroken([1], "no answer"))
     assert text.startswith("rank 1 of 4 failed: does not answer")
 
 
-def test_where_nobody_is_to_blame_the_last_lines_are_told() -> None:
+def test_without_a_rank_to_blame_the_error_has_the_last_lines() -> None:
     assert "No module named torch" in blamed("python: No module named torch")
 
 
@@ -222,7 +222,7 @@ async def test_a_machine_that_dies_ends_all() -> None:
 
 
 @pytest.mark.nightly
-async def test_where_nobody_comes_the_error_has_the_command() -> None:
+async def test_where_no_other_machine_comes_the_error_has_the_command() -> None:
     ranks = RankGroup(config(free_port(), start_timeout_s=4.0), 1, FAKE)
     with pytest.raises(RankFailed, match=r"with NODE 1 to 1, run `python -m torch.distributed.run"):
         await ranks.start()
@@ -244,7 +244,7 @@ def test_the_command_for_other_machines_holds_no_secret_and_nothing_of_this_mach
     )
 
 
-def test_ranks_of_one_machine_listen_to_nobody_else() -> None:
+def test_ranks_of_one_machine_listen_to_no_other_machine() -> None:
     one = environment({}, TrainingConfig(), 2)
     assert one.get("GLOO_SOCKET_IFNAME") == ("lo" if sys.platform == "linux" else None)
     assert "GLOO_SOCKET_IFNAME" not in environment({}, config(1), 2)

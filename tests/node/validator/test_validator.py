@@ -1,4 +1,4 @@
-"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its cache."""
+"""The validator: how it audits a job, which nodes it believes, and what it keeps in its cache."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The order of a group's samples: who began first is never behind, whatever policies come meanwhile."""
+"""The order of a group's samples: one that began first is never behind, whatever policies come."""
 
 import itertools
 import random

@@ -102,7 +102,7 @@ def test_the_first_is_not_blamed_when_its_copy_was_shifted_and_verified_before(
     assert book.copied(9, THIEF, shifted)
 
 
-def test_verifying_an_arrival_again_blames_nobody(book: Book) -> None:
+def test_an_arrival_that_is_verified_again_is_no_copy(book: Book) -> None:
     """As after a crash: the order is the same, and so is the answer."""
     for _ in range(3):
         assert not book.copied(1, VICTIM, drawn(1))
@@ -167,9 +167,7 @@ def test_the_branches_of_a_rollout_count_together_and_not_against_each_other(boo
 @pytest.mark.parametrize(
     ("tokens", "nats"), [(200, 0.0), (200, 0.1), (19, 2.0), (1, 1000.0), (3, np.inf), (200, np.nan)]
 )
-def test_short_and_near_certain_replies_are_copies_of_nobody(
-    book: Book, tokens: int, nats: float
-) -> None:
+def test_short_and_near_certain_replies_are_no_copies(book: Book, tokens: int, nats: float) -> None:
     assert not any(book.copied(arrival, VICTIM, drawn(1, tokens, nats)) for arrival in range(3))
     assert len(book) == 0
 
@@ -183,8 +181,8 @@ def test_a_whole_reply_with_enough_surprise_is_found_at_any_length(
     assert book.source(2, THIEF, drawn(1, tokens, nats)) == of(1, VICTIM)
 
 
-def test_nobody_is_framed_by_what_another_claims(book: Book) -> None:
-    """A forger says that a certain text was a surprise; who honestly draws it says that it was not."""
+def test_no_worker_is_framed_by_the_claims_of_another(book: Book) -> None:
+    """A forger claims that a certain text was unlikely; an honest worker that draws it claims otherwise."""
     certain = drawn(1, 200, 0.01)
     book.copied(1, THIEF, Text(certain.tokens, [-9.0] * 200))
     assert not book.copied(2, VICTIM, certain)

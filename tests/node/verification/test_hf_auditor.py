@@ -1,4 +1,4 @@
-"""A process that may hang, die or lie: what it cost, and that nobody else pays for it."""
+"""A process that may hang, die or lie: the cost of that, and that no other item bears it."""
 
 import asyncio
 import os
@@ -70,7 +70,7 @@ async def test_one_process_serves_many_audits_and_starts_with_the_first(auditor:
 
 
 @pytest.mark.parametrize("deadly", DEADLY)
-async def test_items_that_end_the_process_cost_nobody_else(
+async def test_items_that_end_the_process_cost_no_other_item(
     auditor: HfAuditor, deadly: list[int]
 ) -> None:
     items = [item(fake.FINE, 1), *map(item, deadly), item(fake.FINE, 2)]
@@ -124,7 +124,7 @@ async def test_last_words_of_a_process_are_in_the_answer_and_in_the_log(
     assert "audit process: I was told to die" in caplog.text
 
 
-async def test_whoever_gives_up_waiting_leaves_no_process_busy(auditor: HfAuditor) -> None:
+async def test_a_caller_that_gives_up_waiting_leaves_no_process_busy(auditor: HfAuditor) -> None:
     await auditor.audit([item(fake.FINE)], STATES, {})
     pid = auditor.pid
     with pytest.raises(TimeoutError):

@@ -51,7 +51,7 @@ def test_a_rejected_rollout_is_of_the_first_stage_that_is_off_unless_its_input_i
     assert found.named == (stages[0] if len(stages) == 1 else None)
 
 
-def test_right_states_and_wrong_tokens_are_of_who_draws_or_who_states_them() -> None:
+def test_right_states_and_wrong_tokens_are_laid_to_the_stages_that_draw_or_state_them() -> None:
     for measure in ({"sampling_max": 3.0}, {"logprob": 0.5}, {"logprob_max": 3.0}):
         found = laid((FINE, FINE), FINE, **measure)
         assert (found.outcome, found.stages) == ("rejected", (0, 2))
@@ -79,8 +79,8 @@ def test_a_suspect_rollout_is_of_all_whose_input_is_not_surely_right(
     assert (found.outcome, found.stages) == ("suspect", stages)
 
 
-def test_a_trail_that_was_changed_under_way_is_of_whoever_had_it_since() -> None:
-    """Its end is right: nobody computed anything wrong, and no stage is named by another one's scribbling."""
+def test_a_trail_that_was_changed_under_way_is_laid_to_the_stages_that_had_it_since() -> None:
+    """Its end is right: no stage computed anything wrong, and no stage is named for changes by another one."""
     found = laid((FINE, OFF, FINE), FINE)
     assert (found.outcome, found.stages) == ("suspect", (0, 1, 2, 3))
     assert laid((OFF, FINE, FINE), FINE).stages == (0, 1, 2, 3)
@@ -91,7 +91,7 @@ def test_clean_is_clean() -> None:
     assert (found.outcome, found.stages, found.named) == ("clean", (), None)
 
 
-def test_who_it_can_be_is_said_in_words() -> None:
+def test_suspect_stages_are_named_in_words() -> None:
     nodes = [bytes([number]) * 32 for number in range(3)]
     assert name_stages(laid((FINE, OFF), OFF), nodes) == "stage 1 of 0..2 (01010101)"
     assert (

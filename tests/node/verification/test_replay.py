@@ -123,7 +123,7 @@ def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
     assert found.fingerprint > 0.02 > fine.fingerprint
 
 
-def test_what_is_not_there_is_said_at_once(case: Case, tmp_path: Path) -> None:
+def test_a_missing_model_or_gpu_is_an_error_at_once(case: Case, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
         Replay(audit_terms(tmp_path, case.run, "cpu")).prepare()
     if not torch.cuda.is_available():
@@ -249,7 +249,7 @@ def test_boundaries_where_the_model_has_none_spoil_their_branch_only(
         [replace(honest, boundaries=boundaries), honest], deep.states, {}
     )
     assert isinstance(strange, Unreadable)
-    assert not strange.proof, "the plan is the trainer's: nobody is to blame"
+    assert not strange.proof, "the plan is the trainer's: no worker is to blame"
     assert measured([fine])[0].fingerprint < NEAREST
 
 

@@ -1,4 +1,4 @@
-"""A run measures its own noise: which rollouts make bounds, when they are renewed, and whom they judge."""
+"""A run measures its own noise: rollouts that make bounds, their renewal, and the workers that they judge."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -320,7 +320,7 @@ def replayed(seed: int, rollouts: int = 100_000) -> tuple[int, int, list[Reputat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_of_100000_honest_rollouts_none_is_rejected_and_nobody_is_banned_while_bounds_are_renewed(
+def test_of_100000_honest_rollouts_none_is_rejected_and_no_worker_is_banned_while_bounds_are_renewed(
     seed: int,
 ) -> None:
     rejected, judged, workers = replayed(seed)

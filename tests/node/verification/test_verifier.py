@@ -68,7 +68,7 @@ class FailingAudits:
 
 
 class ArrivalsOnly(CopyDetector):
-    """Finds no copies; notes of which arrivals it was asked."""
+    """Finds no copies; records the arrivals that it was asked about."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ async def test_a_claim_that_differs_from_a_steady_score_is_the_workers_fault() -
     assert checked.fault == ""
 
 
-async def test_a_reward_that_is_not_deterministic_is_nobodys_fault() -> None:
+async def test_no_worker_is_blamed_for_a_reward_that_is_not_deterministic() -> None:
     """A judge's verdicts were once called bad_reward, and honest workers got no more work."""
     checked = verifier(Scripted(0.0, 1.0, 0.0, 0.0), {3: {}})
     found = await reasons(checked, *played(rewards=[0.7] * 6), 0.0)
@@ -226,7 +226,7 @@ async def test_of_rewards_that_are_said_to_vary_the_trainers_own_counts() -> Non
 
 
 class Talking(CountingEnvironment):
-    """Says these things, in turn, to whoever plays a rollout again."""
+    """Gives these results, in turn, when a rollout is played again."""
 
     def __init__(self, *said: str) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ async def test_what_a_worker_says_that_a_tool_said_is_its_fault_where_the_tool_s
     assert checked.fault == ""
 
 
-async def test_tools_that_say_something_else_each_time_are_nobodys_fault() -> None:
+async def test_no_worker_is_blamed_for_tools_whose_results_vary() -> None:
     checked = verifier(Talking("here 1f", "here 2e"), {3: {}}, TWO_TURNS)
     assert await reasons(checked, *of_two_turns(), 0.0) == {Reason.ENVIRONMENT_ERROR: 1}
     assert "'sums' is not deterministic" in checked.fault

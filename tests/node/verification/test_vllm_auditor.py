@@ -234,7 +234,9 @@ async def test_what_leads_to_the_first_place_is_measured_once_for_all_texts_that
 
 
 @pytest.mark.parametrize("deadly", [fake.DIES, fake.LOST, fake.FAULTY, fake.ERRS])
-async def test_an_item_that_ends_vllm_costs_nobody_else(auditor: VllmAuditor, deadly: int) -> None:
+async def test_an_item_that_ends_vllm_costs_no_other_item(
+    auditor: VllmAuditor, deadly: int
+) -> None:
     async with asyncio.timeout(DEADLINE_S):
         found = await auditor.audit([item(FINE), item(deadly), item(FINE, 2)], STATES, {})
     assert well(found) == [True, False, True]
@@ -292,7 +294,9 @@ async def test_a_process_that_dies_while_it_is_given_weights_is_replaced(
     assert well(await auditor.audit([item(FINE, 2)], states, {})) == [True]
 
 
-async def test_who_gives_up_waiting_leaves_vllm_to_the_next_audit(auditor: VllmAuditor) -> None:
+async def test_a_caller_that_gives_up_waiting_leaves_vllm_to_the_next_audit(
+    auditor: VllmAuditor,
+) -> None:
     await auditor.audit([item(FINE)], STATES, {})
     pid = auditor.pid
     with pytest.raises(TimeoutError):

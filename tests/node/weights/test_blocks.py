@@ -137,7 +137,7 @@ def test_each_block_takes_the_method_that_suits_it() -> None:
 @pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
 @pytest.mark.parametrize("size", [1, 2, 50, 5000, 60_000])
 def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None:
-    """Also where the sample, every so many values, says the opposite of the whole."""
+    """Also where the sample, taken at regular intervals, says the opposite of the whole."""
     bits = cases.BITS[dtype]
     base = np.zeros(size, bits)
     new = np.full(size, np.iinfo(bits).max // 3, bits)

@@ -119,7 +119,7 @@ def test_what_is_unwritten_is_the_union_of_all_steps(steps: list[Changed]) -> No
             assert positions.tolist() == sorted({int(i) for p in parts if p is not None for i in p})
 
 
-def test_everything_is_unwritten_at_first_and_after_a_step_that_nobody_knows() -> None:
+def test_everything_is_unwritten_at_first_and_after_an_unknown_step() -> None:
     unwritten = PendingChanges()
     unwritten.add({"a": None})
     assert unwritten.changed is None

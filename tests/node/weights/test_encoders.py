@@ -98,7 +98,7 @@ def test_a_process_that_was_killed_costs_only_time() -> None:
 
 
 @pytest.mark.usefixtures("for_little")
-def test_who_stops_reading_leaves_them_ready(pool: Encoders) -> None:
+def test_a_reader_that_stops_leaves_the_encoders_ready(pool: Encoders) -> None:
     base, new = steps()
     half = pool.encode_delta(base, new, hints(base, new))
     next(half)

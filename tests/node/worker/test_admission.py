@@ -155,7 +155,7 @@ async def test_those_taken_back_go_before_the_others_of_their_group_that_wait() 
     bench.check_none_is_lost()
 
 
-async def test_looking_again_before_the_stopped_have_ended_stops_nobody_twice() -> None:
+async def test_looking_again_before_stopped_requests_have_ended_stops_none_twice() -> None:
     bench = AdmissionBench(cap=10)
     for lease in range(10):
         await bench.ask(lease)
@@ -183,7 +183,7 @@ async def test_one_that_ends_in_the_moment_in_which_it_is_taken_back_is_made_aga
     bench.check_none_is_lost()
 
 
-async def test_who_gives_up_waiting_or_is_cancelled_leaves_no_permit_behind() -> None:
+async def test_a_caller_that_gives_up_waiting_or_is_cancelled_leaves_no_permit_behind() -> None:
     bench = AdmissionBench(cap=1)
     for lease in range(4):
         await bench.ask(lease)
@@ -254,7 +254,7 @@ async def test_those_that_take_the_places_do_not_wait_for_the_work_that_comes_af
     bench.check_none_is_lost()
 
 
-async def test_who_is_cancelled_at_the_turnstile_stops_nobody() -> None:
+async def test_a_caller_cancelled_in_the_queue_stops_no_other() -> None:
     turnstile = TurnLimiter()
     tasks = [asyncio.create_task(turnstile.pass_through()) for _ in range(5)]
     await asyncio.sleep(0)

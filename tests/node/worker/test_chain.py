@@ -141,7 +141,7 @@ class Bench:
             assert not any(ring.runs for ring in self.rings)
 
 
-async def test_a_newer_plan_is_a_new_ring_and_who_waited_for_the_old_one_waits_for_it() -> None:
+async def test_a_newer_plan_is_a_new_ring_and_waiters_for_the_old_one_wait_for_it() -> None:
     async with Bench(stall_s=60.0).running() as bench:
         waiting = asyncio.create_task(bench.chain.whole())
         await until(lambda: bench.acceptor.ring is bench.rings[0])
@@ -160,7 +160,7 @@ async def test_a_newer_plan_is_a_new_ring_and_who_waited_for_the_old_one_waits_f
         await asyncio.wait_for(broken, 60.0)
 
 
-async def test_who_cannot_be_reached_is_reported_and_who_only_starts_is_not() -> None:
+async def test_a_node_out_of_reach_is_reported_and_one_that_only_starts_is_not() -> None:
     async with Bench().running() as bench:
         waiting = asyncio.create_task(bench.chain.whole())
         await asyncio.sleep(0.15)
@@ -171,7 +171,7 @@ async def test_who_cannot_be_reached_is_reported_and_who_only_starts_is_not() ->
         waiting.cancel()
 
 
-async def test_who_starts_for_ever_is_reported() -> None:
+async def test_a_node_that_starts_for_ever_is_reported() -> None:
     async with Bench(patience_s=0.1).running() as bench:
         waiting = asyncio.create_task(bench.chain.whole())
         await until(lambda: bool(bench.reported))

@@ -25,7 +25,7 @@ LIAR = SecretKey.from_seed(b"l" * 32)
 
 
 class Hub:
-    """Where the workers' gossip meets; the trainer takes no part, and offers nobody to anybody."""
+    """Where the workers' gossip meets; the trainer takes no part, and names no upstream peers."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

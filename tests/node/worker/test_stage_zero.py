@@ -72,7 +72,7 @@ def plan_in(reply: StageWait | StagePlanned) -> PipelinePlan:
 
 
 def trio(world: World) -> tuple[PipelinePlan, int, int, int]:
-    """A plan of two, and who they and the spare are: (plan, stage 0, stage 1, spare)."""
+    """A plan of two stages, with the nodes: (plan, stage 0, stage 1, spare)."""
     plan = world.gather(1, 2, 3)
     head, last = ranks(plan)
     return plan, head, last, ({1, 2, 3} - {head, last}).pop()
@@ -103,7 +103,7 @@ def test_silence_alone_takes_nothing_from_a_stage_0(world: World) -> None:
     assert world.coordinator.orphans() == []
 
 
-def test_one_false_word_about_a_stage_0_that_works_costs_whoever_says_it(world: World) -> None:
+def test_a_false_complaint_about_a_working_stage_0_costs_its_sender(world: World) -> None:
     plan, head, slanderer, spare = trio(world)
     world.offer(slanderer, of=plan, lost=(head,))
     world.later(1.0)
@@ -180,7 +180,7 @@ def test_a_word_against_stage_0_is_forgotten_with_the_plan(world: World) -> None
         assert (ranks(after), after.generation) == ([head, middle, spare], 1)
 
 
-def test_who_was_left_by_a_stage_0_without_a_spare_waits_for_another(world: World) -> None:
+def test_a_node_that_a_stage_0_left_without_a_spare_waits_for_another(world: World) -> None:
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     world.offer(other, of=plan, lost=(head,))
@@ -203,7 +203,7 @@ def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(wo
     assert isinstance(world.offer(head, of=plan, lost=(last,), world_size=3), StageWait)
 
 
-def test_work_of_whoever_leads_nothing_excuses_nobody(world: World) -> None:
+def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: World) -> None:
     plan, head, slanderer, _ = trio(world)
     world.offer(slanderer, of=plan, lost=(head,))
     world.later(1.0)
@@ -217,7 +217,7 @@ def test_work_of_whoever_leads_nothing_excuses_nobody(world: World) -> None:
 # -- its leases ------------------------------------------------------------------------------------
 
 
-def test_who_led_a_pipeline_and_works_alone_since_is_no_orphan(world: World) -> None:
+def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: World) -> None:
     _, head, last, _ = trio(world)
     world.coordinator.orphans()
     world.coordinator.left(node(head))
@@ -397,7 +397,7 @@ async def test_a_stage_0_that_says_hello_again_has_no_leases_and_keeps_its_stage
 
 
 async def test_a_later_stage_takes_nothing_from_workers_beside_the_pipeline(front: Front) -> None:
-    """Nor does its own offer, or a complaint about somebody who is no stage."""
+    """Nor does its own offer, or a complaint about a node that is no stage."""
     plan, head, last, spare = await front.gather()
     front.lease(head)
     front.ledger.admit(node(4), NOW)

@@ -44,7 +44,7 @@ class Talk:
 
 
 class Silence(Talk):
-    """A trainer that nobody reaches."""
+    """A trainer that cannot be reached."""
 
     async def request(self, *args: Any, **options: Any) -> Verdicts:
         """See Links."""
@@ -157,7 +157,7 @@ def opened(swarm: Swarm, rogue: Rogue, verdicts: Sequence[bytes]) -> list[int]:
     ]
 
 
-async def test_who_is_banned_still_hears_what_became_of_its_work(
+async def test_a_banned_worker_still_hears_what_became_of_its_work(
     tmp_path: Path, model_dir: Path
 ) -> None:
     rollouts = {"groups_per_lease": 1, "groups_per_batch": 16}

@@ -1,0 +1,75 @@
+"""The end of a run, as watchers of its heads are told."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from support.memory_network import MemoryNetwork
+from support.protocol_cases import RUN, TRAINER
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.p2p.connections import Router
+from primerl.node.p2p.heads import HeadServer, HeadStore
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.transport import Stream
+from primerl.node.storage.ledger import Ledger
+from primerl.protocol.messages import RunEnded, WatchHeads
+from primerl.protocol.trust import TrustedRun
+from primerl.protocol.version import ALPN_CONTROL
+
+SERVER, CLIENT = (SecretKey.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def watched(directory: Path) -> AsyncGenerator[tuple[HeadStore, HeadServer, Stream]]:
+    """The heads of a node, and a stream of another node that watches them."""
+    ledger = Ledger(directory / "ledger.db", fsync=False)
+    book = HeadStore(TrustedRun(RUN, TRAINER.node_id), ledger)
+    heads, asked = HeadServer(book), asyncio.Event()
+
+    async def answer(peer: bytes, stream: Stream) -> None:
+        request = await receive(stream, WatchHeads)
+        asked.set()
+        await heads.watch(peer, stream, request)
+
+    network = MemoryNetwork()
+    server, client = network.transport(SERVER), network.transport(CLIENT)
+    handlers = {ALPN_CONTROL: answer}
+    router = Router(server, PeerTable(), handlers, max_streams_per_peer=4, max_peers=4)
+    running = asyncio.create_task(router.run())
+    connection = await client.connect(SERVER, server.addresses(), ALPN_CONTROL, deadline=PATIENCE_S)
+    stream = await connection.open_stream()
+    await send(stream, WatchHeads(0, -1))
+    await asyncio.wait_for(asked.wait(), PATIENCE_S)
+    try:
+        yield book, heads, stream
+    finally:
+        await server.close()
+        await client.close()
+        await asyncio.wait_for(running, PATIENCE_S)
+        ledger.close()
+
+
+async def test_a_node_that_stops_waits_until_its_watchers_have_read_it(tmp_path: Path) -> None:
+    async with watched(tmp_path) as (book, heads, stream):
+        await book.end("stopped for now", "stopped")
+        telling = asyncio.create_task(heads.wait_told((), set(), PATIENCE_S))
+        await asyncio.sleep(0.1)
+        assert not telling.done(), "connections would be closed, and what was sent is lost"
+        assert await receive(stream, RunEnded) == RunEnded("stopped for now", "stopped")
+        await stream.abort()
+        await asyncio.wait_for(telling, 2.0)
+
+
+async def test_a_watcher_that_reads_nothing_delays_a_stop_only_as_long_as_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    async with watched(tmp_path) as (book, heads, _):
+        await book.end("stopped for now", "stopped")
+        began = time.monotonic()
+        await heads.wait_told((), set(), 0.2)
+        assert 0.2 <= time.monotonic() - began < PATIENCE_S
