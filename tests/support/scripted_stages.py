@@ -395,6 +395,8 @@ class ScriptedHead:
 
     def _begin(self, epoch: int) -> None:
         with self._order:
+            if self.policy_version < 0:
+                raise EngineError("stage 0 has no weights yet: load a policy first")
             self._begun = True
             self._chain.begin(epoch, self.policy_version, BEGIN_S)
         with self._news:
