@@ -22,7 +22,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 PARTS = {
     *("cheats_measure", "children", "models", "report", "trained_model"),
-    *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
+    *("engine_alone", "pipeline_stage", "swarm_node", "worker_nodes"),
     "swarm_links",
 }
 """What benchmarks share, and the processes that they start."""
@@ -60,7 +60,7 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
 
 
 QUICK = {
-    **dict.fromkeys(("audit", "boundaries", "cheats", "checkpoints", "demo", "environments"), ()),
+    **dict.fromkeys(("audit", "boundaries", "cheats", "demo", "environments"), ()),
     **dict.fromkeys(("gpu_lora", "gpu_ranks", "help", "pipeline_encoding", "run", "update"), ()),
     "beside_learner": ("--ways", "idle", "process"),
     "codec": ("--synthetic",),

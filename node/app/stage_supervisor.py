@@ -6,7 +6,7 @@ A stage is built here; stage 0 is an inference worker like any other, with a lon
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...crypto.hashing import short
 from ...protocol.pipelines import PipelinePlan, PipelineShape
@@ -15,18 +15,19 @@ from ..config.run import JoinConfig
 from ..ops.control import StageRow
 from ..pipeline.acceptor import LinkAcceptor, is_reachable, probe
 from ..pipeline.frames import FrameLimits
-from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
+from ..pipeline.hosted_stage import HeadEngine
 from ..pipeline.links import LocalLink
 from ..pipeline.place import StagePlace, share_of
 from ..pipeline.ring import Ring
 from ..pipeline.trails import SignedTrails
-from ..weights.payload import TensorShare
 from ..worker.pipelined_engine import Order, PipelinedEngine
 from ..worker.stage import RingSupervisor, StageRole
 from ..worker.stage_offers import AssignedPlan, StageOffers, make_offer
-from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun
+
+if TYPE_CHECKING:
+    from .worker import WorkerNode
 
 T = TypeVar("T")
 
@@ -34,31 +35,6 @@ SOCKET_NAME = "stage.sock"
 PROBE_S = 10.0
 LOOK_S = 1.0
 WAITING = "waiting for a pipeline"
-
-
-class PipelineWorker(Protocol):
-    """The worker that takes part in pipelines (worker.py): stage 0 is an inference worker like any other."""
-
-    @property
-    def writing(self) -> Order | None:
-        """The (epoch, version) that is being loaded into the engine."""
-        ...
-
-    async def infer(
-        self, joined: JoinedRun, engine: PipelinedEngine, config: EngineConfig, share: TensorShare
-    ) -> None:
-        """Work as an inference worker with that engine, for that share of the weights, until the run ends."""
-        ...
-
-    def stage_weights(
-        self, joined: JoinedRun, engine: StageEngine, share: TensorShare
-    ) -> WeightSync:
-        """Keep a later stage's share of the weights at the newest version."""
-        ...
-
-    def enter(self, phase: str) -> None:
-        """Begin a phase, which the status names."""
-        ...
 
 
 class StageSupervisor:
@@ -71,7 +47,7 @@ class StageSupervisor:
         factories: Factories,
         joined: JoinedRun,
         acceptor: LinkAcceptor,
-        worker: PipelineWorker,
+        worker: "WorkerNode",
     ) -> None:
         self._config = config
         self._key = joined.services.key
@@ -295,7 +271,7 @@ def stage_row(
     row.bytes_out, row.bytes_in = stats.bytes_out, stats.bytes_in
     row.rtt_ms, row.round_ms = stats.rtt_ms, stats.round_ms
     row.stall_share = stats.stall_share if rank else None
-    lanes = head.lanes() if isinstance(head, Laned) else None
-    if lanes is not None:
+    if head is not None:
+        lanes = head.lanes()
         row.lanes, row.in_flight, row.stall_share = lanes.lanes, lanes.in_flight, lanes.stall_share
     return row

@@ -210,7 +210,8 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
             if any(_knows(other, path) for other in COMMANDS):
                 continue
             guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
-            hint = f": did you mean {_variable(guess)}?" if guess else ""
+            named = PREFIX + guess.upper().replace(".", "__")
+            hint = f": did you mean {named}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
         tree = merge(tree, nest(path, _from_text(cls, path, environ[variable])))
     return tree
@@ -376,10 +377,6 @@ def _nearest(name: str, known: Sequence[str]) -> str:
         return leaves[0]
     near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in known], n=1)
     return next((key for key in known if near and key.rpartition(".")[2] == near[0]), "")
-
-
-def _variable(key: str) -> str:
-    return PREFIX + key.upper().replace(".", "__")
 
 
 def _expand_home(config: Section) -> Section:

@@ -2,7 +2,7 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -57,16 +57,6 @@ class ApiConfig(BaseConfig):
     template."""
     reasoning_parser: str = "auto"
     """The same for reasoning (`qwen3`, `deepseek_r1`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_what_replaced_it(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "reply_form" in given:
-            raise ValueError(
-                "api.reply_form was removed: with engine.type = vllm set api.tool_call_parser and "
-                "api.reasoning_parser to vLLM's names, or keep auto"
-            )
-        return given
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:

@@ -162,7 +162,8 @@ class ChunkClient:
     ) -> AsyncGenerator[tuple[Stream, ChunkOffer]]:
         """Open a stream on which the bytes of a chunk come next."""
         peer = download.source
-        lane = self._free_lane(peer) if bulk else 0
+        lanes = range(LANES) if bulk else (0,)
+        lane = min(lanes, key=lambda one: (self._busy[peer, one], one))
         self._busy[peer, lane] += 1
         stream: Stream | None = None
         try:
@@ -219,9 +220,6 @@ class ChunkClient:
         with suppress(TransportError):
             await stream.finish()  # the sender waits to hear that we have it
         return b"".join(pieces)
-
-    def _free_lane(self, peer: bytes) -> int:
-        return min(range(LANES), key=lambda lane: (self._busy[peer, lane], lane))
 
 
 async def _read_news(stream: Stream, names: Sequence[bytes]) -> AsyncGenerator[list[bytes]]:

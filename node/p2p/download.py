@@ -590,10 +590,6 @@ Holders = Callable[[], Collection[bytes]]
 """Returns the peers that hold the version, by gossip; called again during a fetch."""
 
 
-def _nobody() -> Collection[bytes]:
-    return ()
-
-
 class BlobFetcher:
     """Fetch chunks for this node; BlobServer is the other half."""
 
@@ -629,7 +625,7 @@ class BlobFetcher:
         neighbours: Sequence[bytes],
         origin: bytes,
         *,
-        holders: Holders = _nobody,
+        holders: Holders = tuple,
     ) -> None:
         """Bring all `chunks` into the store, from `neighbours` if possible, else from `origin`.
 

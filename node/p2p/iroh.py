@@ -425,7 +425,7 @@ class IrohTransport:
         if not usable:  # offline: programs on this machine still reach us
             usable = [f"127.0.0.1:{_port(hint)}" for hint in endpoint.bound_sockets()[:1]]
         relay = known.relay_url()
-        return (*sorted(usable, key=_is_ipv6), *([relay] if relay else []))
+        return (*sorted(usable, key=lambda hint: hint.startswith("[")), *([relay] if relay else []))
 
     async def connect(
         self, peer: bytes, addresses: Sequence[str], alpn: bytes, *, deadline: float
@@ -690,10 +690,6 @@ def _usable(hint: str, host: str) -> bool:
 
 def _port(hint: str) -> str:
     return hint.rpartition(":")[2]
-
-
-def _is_ipv6(hint: str) -> bool:
-    return hint.startswith("[")
 
 
 async def _resolve(hint: str) -> list[str]:

@@ -136,7 +136,8 @@ class PeerTable:
         Where these are few, also peers that fetch just this one: they will soon have parts of it.
         """
         told = [(node, self.holds(node, now)) for node in self._peers]
-        hold = [node for node, what in told if what and _covers(what, epoch, version)]
+        whole = [(node, what) for node, what in told if what and what[2]]
+        hold = [node for node, what in whole if what[0] == epoch and what[1] >= version]
         if len(hold) >= ENOUGH_HOLDERS:
             return hold
         return hold + [node for node, what in told if what == (epoch, version, False)]
@@ -223,10 +224,6 @@ class PeerTable:
     def _heal(self) -> None:
         for peer in self._peers.values():
             peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
-
-
-def _covers(told: tuple[int, int, bool], epoch: int, version: int) -> bool:
-    return told[0] == epoch and told[1] >= version and told[2]
 
 
 SHUN_S = 60.0

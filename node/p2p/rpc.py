@@ -55,10 +55,10 @@ async def receive(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
         raise
 
 
-async def receive_reply(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
+async def receive_reply(stream: Stream, kind: type[T]) -> T:
     """Read a reply of `kind`; a Refusal, also one of another wire version, is raised as Refused."""
     header = await stream.read_exact(HEADER_BYTES)
-    payload = await stream.read_exact(payload_size(header, limit))
+    payload = await stream.read_exact(payload_size(header, MAX_MESSAGE))
     try:
         reply = decode(payload, kind | Refusal)  # type: ignore[operator]
     except RemoteProtocolError:

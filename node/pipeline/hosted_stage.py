@@ -6,15 +6,23 @@ frames with the node's process over a Port, and the node tells stage 0 when to b
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ..config.engine import EngineConfig
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..inference.host_messages import EngineBusy
 from ..inference.hosted import HostedEngine
-from ..inference.replica import EngineTimeouts
 from ..ops.errors import EngineError, EngineLost
 from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
+
+
+@dataclass(frozen=True)
+class HostedLanes:
+    """Micro-batch figures of stage 0; they may be a second old."""
+
+    lanes: int
+    in_flight: int
+    stall_share: float
 
 
 class HeadEngine(Engine, Protocol):
@@ -32,6 +40,10 @@ class HeadEngine(Engine, Protocol):
         """
         ...
 
+    def lanes(self) -> HostedLanes:
+        """Return the micro-batch figures."""
+        ...
+
 
 class StageEngine(Engine, Protocol):
     """The engine of a later stage.
@@ -42,57 +54,15 @@ class StageEngine(Engine, Protocol):
     """
 
 
-class Lanes(Protocol):
-    """Micro-batch figures of stage 0."""
-
-    @property
-    def lanes(self) -> int:
-        """Number of micro-batches that running sequences are split into."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches in flight."""
-        ...
-
-    @property
-    def stall_share(self) -> float | None:
-        """Idle share of the slowest stage's time, 0 to 1; None if not measured."""
-        ...
-
-
-@runtime_checkable
-class Laned(Protocol):
-    """A head engine that reports its micro-batch figures."""
-
-    def lanes(self) -> Lanes | None:
-        """Return the current figures; None before start()."""
-        ...
-
-
 HEAD_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "head")
 STAGE_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "stage")
 
 
-@dataclass(frozen=True)
-class HostedLanes:
-    """Implements Lanes; values may be a second old."""
-
-    lanes: int
-    in_flight: int
-    stall_share: float
-
-
 class HostedHead(HostedEngine):
-    """Implements HeadEngine and Laned."""
+    """Implements HeadEngine."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        place: StagePlace,
-        timeouts: EngineTimeouts | None = None,
-    ) -> None:
-        super().__init__(_planned(config, place), HEAD_PROGRAM, timeouts, place=place)
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
+        super().__init__(_planned(config, place), HEAD_PROGRAM, place=place)
 
     async def rejoin(self, epoch: int) -> None:
         """See HeadEngine. Raises EngineError, EngineLost."""
@@ -112,13 +82,8 @@ class HostedHead(HostedEngine):
 class HostedStage(HostedEngine):
     """Implements StageEngine."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        place: StagePlace,
-        timeouts: EngineTimeouts | None = None,
-    ) -> None:
-        super().__init__(_planned(config, place), STAGE_PROGRAM, timeouts, place=place)
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
+        super().__init__(_planned(config, place), STAGE_PROGRAM, place=place)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Raise EngineError: only stage 0 generates."""

@@ -7,7 +7,6 @@ known time, even while the pipeline is idle.
 
 import asyncio
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -106,24 +105,14 @@ MAX_UNDER_WAY = 4096
 class Shaper:
     """Emulates one direction of a WAN link.
 
-    `delay_s` one way, up to `jitter_s` more; `bytes_per_s` (0: no limit).
+    `delay_s` one way; `bytes_per_s` (0: no limit).
     """
 
-    def __init__(
-        self,
-        delay_s: float = 0.0,
-        bytes_per_s: float = 0.0,
-        *,
-        jitter_s: float = 0.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         self._delay = delay_s
         self._rate = bytes_per_s
-        self._jitter = jitter_s
-        self._random = random.Random(seed)
         self._under_way: deque[tuple[float, Packet]] = deque()
         self._changed = Notifier()
-        self._last_due = 0.0
 
     async def carry(self, source: PacketQueue, target: PacketQueue) -> None:
         """Move packets from `source` to `target` in order, each when it is due.
@@ -144,9 +133,7 @@ class Shaper:
             if self._rate:
                 free += packet.size / self._rate
                 await asyncio.sleep(free - clock())
-            due = free + self._delay + self._random.uniform(0.0, self._jitter)
-            self._last_due = max(self._last_due, due)  # a stream delivers in order
-            self._under_way.append((self._last_due, packet))
+            self._under_way.append((free + self._delay, packet))
             self._changed.fire()
 
     async def _leave(self, target: PacketQueue) -> None:

@@ -21,10 +21,9 @@ PRUNED_EVERY = 1000
 class JudgeAnswers:
     """The answers in one file, by digest of the request. Small synchronous calls; several may share a file."""
 
-    def __init__(self, path: Path, *, kept: int = KEPT) -> None:
-        """Open or make the file; the newest `kept` answers stay in it. Raises StorageError."""
+    def __init__(self, path: Path) -> None:
+        """Open or make the file. Raises StorageError."""
         self._path = path
-        self._kept = kept
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5)
@@ -54,8 +53,8 @@ class JudgeAnswers:
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (request, model, asked, answer, cut, time.time()),
             ).lastrowid
-            if added and added % min(PRUNED_EVERY, self._kept) == 0:
-                self._db.execute("DELETE FROM answers WHERE number <= ?", (added - self._kept,))
+            if added and added % PRUNED_EVERY == 0:
+                self._db.execute("DELETE FROM answers WHERE number <= ?", (added - KEPT,))
         except sqlite3.Error as error:
             raise self._broken(error) from error
 

@@ -234,8 +234,7 @@ class RolloutFiles:
 
         path = self.path(step)
         with _reading(path):
-            held = parquet.read_schema(path).names  # an older file lacks the newest columns
-            table = parquet.read_table(path, columns=[one for one in columns if one in held])
+            table = parquet.read_table(path, columns=list(columns))
             _record(path, table.schema.metadata)
             return [KeptRollout(**row) for row in table.to_pylist()]
 

@@ -328,7 +328,8 @@ class TrainerRole:
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
-        batch, before = self._credit(groups or []), self._baselines
+        before = self._baselines
+        batch = credit(groups or [], self._config.training, self._training_on, before)
         self._baselines = batch.baselines
         if groups is None or not batch.samples:
             self._count_empty(groups)
@@ -346,9 +347,6 @@ class TrainerRole:
             self.progress.training = False
         self.scheduler.book.lead.trained(time.monotonic() - start - waited)
         await self.scheduler.work_changed()
-
-    def _credit(self, groups: Sequence[RolloutGroup]) -> CreditedBatch:
-        return credit(groups, self._config.training, self._training_on, self._baselines)
 
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float

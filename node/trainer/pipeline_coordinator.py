@@ -660,7 +660,5 @@ class PipelineCoordinator:
         kept = msgspec.msgpack.decode(found, type=SavedPipeline)
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
-            if plan.shape.engine != "vllm":
-                continue  # a plan of an engine without stages now
             self._groups[plan.group] = PipelineGroup(plan, self._clock())
             self._plans[plan.group, plan.generation] = plan

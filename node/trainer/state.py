@@ -124,10 +124,6 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     tasks: dict[str, TaskPosition] = {}
     """Positions by the environment's name."""
-    next_task: int = 0
-    """Next task in a checkpoint from before runs had several environments, which has no `tasks`."""
-    requeued: list[int] = []
-    """Requeued tasks of such a checkpoint."""
     verified_up_to: int
     """Arrival number of the last submission that the buffer or the model already contains."""
     history: list[tuple[int, float]]
@@ -169,8 +165,6 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     def positions(self, environments: Sequence[str]) -> dict[str, TaskPosition]:
         """Return the task position of each of these environments; a new one begins at task 0."""
-        if not self.tasks and len(environments) == 1:
-            return {environments[0]: TaskPosition(self.next_task, self.requeued)}
         return {name: self.tasks.get(name, TaskPosition()) for name in environments}
 
     def restore_tasks(
@@ -247,12 +241,10 @@ def _differs(state: TrainerState, ledger: Ledger) -> str:
         return "it is empty"
     if state.ledger and state.ledger != ledger.ledger_id():
         return "it is of another run, or was made anew"
-    # a checkpoint from before there were ids has the number of the last submission that it contains
-    known = max(state.arrivals, state.verified_up_to)
-    if arrivals < known or boots < state.boots:
+    if arrivals < state.arrivals or boots < state.boots:
         return (
             f"it is older, and knows of {arrivals} submissions and {boots} starts, the checkpoint of "
-            f"{known} and {state.boots}"
+            f"{state.arrivals} and {state.boots}"
         )
     return ""
 
@@ -278,8 +270,6 @@ def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
         ) from error
     ours = TrainerState(
         tasks=other.tasks,
-        next_task=other.next_task,
-        requeued=other.requeued,
         verified_up_to=0,
         history=other.history,
         accepted=0,

@@ -128,7 +128,8 @@ class RolloutBuffer:
         refusal = self._refusal(group)
         self.counts[refusal or "added"] += 1
         if refusal is None:
-            insort(self._groups, group, key=_age_key)
+            # equals go to the right: first in, first out within a version
+            insort(self._groups, group, key=lambda one: one.policy_oldest)
         return refusal
 
     def advance(self, version: int) -> list[RolloutGroup]:
@@ -239,8 +240,3 @@ def peer_room(
     if not any(groups for other, groups in there.items() if other != node):
         return sys.maxsize
     return math.ceil(max(n_groups, share * max(2 * n_groups, allowed))) - there.get(node, 0)
-
-
-def _age_key(group: RolloutGroup) -> int:
-    """Return the sort key; insort puts equals to the right: FIFO within a version."""
-    return group.policy_oldest

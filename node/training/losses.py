@@ -626,19 +626,6 @@ def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
     return _share(nll, inputs, tokens, sampled=False)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits / temperature) of `targets`, and the entropy.
-
-    `logits` are [N, V]; computes in float32. The entropy (nats per token) carries no gradient.
-    """
-    scaled = logits.float() / temperature
-    log_z = scaled.logsumexp(-1)
-    chosen = scaled.gather(-1, targets[:, None])[:, 0] - log_z
-    with torch.no_grad():
-        entropy = log_z - (scaled.softmax(-1) * scaled).sum(-1)
-    return chosen, entropy
-
-
 def _share(
     loss_of: Formula, inputs: TokenInputs, tokens: int, *, sampled: bool
 ) -> tuple[Tensor, LossSums]:

@@ -65,7 +65,8 @@ class World:
             return cls.alone(torch.device(pick_device(config.device)))
         device = _own_device(config)
         deadline = timedelta(seconds=config.fsdp.timeout_s)
-        dist.init_process_group(_backends(device), timeout=deadline)
+        backends = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backends, timeout=deadline)
         rank = dist.get_rank()
         shape, names = ((size,), ("shard",))
         if copies > 1:
@@ -257,7 +258,3 @@ def _own_device(config: TrainingConfig) -> torch.device:
         if hasattr(core, "_accelerator_setAllocatorSettings"):  # torch 2.10
             core._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
-
-
-def _backends(device: torch.device) -> str:
-    return "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -435,7 +435,6 @@ class VllmAuditor:
         *,
         timeout_s: float,
         program: Sequence[str] = PROGRAM,
-        timeouts: EngineTimeouts | None = None,
     ) -> None:
         """Take the config of an engine that generates here.
 
@@ -444,7 +443,7 @@ class VllmAuditor:
         self._config = config
         self._timeout_s = timeout_s
         self._program = program
-        self._timeouts = timeouts or EngineTimeouts(load_s=timeout_s)
+        self._timeouts = EngineTimeouts(load_s=timeout_s)
         self._run: RunManifest | None = None
         self._model_dir = Path()
         self._vocabulary = self._layers = 0

@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..ops.errors import EngineError, EngineLost
 from ..pipeline.hosted_stage import HeadEngine
 from ..weights.state import Changed, State
+from .stage import RingSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +30,13 @@ MAX_LOSSES = 3
 """Most retries of one request after the engine of stage 0 died."""
 
 
-class OtherStages(Protocol):
-    """The other stages, over all rings to come."""
-
-    async def whole(self) -> int:
-        """Wait for a ring with all stages, and begin an epoch of it."""
-        ...
-
-    async def broken(self, epoch: int) -> None:
-        """Wait until the ring of that epoch has failed."""
-        ...
-
-    async def prepare(self, order: Order) -> int:
-        """Wait until all other stages have that version ready; return a later one if one is ahead."""
-        ...
-
-
 class PipelinedEngine:
     """Implementation of Engine over a pipeline; run() has to run beside it."""
 
     def __init__(
         self,
         head: HeadEngine,
-        chain: OtherStages,
+        chain: RingSupervisor,
         order_of: Callable[[int], Order | None],
         plan: Callable[[], bytes],
     ) -> None:

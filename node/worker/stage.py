@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -36,19 +36,8 @@ AHEAD = 2**53
 """Version that is returned for a stage that is ahead of the requested one."""
 
 
-class PrepareRequests(Protocol):
-    """Client that asks a plan's stages to prepare a version, also in an incomplete ring."""
-
-    plan: PipelinePlan
-    """Plan of these stages."""
-
-    async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
-        """Ask one stage. Raises Refused, TransportError, RemoteProtocolError."""
-        ...
-
-
 async def all_ready(
-    ring: PrepareRequests,
+    ring: Ring,
     order: tuple[int, int],
     complain: Callable[[Iterable[bytes]], None],
     *,
@@ -68,7 +57,7 @@ async def all_ready(
 
 
 async def _ready(
-    ring: PrepareRequests,
+    ring: Ring,
     rank: int,
     order: tuple[int, int],
     complain: Callable[[Iterable[bytes]], None],
@@ -116,7 +105,7 @@ class _Turn:
 
 
 class RingSupervisor:
-    """Implementation of OtherStages (pipelined_engine.py); run() maintains the ring."""
+    """The other stages, over all rings to come; run() maintains the ring."""
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from msgspec import structs
 
@@ -32,6 +31,7 @@ from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
+from ..pipeline.acceptor import PathQuality
 from .weight_sync import learn_records
 
 logger = logging.getLogger(__name__)
@@ -52,21 +52,7 @@ KNOWN_GROUPS = 64
 FINAL = frozenset({Reason.BANNED, Reason.NOT_FOUND, Reason.NOT_ADMITTED})
 
 
-class LinkQuality(Protocol):
-    """Quality of the link to another node, as measured by a probe."""
-
-    @property
-    def rtt_ms(self) -> float:
-        """Round-trip time."""
-        ...
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth."""
-        ...
-
-
-Probe = Callable[[bytes], Awaitable[LinkQuality]]
+Probe = Callable[[bytes], Awaitable[PathQuality]]
 """Function that measures a link. Raises Refused, RemoteProtocolError, TransportError."""
 
 
@@ -139,7 +125,7 @@ class StageOffers:
         self._clock = clock
         self._lost: tuple[bytes, ...] = ()
         self._newest: dict[bytes, PipelinePlan] = {}
-        self._ways: dict[bytes, tuple[float, LinkQuality]] = {}
+        self._ways: dict[bytes, tuple[float, PathQuality]] = {}
         self._renewed = clock()
         self._lines = LogBackoff()
         self._poked = asyncio.Event()

@@ -145,7 +145,8 @@ class UpdatePlanner:
                 question = next(questions, None)
                 if question is None:
                     raise
-            await self._ask_heads(*question)
+            asked, after = question
+            await self._heed(asked, self._ask_heads_of(asked, after))
             # Sources name their newest snapshot, which may be newer by now than the head we started for.
             newest = self._newest()
             head = newest if newest and newest.head.term == head.head.term else head
@@ -200,10 +201,6 @@ class UpdatePlanner:
         if versions:
             self._book.forget(min(versions))
             self.forget()
-
-    async def _ask_heads(self, source: bytes, after: int) -> None:
-        """Fetch the heads after a version from one node."""
-        await self._heed(source, self._ask_heads_of(source, after))
 
     async def _heed(self, source: bytes, heads: Awaitable[object]) -> None:
         """Wait for the heads of one node; only log its failures, as there are other sources."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.hostile import Rogue
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import Connection, TransportError

@@ -6,7 +6,8 @@ import time
 import msgspec
 import pytest
 from support.hostile import Rogue, reason_of
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.node.p2p.connections import (
     CONNECTIONS_PER_PEER,

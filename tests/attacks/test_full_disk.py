@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support.hostile import Rogue, reason_of
 from support.machine import fill, small_disk
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 from support.witness import WitnessEngine
 
 from primerl.node.ops.errors import EngineError, StorageError

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.exchange_world import KIB, Bare, World, payload, until
+from support.exchange_world import KIB, Bare, World, payload
 from support.exchange_world import references as refs
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.p2p.limits import Pacer

@@ -12,7 +12,8 @@ import pytest
 import zstandard
 from msgspec.structs import replace
 from support.hostile import HostileTrainer, Rogue, policy, tensor_table
-from support.swarm import Swarm, side_by_side, until
+from support.swarm import Swarm, side_by_side
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey

@@ -20,7 +20,7 @@ from support.ring_cases import (
     soon,
     step,
 )
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey

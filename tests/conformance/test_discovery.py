@@ -4,10 +4,11 @@ Gossip is best effort, so a fact is published again until it arrives or the dead
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from conformance.discovery_factories import FACTORIES, Factory
+from support.waiting import until
 
 from primerl.node.p2p.discovery import Discovery, GossipFact
 from primerl.protocol.errors import LocalProtocolError
@@ -32,13 +33,6 @@ async def link(discoveries: Sequence[Discovery]) -> None:
 
 async def until_linked(discoveries: Sequence[Discovery]) -> None:
     await until(lambda: all(discovery.neighbours() for discovery in discoveries))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll: the seam has no event for what the suite waits for."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def next_fact(facts: AsyncIterator[GossipFact]) -> GossipFact:

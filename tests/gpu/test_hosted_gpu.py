@@ -7,7 +7,7 @@ Two minutes on one GPU, three on two:
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 import torch
 from support.engine_cases import blended
+from support.waiting import until
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import GenerateRequest
@@ -82,12 +83,6 @@ async def tokens(engine: HostedEngine, group: bytes = b"") -> list[list[int]]:
     wanted = [GenerateRequest((3, 5, 7), 40, 1.0, seed, (), group) for seed in range(4)]
     async with asyncio.timeout(DEADLINE_S):
         return [one.token_ids for one in await asyncio.gather(*map(engine.generate, wanted))]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
 
 
 async def test_a_sleeping_engine_gives_its_memory_away_and_wakes_for_requests_and_policies(

@@ -19,7 +19,6 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -134,35 +133,6 @@ async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
             assert distance < DISTANCE if which == 0 else distance > 10 * DISTANCE
 
 
-async def test_a_seed_gives_the_same_tokens_again(engine: HostedEngine, case: Case) -> None:
-    await engine.load(10, case.states[0])
-    first = await generate_all(engine, requests())
-    again = await generate_all(engine, requests())
-    assert [one.token_ids for one in again] == [one.token_ids for one in first]
-
-
-async def test_loads_in_mid_generation_keep_requests_alive_and_stamp_both_versions(
-    engine: HostedEngine, case: Case
-) -> None:
-    await engine.load(20, case.states[0])
-    one = GenerateRequest((1, 2, 3), 400, 1.0, 5, ())
-    task = asyncio.create_task(engine.generate(one))
-    version = 20
-    async with asyncio.timeout(DEADLINE_S):
-        while not task.done():
-            await asyncio.sleep(0.1)
-            version += 1
-            await engine.load(version, case.states[version % 2])
-        completion = await task
-    assert len(completion.token_ids) == 400
-    assert completion.policy_first == 20
-    assert 20 < completion.policy_last <= version
-    explained = torch.minimum(
-        differences(case, 0, one, completion), differences(case, 1, one, completion)
-    )
-    assert float(explained.mean()) < TOLERANCE
-
-
 async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
     engine: HostedEngine, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,14 +211,3 @@ async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
         assert one == other
-
-
-async def test_a_state_that_does_not_fit_is_refused(engine: HostedEngine, case: Case) -> None:
-    await engine.load(1000, case.states[0])
-    [before] = await generate_all(engine, requests()[:1])
-    missing = dict(case.states[1])
-    del missing["model.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(EngineError, match="does not fit"):
-        await engine.load(1001, missing)
-    [after] = await generate_all(engine, requests()[:1])
-    assert after.token_ids == before.token_ids

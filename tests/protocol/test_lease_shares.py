@@ -2,7 +2,6 @@ import pytest
 from support.lease_cases import STRANGER, A, B, C, grant, granted, policy
 from support.protocol_cases import NOW
 
-from primerl.node.config.run import RolloutsConfig
 from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
 from primerl.protocol.reputation import Reputation
 
@@ -124,13 +123,6 @@ def test_a_node_that_loses_one_lease_in_ten_is_steady() -> None:
 
 
 # -- shares ------------------------------------------------------------------------------------------
-
-
-def test_a_newcomer_starts_with_one_lease_whatever_the_default_allows_others() -> None:
-    most = RolloutsConfig().leases_per_worker
-    book = LeaseBook(policy(leases_per_worker=most))
-    assert book.quota(A, STRANGER.trust)[0] == 1
-    assert book.quota(A, 1.0)[0] == most > 8
 
 
 def test_a_newcomer_starts_with_one_lease() -> None:

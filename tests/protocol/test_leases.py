@@ -150,31 +150,6 @@ def test_a_settled_lease_is_gone_and_its_tasks_are_done() -> None:
     assert not set(indices(granted(book))) & set(indices(lease))
 
 
-def test_a_lease_for_one_node_is_not_settled_by_another() -> None:
-    book = LeaseBook(policy())
-    lease = granted(book, A)
-    with refuses(Reason.WRONG_RECIPIENT):
-        book.settle(lease.lease_id, B, NOW)
-    assert book.settle(lease.lease_id, A, NOW) == lease  # the attempt cost A nothing
-
-
-@pytest.mark.parametrize("lease_id", [-1, 1, 2**53])
-def test_an_invented_lease_is_unknown(lease_id: int) -> None:
-    book = LeaseBook(policy())
-    granted(book)
-    with refuses(Reason.UNKNOWN_LEASE):
-        book.settle(lease_id, A, NOW)
-
-
-def test_a_lease_lasts_to_its_deadline() -> None:
-    book = LeaseBook(policy())
-    granted(book)
-    assert book.expire(NOW + 60.0) == []
-    assert [held.node for held in book.expire(NOW + 60.001)] == [A]
-    assert book.expired == 1
-    assert book.expire(NOW + 1000.0) == []
-
-
 def test_tasks_of_an_expired_lease_go_out_again_first_and_in_order() -> None:
     book = LeaseBook(policy(groups_per_lease=4))
     first = granted(book, A)

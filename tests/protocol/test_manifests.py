@@ -109,12 +109,6 @@ def test_another_manifest_is_another_run(path: str, value: object) -> None:
     assert run_id(changed) != run_id(encode(ADAPTED))
 
 
-def test_a_run_without_adapters_or_routes_has_the_bytes_that_it_always_had() -> None:
-    assert b"adapters" not in encode(MANIFEST)
-    assert b"rout" not in encode(MANIFEST)
-    assert run_id(encode(MANIFEST)) != run_id(encode(ADAPTED))
-
-
 def paths(fields: dict[str, Any]) -> Iterator[str]:
     """The dotted names of all leaves."""
     for name, value in fields.items():

@@ -172,11 +172,6 @@ def test_the_number_of_an_environment_has_limits(number: int) -> None:
         decode(msgspec.msgpack.encode(wrong), Lease)
 
 
-def test_a_lease_of_the_first_environment_has_the_bytes_that_it_always_had() -> None:
-    assert b"environment" not in msgspec.msgpack.encode(LEASE)
-    assert b"environment" in msgspec.msgpack.encode(MIXED_LEASE)
-
-
 def test_tasks_are_those_of_the_environment_of_the_lease() -> None:
     lease = granted(mixture(1, 1, 1), share=plays(1))
     check_assignment(lease, task_digest)

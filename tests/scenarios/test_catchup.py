@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.drift_cases import LineTrainer, drifted
 from support.memory_network import MemoryNetwork
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.weights.codec import encode_full

@@ -6,7 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from support.hostile import Rogue
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 from support.witness import Fakes, trained_ages
 
 from primerl.node.training.backend import TrainBatch

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 from support.witness import Fakes
 
 from primerl.node.config.run import RunConfig

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
 from support.training_cases import FAST
 from support.training_cases import make_model as make_real_model
+from support.waiting import until
 from support.witness import Fakes, WitnessBackend, trained_ages
 
 from primerl.node.app.factories import Factories

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
+from support.waiting import until
 from support.witness import Fakes, WitnessBackend
 
 from primerl.node.app import rundir
@@ -19,7 +20,6 @@ from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import StorageError, UsageError
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.state import TrainerState, check_ledger
 from primerl.node.training.checkpoint import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest
 
@@ -146,7 +146,7 @@ async def test_a_fork_is_a_new_run_that_goes_on_in_the_data_and_not_in_the_books
     assert summary["run_id"] != json.loads((source / "summary.json").read_text())["run_id"]
     assert {p: p.stat().st_mtime_ns for p in source.rglob("*") if p.is_file()} == kept
     assert Checkpoints(swarm.run_dir / "checkpoints", keep_last=2).latest() == 6
-    for name in ("next_task", "requeued", "history", "staleness_max", "reputations"):
+    for name in ("tasks", "history", "staleness_max", "reputations"):
         assert ours[name] == theirs[name], name
     assert theirs["verified_up_to"] > 0 == ours["verified_up_to"]
     assert (ours["accepted"], ours["received"], ours["rejected"]) == (0, 0, {})
@@ -350,38 +350,6 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
         await swarm.finished()
         heads = swarm.heads()
     assert sorted(heads) == [(0, version) for version in range(5)]
-
-
-async def test_a_checkpoint_from_before_ledgers_had_ids_goes_by_the_submissions_that_it_contains(
-    tmp_path: Path,
-) -> None:
-    cursor = TrainerState(
-        verified_up_to=2,
-        history=[],
-        accepted=0,
-        rejected={},
-        received=0,
-        delta_bytes=0,
-        full_bytes=0,
-        staleness_history=[],
-        staleness_max=0,
-    )
-    before = msgspec.json.decode(msgspec.json.encode(cursor))
-    del before["ledger"], before["arrivals"], before["boots"]
-    parts = tmp_path / "checkpoints" / "step_5" / "parts"
-    parts.mkdir(parents=True)
-    (parts / "cursor").write_bytes(msgspec.json.encode(before))
-    (parts.parent / COMPLETE).touch()
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
-    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    with pytest.raises(StorageError, match="empty"):
-        check_ledger(checkpoints, ledger)
-    ledger.receive(b"1" * 32, 1, bytes(32), b"", b"")
-    with pytest.raises(StorageError, match="knows of 1 submissions and 0 starts"):
-        check_ledger(checkpoints, ledger)
-    ledger.receive(b"2" * 32, 2, bytes(32), b"", b"")
-    check_ledger(checkpoints, ledger)
-    ledger.close()
 
 
 def test_checkpoints_alone_are_a_run_that_is_not_written_over(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from scenarios.test_judged_run import Boasting, Judged
 from support.memory_network import MemoryNetwork
-from support.swarm import Swarm, at_home, key_of, until
+from support.swarm import Swarm, at_home, key_of
+from support.waiting import until
 
 from primerl.node.app.factories import Factories
 from primerl.node.app.judge import JudgeAddress, JudgeNode

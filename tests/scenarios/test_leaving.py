@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.hostile import HostileTrainer, Rogue, policy
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.crypto.hashing import short
 from primerl.node.app.trainer import Farewell

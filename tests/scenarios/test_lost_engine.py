@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from support.counting_environment import CountingEnvironment
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.node.environments.environment import (
     EnvironmentFailed,

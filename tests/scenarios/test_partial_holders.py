@@ -11,7 +11,8 @@ import numpy as np
 from support import weights_cases as cases
 from support.bare_services import bare_services
 from support.hostile import HostileTrainer
-from support.swarm import CONFIG, Running, Swarm, until
+from support.swarm import CONFIG, Running, Swarm
+from support.waiting import until
 from support.witness import written
 
 from primerl.crypto.keys import SecretKey

@@ -30,14 +30,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def ended_well(swarm: StageSwarm, steps: int, timeout: float = 100.0) -> None:
     """The run reached its end, and the whole model found nothing wrong with any rollout.
 
-    What a slow worker makes, or one of before a crash, may come too late to be learned from.
+    What a slow worker makes, or one of before a crash, may come too late to be learned from; a sample that
+    began anew after a break, under a newer policy, is withdrawn.
     """
     summary = await swarm.finished(timeout)
     for worker in swarm.workers.values():
         if worker.task is not None:
             await worker.ended()
     assert summary["steps"] == steps
-    assert set(summary["rejected"]) <= {"stale"}
+    assert set(summary["rejected"]) <= {"stale", "withdrawn"}
     assert summary["accepted"] >= steps * BATCH
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from support.memory_network import MemoryNetwork
-from support.swarm import MakeLedger, Running, Swarm, shaky, side_by_side, until
+from support.swarm import MakeLedger, Running, Swarm, shaky, side_by_side
+from support.waiting import until
 from support.witness import Fakes, WitnessEngine, never_right, trained_ages
 
 from primerl.crypto.hashing import short

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from support.audits import VALIDATOR, AuditedSwarm, BentAuditor, Found
 from support.hostile import Rogue, altered_branch, reason_of
-from support.swarm import until
+from support.waiting import until
 from support.witness import Fakes
 
 from primerl.node.verification.auditor import MEASURES, Measured

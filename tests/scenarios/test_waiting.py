@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from support.bare_services import bare_services
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
+from support.waiting import until
 from support.witness import Fakes, WitnessEngine, never_right
 
 from primerl.crypto.keys import SecretKey

@@ -169,15 +169,6 @@ def chat_dir(directory: Path, **made: Any) -> Path:
     return make_chat_model(directory, **made)
 
 
-async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.01)
-
-
 SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272)
 TEMPLATE = """
 {%- if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif -%}

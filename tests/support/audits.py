@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 from support.protocol_cases import LEASE, PROOFS, RUN, STRANGER, TRAINER, WORKER
-from support.swarm import CONFIG, Running, Swarm, merged, until
+from support.swarm import CONFIG, Running, Swarm, merged
+from support.waiting import until
 from support.witness import Fakes, WitnessAuditor
 
 from primerl.crypto.hashing import digest

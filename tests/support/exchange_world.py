@@ -56,15 +56,6 @@ def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
     return uplink
 
 
-async def until(true: Callable[[], object], timeout: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.005)
-
-
 class Bare:
     """A node that serves its chunks, or answers by `handler`."""
 

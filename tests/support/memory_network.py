@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from primerl.crypto.hashing import digest, short
 from primerl.node.p2p.discovery import GossipFact
@@ -23,6 +23,8 @@ from primerl.node.p2p.waiting import Notifier
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB, MAX_GOSSIP
 
+WINDOW = 256 * KIB
+"""Bytes that one direction of a stream holds unread before its writer waits."""
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
 
@@ -62,13 +64,11 @@ class AsyncQueue(Generic[T]):
             await self._changed.wait()
         raise self._ended()
 
-    def close(self) -> list[T]:
-        """End the inbox and hand back what nobody took."""
+    def close(self) -> None:
+        """End the inbox."""
         self._closed = True
-        left = list(self._items)
         self._items.clear()
         self._changed.fire()
-        return left
 
 
 class Pipe:
@@ -340,30 +340,10 @@ MAX_CALLERS = 64
 CARRYING = b"primerl/blobs/1"
 
 
-class World(Protocol):
-    """What a discovery needs of the network that it lives in."""
-
-    discoveries: "dict[str, MemoryDiscovery]"
-    window: int
-    uplink: Uplink
-
-    def is_cut(self, a: bytes, b: bytes) -> bool:
-        """Whether the two do not reach each other."""
-        ...
-
-    async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
-        """Return when something sent now would have arrived, or once over() is true."""
-        ...
-
-    def loses_gossip(self, source: bytes, target: bytes) -> bool:
-        """Whether a fact that `source` hands to `target` is lost."""
-        ...
-
-
 class MemoryDiscovery:
     """One node's discovery. Made by MemoryNetwork.discovery()."""
 
-    def __init__(self, world: World, node_id: bytes) -> None:
+    def __init__(self, world: "MemoryNetwork", node_id: bytes) -> None:
         self.node_id = node_id
         self._world = world
         self._wanted: tuple[str, ...] = ()
@@ -513,14 +493,11 @@ def _forget(connection: MemoryConnection) -> None:
 
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
-DEFAULT_WINDOW = 256 * KIB
 BACKLOG = 256
 """Connections that may wait for accept(); further ones are refused."""
 
 Delay = Callable[[bytes, bytes], Awaitable[None]]
 """Called with (from, to) before every piece of data and every handshake; it may sleep."""
-Loss = Callable[[bytes, bytes], bool]
-"""Called with (from, to) for every fact that one neighbour hands to another; true loses it."""
 
 
 async def no_limit(source: bytes, size: int) -> None:
@@ -531,30 +508,16 @@ async def no_delay(source: bytes, target: bytes) -> None:
     """The delay of a world without latency."""
 
 
-def no_loss(source: bytes, target: bytes) -> bool:
-    """The loss of a world in which gossip always arrives."""
-    return False
-
-
 class MemoryNetwork:
     """Everything that exists in one world: its nodes, its addresses, and which links are cut.
 
-    `delay` makes latency, `uplink` narrow lines, `loss` drops gossip. `window` is how many bytes one
-    direction of a stream holds unread before its writer waits.
+    `delay` makes latency, `uplink` narrow lines.
     """
 
-    def __init__(
-        self,
-        *,
-        delay: Delay = no_delay,
-        uplink: Uplink = no_limit,
-        loss: Loss = no_loss,
-        window: int = DEFAULT_WINDOW,
-    ) -> None:
+    def __init__(self, *, delay: Delay = no_delay, uplink: Uplink = no_limit) -> None:
         self.delay = delay
         self.uplink = uplink
-        self.loss = loss
-        self.window = window
+        self.window = WINDOW
         self.changed = Notifier()
         self.transports: dict[str, MemoryTransport] = {}
         self.discoveries: dict[str, MemoryDiscovery] = {}
@@ -611,7 +574,7 @@ class MemoryNetwork:
     def loses_gossip(self, source: bytes, target: bytes) -> bool:
         """Whether a fact on its way from `source` to `target` is lost."""
         link = frozenset((source, target))
-        return link in self._cut or link in self._stalled or self.loss(source, target)
+        return link in self._cut or link in self._stalled
 
     async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
         """Return when something sent by `source` would be at `target`, or once over() is true."""

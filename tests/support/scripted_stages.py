@@ -304,7 +304,7 @@ class Drawing:
 
 
 class ScriptedHead:
-    """Implements HeadEngine and Laned: schedules micro-batches as they return, in a thread."""
+    """Implements HeadEngine: schedules micro-batches as they return, in a thread."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class ScriptedHead:
         return EngineStats(generated_tokens=self.generated)
 
     def lanes(self) -> HostedLanes:
-        """See Laned."""
+        """See HeadEngine."""
         return HostedLanes(*self._chain.lane_stats)
 
     async def close(self) -> None:
@@ -395,6 +395,8 @@ class ScriptedHead:
 
     def _begin(self, epoch: int) -> None:
         with self._order:
+            if self.policy_version < 0:
+                raise EngineError("stage 0 has no weights yet: load a policy first")
             self._begun = True
             self._chain.begin(epoch, self.policy_version, BEGIN_S)
         with self._news:

@@ -99,15 +99,6 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(timeout):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.01)
-
-
 async def side_by_side(case: Callable[[T], Awaitable[None]], cases: Sequence[T]) -> None:
     """Run all cases concurrently, as they mostly wait; name the one that fails."""
 

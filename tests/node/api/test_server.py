@@ -6,7 +6,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from support.api_cases import KEY, SayingEngine, api, chat_dir, until
+from support.api_cases import KEY, SayingEngine, api, chat_dir
+from support.waiting import until
 
 from primerl.node.config.serving import ApiConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest

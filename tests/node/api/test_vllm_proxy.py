@@ -1,7 +1,6 @@
 """Forwarding to vLLM's routes: allowed requests, refusals, choice of the engine."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir, until
+from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir
 from support.chat_model import COMPACT
+from support.waiting import until
 
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig
@@ -252,8 +252,3 @@ def test_the_parser_of_calls_is_found_by_the_template(tmp_path: Path, parser: st
 def test_reasoning_is_parsed_where_its_mark_is_a_token(tmp_path: Path) -> None:
     chat = ChatFormat.load(tool_dir(tmp_path))
     assert api_options(ApiConfig(), chat, "t") == ApiOptions("t", "hermes", "qwen3")
-
-
-def test_what_replaced_an_old_key_is_said() -> None:
-    with pytest.raises(ValueError, match=r"set api\.tool_call_parser"):
-        ApiConfig.model_validate(json.loads('{"reply_form": "qwen3"}'))

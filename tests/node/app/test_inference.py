@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.api_cases import Client
 from support.engine_cases import make_qwen3, request, started
-from support.swarm import CONFIG, Running, Swarm, make_model, quiet_registry, until
+from support.swarm import CONFIG, Running, Swarm, make_model, quiet_registry
+from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
 from primerl.crypto.keys import SecretKey

@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from support.api_cases import Client
 from support.memory_network import MemoryNetwork
-from support.swarm import CONFIG, at_home, key_of, until
+from support.swarm import CONFIG, at_home, key_of
+from support.waiting import until
 from support.witness import Fakes, WitnessAuditor
 
 from primerl.node.api.completions import CHAT

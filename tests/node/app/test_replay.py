@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 from support.replay_cases import KEEP, STEPS, LearningSwarm, finished, real_model
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 from support.witness import Fakes, WitnessBackend
 
 from primerl.crypto.keys import SecretKey

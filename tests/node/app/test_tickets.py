@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.swarm import Swarm, until
+from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.node.ops import control
 from primerl.node.ops.errors import NodeError, TicketError

@@ -20,8 +20,8 @@ from primerl.node.environments.tasksets.draws import Draws
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 
-OWN = ("math", "alphabet-sort", "word-game")
-"""Bundled tasksets of this file that need nothing else."""
+OWN = ("math", "alphabet-sort", "word-game", "reverse-text", "arithmetic")
+"""Bundled tasksets that need nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,8 @@ GOLDEN = {
     "math": ("84b6e4a0407bbf59", "b3768beb47c7293f"),
     "alphabet-sort": ("a010a62959f41723", "8a5db69004038e37"),
     "word-game": ("15c59a19f7625124", "e94b17db4a1edf9f"),
+    "reverse-text": ("a661a50bfbeff431", "26953de85c2ba0d2"),
+    "arithmetic": ("4d663dfe1327287d", "00367a363cb033f0"),
 }
 """First 8 bytes of the digests of task 5, to train and held out: a change breaks every run under way."""
 
@@ -89,7 +91,7 @@ async def test_tasks_are_the_same_on_every_machine(name: str, model_dir: Path) -
     assert tuple(held) == GOLDEN[name]
 
 
-@pytest.mark.parametrize("name", ["math", "alphabet-sort"])
+@pytest.mark.parametrize("name", ["math", "alphabet-sort", "reverse-text", "arithmetic"])
 async def test_held_out_questions_never_turn_up_in_training(name: str, model_dir: Path) -> None:
     environment, other = await opened(model_dir, name), await opened(model_dir, name, seed=1)
     held_out = {await asked(environment, index, "eval") for index in range(100)}

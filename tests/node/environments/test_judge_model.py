@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from support import fake_environment_process as fake
 from support.chat_model import IM_END, make_chat_model
 from support.counting_environment import STOP
 from support.openai_server import Answer, Server, openai_server, refused, said
+from support.waiting import until
 
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig, RunConfig
@@ -57,14 +58,6 @@ def answered(completion: bytes) -> str:
 
 def asked(body: dict[str, Any]) -> str:
     return body["messages"][-1]["content"]
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(30.0):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
@@ -99,17 +98,6 @@ async def test_nothing_can_hide_in_a_right_answer(start: Start, hidden: list[int
     assert await environment.score(task, episode.branches) == episode.score
 
 
-async def test_scores_of_random_replies_are_recomputed_alike(start: Start) -> None:
-    environment = await start("reverse-text")
-    rng = Random(1)
-    for index in range(40):
-        task = await environment.task(index)
-        ids = [rng.choice([*range(256), USER, UNDEFINED]) for _ in range(rng.randrange(15))]
-        episode = await environment.run(task, says(ids))
-        assert episode.error == ""
-        assert await environment.score(task, episode.branches) == episode.score
-
-
 async def test_arithmetic_knows_its_results(start: Start) -> None:
     environment = await start("arithmetic", max_value=20)
     for index in range(30):
@@ -119,36 +107,6 @@ async def test_arithmetic_knows_its_results(start: Start) -> None:
         assert episode.score.metrics == {"exact": 1.0, "numeric": 1.0}
     wrong = await environment.run(await environment.task(0), says("soon"))
     assert wrong.score.metrics == {"exact": 0.0, "numeric": 0.0}
-
-
-GOLDEN = {
-    ("reverse-text", "train"): "a661a50bfbeff431",
-    ("reverse-text", "eval"): "26953de85c2ba0d2",
-    ("arithmetic", "train"): "4d663dfe1327287d",
-    ("arithmetic", "eval"): "00367a363cb033f0",
-}
-"""First 8 bytes of the digest of task 5: a change here breaks every run that is under way."""
-
-
-async def test_task_digests_are_the_same_on_every_machine(start: Start) -> None:
-    found: dict[tuple[str, str], str] = {}
-    for name in ("reverse-text", "arithmetic"):
-        environment = await start(name)
-        for split in ("train", "eval"):
-            found[name, split] = (await environment.task(5, split)).digest[:8].hex()
-    assert found == GOLDEN
-
-
-@pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
-async def test_held_out_prompts_never_turn_up_in_training(start: Start, name: str) -> None:
-    environment, other = await start(name), await start(name, seed=1)
-    held_out = {
-        tuple(await environment.prompt(await environment.task(i, "eval"))) for i in range(300)
-    }
-    for source in (environment, other):
-        trained = {tuple(await source.prompt(await source.task(i))) for i in range(1500)}
-        assert not held_out & trained
-    assert len(held_out) > 200
 
 
 @pytest.mark.parametrize("name", ["reverse_text", "arithmetic"])

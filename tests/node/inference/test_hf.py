@@ -16,7 +16,6 @@ from support.engine_cases import (
     varied_requests,
 )
 
-from primerl.node.inference.build import build_engine
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
@@ -224,26 +223,6 @@ async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
     assert counted.stepped[-1] == 1
 
 
-async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> None:
-    directory, state = tied
-    engine = await started(HfEngine(FP32), directory, state)
-    seen: list[int] = []
-
-    async def generate_until_seen() -> None:
-        while 1 not in seen:
-            seen.append((await engine.generate(request(stop=()))).policy_first)
-
-    try:
-        async with asyncio.timeout(60):
-            busy = [asyncio.create_task(generate_until_seen()) for _ in range(3)]
-            await asyncio.sleep(0.02)
-            await engine.load(1, state)
-            await asyncio.gather(*busy)
-    finally:
-        await engine.close()
-    assert seen == sorted(seen)
-
-
 async def test_an_engine_that_is_not_started_or_started_twice_says_so(
     tied: tuple[Path, State], tmp_path: Path
 ) -> None:
@@ -316,7 +295,3 @@ async def test_an_impossible_device_is_an_engine_error(tied: tuple[Path, State])
             await engine.load(0, tied[1])
     finally:
         await engine.close()
-
-
-def test_the_config_names_the_engine() -> None:
-    assert isinstance(build_engine(FP32), HfEngine)

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import fake_engine_process as fake
 from support.engine_cases import request as any_request
+from support.waiting import until
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import GenerateRequest
@@ -94,12 +95,6 @@ async def running(
             await engine.close()
         assert not [one for one in started if psutil.pid_exists(one.pid)]
         assert not list((model_dir / "shared").iterdir())
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def weights(engine: HostedEngine, group: bytes = b"") -> list[int]:

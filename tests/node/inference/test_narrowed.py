@@ -67,22 +67,6 @@ def test_what_is_left_is_drawn_by_the_noise_of_the_whole() -> None:
     assert torch.equal(narrow.tokens[allowed], free.tokens[allowed])
 
 
-def test_the_frequencies_are_those_of_what_is_left() -> None:
-    tokens = torch.cat(
-        [
-            draw(
-                LOGITS.expand(ROWS, -1),
-                torch.ones(ROWS),
-                torch.arange(first, first + ROWS),
-                torch.zeros(ROWS, dtype=torch.int64),
-                everywhere(top_k=2),
-            ).tokens
-            for first in range(0, 20 * ROWS, ROWS)
-        ]
-    )
-    assert float((tokens == 1).float().mean()) == pytest.approx(2 / 3, abs=0.02)
-
-
 def test_logprobs_are_of_the_whole_vocabulary_at_the_temperature() -> None:
     drawn = many(LOGITS, everywhere(top_k=2), temperature=0.5)
     whole = torch.log_softmax(LOGITS / 0.5, -1)

@@ -167,20 +167,6 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, siz
         assert getattr(found, name).equal(getattr(wanted, name))
 
 
-def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
-    values = gumbel(torch.arange(100), torch.arange(100), 10_000).double()
-    assert float(values.mean()) == pytest.approx(0.5772157, abs=0.005)  # Euler's constant
-    assert float(values.var()) == pytest.approx(1.6449341, abs=0.015)  # pi^2 / 6
-
-
-def test_noise_is_distributed_as_gumbel_is() -> None:
-    """Kolmogorov and Smirnov's distance of a million values from exp(-exp(-g))."""
-    values = gumbel(torch.arange(100), torch.arange(100), 10_000).double().flatten().sort()[0]
-    wanted = torch.exp(-torch.exp(-values))
-    found = (torch.arange(len(values)) + 0.5) / len(values)
-    assert float((found - wanted).abs().max()) * len(values) ** 0.5 < 1.95  # 99.9 % point
-
-
 @pytest.mark.parametrize("vary", ["seeds", "positions"])
 def test_frequencies_are_the_softmax_over_20k_draws(vary: str) -> None:
     draws, temperature = 20_000, 0.7
@@ -193,23 +179,6 @@ def test_frequencies_are_the_softmax_over_20k_draws(vary: str) -> None:
     chi_square = float(((counts - draws * wanted) ** 2 / (draws * wanted)).sum())
     assert chi_square < 24.3  # 99.9 % point at 7 degrees of freedom; the seeds are fixed
     assert torch.allclose(drawn.logprobs, wanted.log()[drawn.tokens], atol=1e-6)
-
-
-def test_seed_position_and_token_each_change_the_noise() -> None:
-    base = gumbel_at(column(5), column(6), column(7))
-    for other in ((6, 6, 7), (5, 7, 7), (5, 6, 8), (5 + 2**40, 6, 7), (5, 6 + 2**33, 7)):
-        assert not gumbel_at(*map(column, other)).equal(base)
-
-
-def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated() -> None:
-    values = torch.stack(
-        [gumbel(torch.full((64,), seed), torch.arange(64), 256) for seed in range(64)]
-    )
-    values = (values - values.mean()) / values.std()
-    for axis in range(3):
-        size = values.shape[axis] - 1
-        shifted = values.narrow(axis, 1, size) * values.narrow(axis, 0, size)
-        assert abs(float(shifted.mean())) < 0.005  # 5 standard errors of a million products
 
 
 def columns(drawn: SampledTokens) -> list[torch.Tensor]:

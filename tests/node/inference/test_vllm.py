@@ -7,16 +7,13 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from support.engine_cases import blended
+from support.engine_cases import blended, reference_logprobs
 from support.vllm_cases import (
     CONFIG,
     DEADLINE_S,
     LOADS,
-    TOLERANCE,
     Case,
     begun,
     expect_same,
@@ -63,12 +60,9 @@ def forward_logprobs(
     case: Case, which: int, one: GenerateRequest, completion: Completion
 ) -> list[float]:
     """Of the completion's tokens, by one fp32 forward pass of transformers."""
-    model: Any = huggingface.model_from_state(case.model_dir, case.states[which])
     tokens = [*one.prompt, *completion.token_ids]
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens])).logits[0].float() / one.temperature
-    logprobs = torch.log_softmax(logits, -1)[len(one.prompt) - 1 : -1]
-    return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+    found = reference_logprobs(case.model_dir, case.states[which], tokens, one.temperature)
+    return found[len(one.prompt) :]
 
 
 async def test_the_first_state_is_checked_by_the_model_s_own_loader(
@@ -81,33 +75,6 @@ async def test_the_first_state_is_checked_by_the_model_s_own_loader(
         with pytest.raises(EngineError, match="does not fit"):
             await engine.load(0, state)
         assert engine.policy_version == -1, name
-
-
-async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
-    engine: HostedEngine, case: Case
-) -> None:
-    await engine.load(1, case.states[0])
-    requests = [
-        request(length, seed=length, max_tokens=20, temperature=temperature)
-        for length in (1, 20, 300)
-        for temperature in (0.5, 1.0, 1.3)
-    ]
-    for one, completion in zip(requests, await generate_all(engine, requests), strict=True):
-        assert completion.logprobs == near(forward_logprobs(case, 0, one, completion))
-        assert (completion.policy_first, completion.policy_last) == (1, 1)
-
-
-async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_order(
-    engine: HostedEngine, case: Case
-) -> None:
-    await engine.load(2, case.states[0])
-    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
-    alone = [(await generate_all(engine, [one]))[0].token_ids for one in requests]
-    together = [one.token_ids for one in await generate_all(engine, requests)]
-    backwards = [one.token_ids for one in await generate_all(engine, requests[::-1])]
-    assert together == alone
-    assert backwards[::-1] == alone
-    assert len(set(map(tuple, alone))) == len(alone)
 
 
 async def test_only_the_request_s_stop_tokens_end_a_completion(
@@ -127,36 +94,6 @@ async def test_only_the_request_s_stop_tokens_end_a_completion(
     free = await generate_all(engine, [request(seed=seed, max_tokens=400) for seed in range(8)])
     assert {(one.finish, len(one.token_ids)) for one in free} == {("length", 400)}
     assert any(ends in one.token_ids[:-1] for one in free)
-
-
-async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
-    engine: HostedEngine, case: Case
-) -> None:
-    """Versions alternate between two policies; every token must be explained by one of them."""
-    await engine.load(10, case.states[0])
-    one = request(30, max_tokens=400)
-    tasks = await begun(engine, [one] * 3)
-    version = 10
-    async with asyncio.timeout(DEADLINE_S):
-        while not tasks[0].done() and version < 10 + LOADS:
-            await asyncio.sleep(0.05)
-            version += 1
-            await engine.load(version, case.states[version % 2])
-        completions = await asyncio.gather(*tasks)
-    for completion in completions:
-        assert (completion.finish, len(completion.token_ids)) == ("length", 400)
-        assert completion.policy_first == 10
-        assert 10 < completion.policy_last <= version
-        wanted = [forward_logprobs(case, which, one, completion) for which in range(2)]
-        drawn = [
-            {which for which in range(2) if abs(wanted[which][index] - value) < TOLERANCE}
-            for index, value in enumerate(completion.logprobs)
-        ]
-        assert all(drawn)
-        assert {0} in drawn
-        assert {1} in drawn
-        assert completion.policy_first % 2 in drawn[0]
-        assert completion.policy_last % 2 in drawn[-1]
 
 
 async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
@@ -229,18 +166,6 @@ async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
         assert engine.policy_version == 4000, name
     [after] = await generate_all(engine, [request()])
     expect_same([after], [before])
-
-
-async def test_a_caller_that_gives_up_frees_its_place(engine: HostedEngine, case: Case) -> None:
-    await engine.load(5000, case.states[0])
-    [wanted] = await generate_all(engine, [request()])
-    for _ in range(3 * CONFIG.max_batch):
-        quitter = asyncio.create_task(engine.generate(request(max_tokens=400)))
-        await asyncio.sleep(0.01)
-        quitter.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await quitter
-    expect_same(await generate_all(engine, [request()]), [wanted])
 
 
 async def test_no_weights_are_left_in_shared_memory(

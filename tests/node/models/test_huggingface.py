@@ -93,12 +93,6 @@ def test_several_threads_may_be_the_first_to_need_the_library(model_dir: Path) -
     assert found.stdout.strip() == "6", found.stderr[-2000:]
 
 
-def test_completions_stop_at_im_end(model_dir: Path) -> None:
-    tokenizer: Any = huggingface.load_tokenizer(model_dir)
-    assert huggingface.stop_token_ids(model_dir) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    assert tokenizer.pad_token == "<|endoftext|>"
-
-
 def test_stop_tokens_are_those_of_generation_config_and_tokenizer(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -3,19 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from support.exchange_world import (
-    KIB,
-    Bare,
-    World,
-    bytes_of,
-    copies_sent,
-    lines,
-    node_id,
-    payload,
-    until,
-)
+from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
+from support.waiting import until
 
 from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send

@@ -6,8 +6,9 @@ from contextlib import AsyncExitStack
 from random import Random
 
 import pytest
-from support.exchange_world import payload, until
+from support.exchange_world import payload
 from support.exchange_world import references as refs
+from support.waiting import until
 
 from primerl.node.p2p.download_state import IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
 from primerl.node.p2p.peers import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, PeerScores

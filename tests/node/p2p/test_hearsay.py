@@ -4,10 +4,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload, until
+from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.waiting import until
 
 from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send

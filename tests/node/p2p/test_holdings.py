@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.exchange_world import until
 from support.memory_network import MemoryDiscovery, MemoryNetwork
 from support.protocol_cases import OTHER_RUN, RECORD, RUN, STRANGER, TRAINER, WORKER, refuses
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from support.libp2p_cases import DEADLINE_S, RUN, heard, key, multiaddr, port_of
+from support.waiting import until
 
-from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_libp2p
 from primerl.node.config.run import NetworkConfig
 from primerl.node.p2p.discovery import GossipFact, node_id_of, peer_id_of
@@ -18,9 +19,6 @@ from primerl.node.p2p.libp2p import Libp2pDiscovery
 from primerl.node.p2p.transport import AddressInUse, TransportError
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
-
-RUN = b"r" * 32
-DEADLINE_S = 60.0
 
 Make = Callable[..., Libp2pDiscovery]
 
@@ -40,31 +38,12 @@ async def make() -> AsyncIterator[Make]:
     await asyncio.gather(*(discovery.close() for discovery in made))
 
 
-def key(i: int) -> SecretKey:
-    return SecretKey.from_seed(bytes([i]) * 32)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def heard(discovery: Libp2pDiscovery) -> GossipFact:
-    async with asyncio.timeout(DEADLINE_S):
-        return await anext(discovery.facts())
-
-
 async def pair(make: Make) -> tuple[Libp2pDiscovery, Libp2pDiscovery]:
     first, second = make(1), make(2)
     await first.start([])
     await second.start(first.addresses())
     await until(lambda: first.neighbours() and second.neighbours())
     return first, second
-
-
-def port_of(discovery: Libp2pDiscovery) -> int:
-    return int(discovery.addresses()[0].split("/")[4])
 
 
 async def test_where_the_library_is_missing_a_node_says_so_and_goes_on(
@@ -129,15 +108,6 @@ async def test_two_nodes_tell_each_other_facts_and_know_the_sender(make: Make) -
     assert await heard(first) == GossipFact(b"pong", key(2).node_id)
 
 
-async def test_a_node_that_knows_only_the_second_hears_the_first(make: Make) -> None:
-    first, second = await pair(make)
-    third = make(3)
-    await third.start(second.addresses())
-    await until(third.neighbours)
-    await first.publish(b"far")
-    assert (await heard(third)).sealed == b"far"
-
-
 async def test_leaves_of_one_hub_find_each_other_and_outlive_it(make: Make) -> None:
     hub, left, right = make(1), make(2), make(3)
     await hub.start([])
@@ -161,12 +131,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def multiaddr(port: int, i: int) -> str:
-    from libp2p.peer.id import ID
-
-    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{ID(peer_id_of(key(i).node_id))}"
 
 
 async def test_a_lost_neighbour_is_dialled_again_when_it_is_back(make: Make) -> None:

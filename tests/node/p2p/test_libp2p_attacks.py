@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import trio
+from support.libp2p_cases import DEADLINE_S, RUN, heard, key, living, node, port_of
+from support.waiting import until
 
-from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.discovery import GossipFact, peer_id_of
 from primerl.node.p2p.libp2p import MAX_FRAME, Libp2pDiscovery
 from primerl.node.p2p.trio_bridge import TrioThread
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
 
-RUN = b"r" * 32
 TOPIC = f"primerl/{RUN.hex()}/1"
-DEADLINE_S = 60.0
 FLOOD = 400
 POINT = bytes.fromhex("0279be667ef9dcbbac55a06295ce870b07029bfcdb2dce28d959f2815b16f81798")
 SECP256K1 = b"\x08\x02\x12\x21" + POINT
@@ -35,7 +34,7 @@ SECP256K1 = b"\x08\x02\x12\x21" + POINT
 @pytest_asyncio.fixture
 async def victim(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Libp2pDiscovery]:
     """The node under attack, which may not die of it, not even to come back."""
-    discovery = Libp2pDiscovery(key(1), run_id=RUN, host="127.0.0.1", port=0)
+    discovery = node(1)
     await discovery.start([])
     yield discovery
     assert "died" not in caplog.text
@@ -45,30 +44,11 @@ async def victim(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Libp2pDiscov
 @pytest_asyncio.fixture
 async def friend(victim: Libp2pDiscovery) -> AsyncIterator[Libp2pDiscovery]:
     """An honest neighbour of the victim."""
-    discovery = Libp2pDiscovery(key(2), run_id=RUN, host="127.0.0.1", port=0)
+    discovery = node(2)
     await discovery.start(victim.addresses())
     await until(lambda: discovery.neighbours() and victim.neighbours())
     yield discovery
     await discovery.close()
-
-
-def key(i: int) -> SecretKey:
-    return SecretKey.from_seed(bytes([i]) * 32)
-
-
-def port_of(discovery: Libp2pDiscovery) -> int:
-    return int(discovery.addresses()[0].split("/")[4])
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def heard(discovery: Libp2pDiscovery) -> GossipFact:
-    async with asyncio.timeout(DEADLINE_S):
-        return await anext(discovery.facts())
 
 
 async def heard_until(discovery: Libp2pDiscovery, last: bytes) -> list[bytes]:
@@ -129,39 +109,15 @@ class Stranger:
         return bool(self.host.get_connected_peers())
 
 
-@asynccontextmanager
-async def stranger(i: int, victim: Libp2pDiscovery) -> AsyncGenerator[Stranger]:
+def stranger(i: int, victim: Libp2pDiscovery) -> AbstractAsyncContextManager[Stranger]:
     """A stranger that is connected to the victim and has joined its topic."""
-    thread = TrioThread("stranger")
-    await thread.start()
-    leave, left = trio.Event(), trio.Event()
 
-    async def begin() -> Stranger:
-        ready: list[Stranger] = []
-        up = trio.Event()
-        thread.nursery.start_soon(live, ready, up)
-        await up.wait()
-        return ready[0]
+    async def build(stack: AsyncExitStack, thread: TrioThread) -> Stranger:
+        host, pubsub = await open_stranger(i, stack)
+        await connect(host, pubsub, victim.addresses()[0])
+        return Stranger(host, pubsub, thread)
 
-    async def live(ready: list[Stranger], up: trio.Event) -> None:
-        async with AsyncExitStack() as stack:
-            host, pubsub = await open_stranger(i, stack)
-            await connect(host, pubsub, victim.addresses()[0])
-            ready.append(Stranger(host, pubsub, thread))
-            up.set()
-            await leave.wait()
-        left.set()
-
-    async def end() -> None:
-        leave.set()
-        await left.wait()
-
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield await thread.call(begin)
-            await thread.call(end)
-    finally:
-        await thread.stop()
+    return living(build)
 
 
 async def open_stranger(i: int, stack: AsyncExitStack) -> "tuple[IHost, Pubsub]":
@@ -195,12 +151,6 @@ async def connect(host: "IHost", pubsub: "Pubsub", address: str) -> None:
     await host.connect(victim)
     await pubsub.wait_for_subscription(victim.peer_id, TOPIC)
     await pubsub.wait_for_peer(victim.peer_id)
-
-
-async def test_a_stranger_that_keeps_to_the_rules_is_heard(victim: Libp2pDiscovery) -> None:
-    async with stranger(9, victim) as other:
-        await other.tell([b"hello"])
-        assert await heard(victim) == GossipFact(b"hello", key(9).node_id)
 
 
 async def test_an_oversized_fact_of_a_stranger_is_dropped(victim: Libp2pDiscovery) -> None:

@@ -2,19 +2,18 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import pytest_asyncio
-import trio
+from support.libp2p_cases import DEADLINE_S, key, living, multiaddr, node, port_of
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.waiting import until
 
-from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.chunk_client import BACKOFF_S, TcpChunks
-from primerl.node.p2p.discovery import peer_id_of
 from primerl.node.p2p.libp2p import CARRYING, MAX_UNREAD, Libp2pDiscovery
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
@@ -37,23 +36,7 @@ if TYPE_CHECKING:
     from libp2p.abc import IHost
     from libp2p.peer.id import ID
 
-RUN = b"r" * 32
-DEADLINE_S = 60.0
 DATA = random.Random(1).randbytes(1_500_000)
-
-
-def key(i: int) -> SecretKey:
-    return SecretKey.from_seed(bytes([i]) * 32)
-
-
-def node(i: int) -> Libp2pDiscovery:
-    return Libp2pDiscovery(key(i), run_id=RUN, host="127.0.0.1", port=0)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class Server:
@@ -104,16 +87,6 @@ async def fetch(chunks: TcpChunks, server: Server, deadline: float = DEADLINE_S)
     return await chunks.get(key(1).node_id, server.chunk, deadline=deadline)
 
 
-def at(port: int | str, i: int) -> str:
-    from libp2p.peer.id import ID
-
-    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{ID(peer_id_of(key(i).node_id))}"
-
-
-def port_of(discovery: Libp2pDiscovery) -> str:
-    return discovery.addresses()[0].split("/")[4]
-
-
 async def test_a_peer_record_leads_to_a_chunk(server: Server, client: Libp2pDiscovery) -> None:
     chunks = chunks_of(client, *server.discovery.addresses())
     assert await fetch(chunks, server) == DATA
@@ -134,7 +107,12 @@ async def test_a_neighbour_needs_no_address_and_stays_one(server: Server) -> Non
 async def test_dead_and_strange_addresses_are_passed_over(
     server: Server, client: Libp2pDiscovery
 ) -> None:
-    dead = [at(1, 1), "no address", "/dns4/h/udp/1/p2p/x", at(port_of(server.discovery), 3)]
+    dead = [
+        multiaddr(1, 1),
+        "no address",
+        "/dns4/h/udp/1/p2p/x",
+        multiaddr(port_of(server.discovery), 3),
+    ]
     assert await fetch(chunks_of(client, *dead, *server.discovery.addresses()), server) == DATA
 
 
@@ -149,7 +127,7 @@ async def test_another_node_at_the_address_is_not_believed(
         stolen.append(peer)
 
     async with serving(TcpChunkServer(impostor, PeerTable(), steal)):
-        chunks = chunks_of(client, at(port_of(impostor), 1))
+        chunks = chunks_of(client, multiaddr(port_of(impostor), 1))
         with pytest.raises(Unreachable):
             await fetch(chunks, server)
         with pytest.raises(Unreachable, match="backing off"):
@@ -257,50 +235,24 @@ class Stranger:
         return bool(self.host.get_connected_peers())
 
 
-@asynccontextmanager
-async def stranger(address: str) -> AsyncGenerator[Stranger]:
+def stranger(address: str) -> AbstractAsyncContextManager[Stranger]:
     """Connected to the node at `address`."""
-    thread = TrioThread("stranger")
-    await thread.start()
-    leave, left = trio.Event(), trio.Event()
 
-    async def begin() -> Stranger:
-        ready: list[Stranger] = []
-        up = trio.Event()
-        thread.nursery.start_soon(live, ready, up)
-        await up.wait()
-        return ready[0]
-
-    async def live(ready: list[Stranger], up: trio.Event) -> None:
+    async def build(stack: AsyncExitStack, thread: TrioThread) -> Stranger:
         from libp2p import new_host
         from libp2p.crypto.ed25519 import create_new_key_pair
         from libp2p.peer.peerinfo import info_from_p2p_addr
         from multiaddr import Multiaddr
 
         listen = [Multiaddr("/ip4/127.0.0.1/tcp/0")]
-        async with AsyncExitStack() as stack:
-            host = new_host(key_pair=create_new_key_pair(key(9).seed()), listen_addrs=listen)
-            await stack.enter_async_context(host.run(listen))
-            stack.push_async_callback(host.close)
-            victim = info_from_p2p_addr(Multiaddr(address))
-            await host.connect(victim)
-            ready.append(Stranger(host, victim.peer_id, thread))
-            up.set()
-            await leave.wait()
-        left.set()
+        host = new_host(key_pair=create_new_key_pair(key(9).seed()), listen_addrs=listen)
+        await stack.enter_async_context(host.run(listen))
+        stack.push_async_callback(host.close)
+        victim = info_from_p2p_addr(Multiaddr(address))
+        await host.connect(victim)
+        return Stranger(host, victim.peer_id, thread)
 
-    async def end() -> None:
-        leave.set()
-        await left.wait()
-
-    try:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            yield await thread.call(begin)
-    finally:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DEADLINE_S):
-                await thread.call(end)
-        await thread.stop()
+    return living(build)
 
 
 async def test_a_peer_that_knows_no_chunks_is_unharmed(client: Libp2pDiscovery) -> None:
@@ -391,34 +343,4 @@ async def test_too_many_requests_are_refused() -> None:
     assert said.count(Reason.NOT_FOUND) >= TCP_REQUEST_BURST
     assert Reason.RATE_LIMITED in said
     await server.close()
-    await client.close()
-
-
-async def test_in_memory_a_cut_link_carries_nothing() -> None:
-    world = MemoryNetwork()
-    server, client = world.discovery(key(1).node_id), world.discovery(key(2).node_id)
-    await server.start([])
-    await client.start(server.addresses())
-
-    async def talk(stream: Stream) -> bytes:
-        return await stream.read_exact(2)
-
-    with pytest.raises(Unreachable, match="takes no streams"):
-        await client.converse(server.node_id, [], talk)
-
-    async def answer(peer: bytes, stream: Stream) -> None:
-        await stream.write(peer[:2])
-        await stream.finish()
-
-    async with serving(TcpChunkServer(server, PeerTable(), answer)):
-        await asyncio.sleep(0)
-        assert await client.converse(server.node_id, [], talk) == client.node_id[:2]
-        world.partition(server.node_id, client.node_id)
-        with pytest.raises(Unreachable):
-            await client.converse(server.node_id, server.addresses(), talk)
-        world.heal(server.node_id, client.node_id)
-        assert await client.converse(server.node_id, [], talk) == client.node_id[:2]
-        await server.close()
-    with pytest.raises(Unreachable):
-        await client.converse(server.node_id, server.addresses(), talk)
     await client.close()

@@ -1,12 +1,12 @@
 """Discovery in a thread of its own: one life after the other, and what start() tells."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import pytest
 import trio
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.discovery import GossipFact
@@ -76,12 +76,6 @@ def discovery_of(lives: Lives, *, port: int) -> Libp2pDiscovery:
     discovery = Libp2pDiscovery(SecretKey.generate(), run_id=b"r" * 32, host="127.0.0.1", port=port)
     discovery.open_session = lives.begin  # type: ignore[assignment]
     return discovery
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_after_a_death_the_next_life_takes_the_same_port(

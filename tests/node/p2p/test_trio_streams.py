@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 import trio.testing
+from support.waiting import until
 
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.p2p.trio_bridge import (
@@ -129,12 +130,6 @@ def test_a_stream_that_opens_too_late_is_reset() -> None:
 
     run(cancelled)
     run(never)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_callers_are_served_up_to_a_limit_of_each_and_of_all() -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 import pytest_asyncio
 import trio
+from support.waiting import until
 
 from primerl.node.p2p.trio_bridge import EventQueue, TrioStopped, TrioThread, attempt
 
@@ -25,12 +26,6 @@ async def forever(began: threading.Event, ended: threading.Event) -> None:
         await trio.sleep_forever()
     finally:
         ended.set()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_a_call_runs_in_trio_and_returns_its_result(thread: TrioThread) -> None:

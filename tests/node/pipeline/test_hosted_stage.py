@@ -22,7 +22,7 @@ from primerl.node.inference.host_messages import (
 )
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
-from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
+from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.pipeline.place import StagePlace, encode_place
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length
 from primerl.node.process.serve import Outbox
@@ -140,5 +140,4 @@ async def test_a_head_that_was_not_started_begins_no_chain() -> None:
     head = HostedHead(EngineConfig(type="vllm"), place())
     with pytest.raises(EngineError, match="not started"):
         await head.rejoin(1)
-    assert isinstance(head, Laned)
     assert head.lanes().lanes == 0

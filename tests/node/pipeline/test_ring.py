@@ -49,15 +49,6 @@ async def test_more_may_be_under_way_than_any_queue_holds() -> None:
         assert made.rings[1].stats().frames_in == stats.frames_out
 
 
-async def test_messages_of_an_older_chain_reach_no_stage() -> None:
-    async with chain(2) as made:
-        old = await made.begin()
-        new = await made.begin()
-        assert new > old
-        await made.send(step(old, 1))
-        assert (await made.trip(new, 2)).number == 2
-
-
 async def test_a_fault_of_an_engine_reaches_the_first_stage_with_its_rank_and_words() -> None:
     async with chain(3) as made:
         epoch = await made.begin()

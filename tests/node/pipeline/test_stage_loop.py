@@ -242,21 +242,3 @@ def test_a_stage_whose_answers_nobody_takes_ends_with_its_port() -> None:
     far.close()
     stage.join(WAIT_S)
     assert not stage.is_alive()
-
-
-def test_a_ring_of_ports_leads_from_stage_to_stage_and_back() -> None:
-    ports = ring_cases.ring(3)
-    threads = [
-        threading.Thread(
-            target=stage_loop.serve, args=(ports[rank], Compute()), kwargs={"rank": rank}
-        )
-        for rank in (1, 2)
-    ]
-    for thread in threads:
-        thread.start()
-    ports[0].send(Frame(Kind.RESET, 1, 0))
-    assert ports[0].receive(WAIT_S).kind is Kind.RESET
-    for port in ports:
-        port.close()
-    for thread in threads:
-        thread.join(WAIT_S)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
-from support.swarm import until
 from support.vllm_pipeline_cases import Pipeline, joined, pipeline, plan_of, shape_of
+from support.waiting import until
 
 from primerl.node.inference.boundary_states import agrees, project
 from primerl.node.inference.engine import Completion, GenerateRequest

@@ -184,25 +184,6 @@ async def test_stopped_and_resumed_equals_unbroken_bit_by_bit(make: Any) -> None
     assert last < first - 0.5
 
 
-async def test_a_run_resumes_where_its_last_checkpoint_is(make: Any) -> None:
-    """Steps after it are made again, with the same batches."""
-    whole = Backends()
-    await sft(make("whole"), watch=quiet, factories=whole.factories())
-    broken = Backends()
-
-    def stop_at_8(progress: SftProgress) -> None:
-        if progress.step == 8:
-            raise EngineError("killed")
-
-    with pytest.raises(EngineError):
-        await sft(make("cut"), watch=stop_at_8, factories=broken.factories())
-    directory = await sft(make("cut", resume=True), watch=quiet, factories=broken.factories())
-    first, second = broken.made
-    assert first.trained == whole.made[0].trained[:8]
-    assert second.trained == whole.made[0].trained[5:]
-    assert [line["step"] for line in lines(directory)] == list(range(1, 13))
-
-
 async def test_a_run_goes_back_to_a_step_and_forks_from_another_run(make: Any) -> None:
     config = make("base", checkpoint={"interval": 4, "keep_last": 3})
     base = await sft(config, watch=quiet, factories=Backends().factories())

@@ -27,7 +27,7 @@ from support.audits import (
     serve,
 )
 from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.ops.errors import EngineError, UsageError

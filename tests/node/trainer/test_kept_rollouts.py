@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.kept_cases import WORKER, keeper, played, row
+from support.kept_cases import WORKER, keeper, played
 from support.protocol_cases import BRANCH, LEASE, SUBMISSION
 from support.swarm import Swarm
 from support.witness import Fakes, never_right
 
 from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import RunFailed
-from primerl.node.storage.rollouts import KeptRollout, RolloutFiles, StepRecord
+from primerl.node.storage.rollouts import KeptRollout, RolloutFiles
 from primerl.node.trainer import kept_rollouts
 from primerl.node.trainer.kept_rollouts import kept_batch
 from primerl.node.training.advantages import credit
@@ -84,16 +84,6 @@ def test_an_episode_of_several_agents_is_made_again_of_its_rows(
     assert [(one.agent, one.reward) for one in rows[:3]] == [("a", 1.0), ("b", -1.0), ("b", -1.0)]
     assert [one.advantage for one in rows] == [one.advantage for one in batch.samples]
     assert credit(kept_batch(rows, 1), config, {}, record.baselines) == batch
-
-
-def test_a_file_from_before_there_were_agents_is_read(tmp_path: Path) -> None:
-    from pyarrow import parquet
-
-    path = files(tmp_path).path(1)
-    files(tmp_path).write(StepRecord(1, 1, 1), [row()])
-    table: Any = parquet.read_table(path)
-    parquet.write_table(table.drop_columns(["agent", "trace"]), path)
-    assert files(tmp_path).read(1) == [row()]
 
 
 def test_what_is_not_learned_from_is_kept_with_its_reason(tmp_path: Path, model_dir: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from support.hostile import say
 from support.lease_cases import A, policy
 from support.protocol_cases import (
-    LEASE,
     MANIFEST,
     NOW,
     PROMPTED_LEASE,
@@ -224,7 +223,3 @@ async def test_rejected_work_answers_no_request() -> None:
     refused = refuse_all(arrival, lease, RemoteProtocolError(Reason.WRONG_TASK, "other groups"))
     empty = msgspec.structs.replace(submission, groups=())
     assert accepted_replies(empty, lease, refused) == {}
-
-
-def test_a_lease_without_prompts_has_the_bytes_that_it_always_had() -> None:
-    assert b"prompts" not in msgspec.msgpack.encode(LEASE)

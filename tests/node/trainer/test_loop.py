@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig

@@ -166,11 +166,6 @@ def test_tasks_that_were_leased_and_answered_after_a_checkpoint_are_not_leased_a
     assert [list(queue.requeued) for queue in again.tasks] == [[], []]
 
 
-def test_a_checkpoint_of_one_environment_from_before_goes_on_in_a_run_with_one() -> None:
-    old = state(next_task=9, requeued=[4])
-    assert old.positions(["sums"]) == {"sums": TaskPosition(9, [4])}
-
-
 def test_a_mixture_goes_on_by_name_and_new_environments_begin_at_the_first_task() -> None:
     old = state(tasks={"a": TaskPosition(9, [4]), "gone": TaskPosition(2)})
     assert old.positions(["new", "a"]) == {"new": TaskPosition(), "a": TaskPosition(9, [4])}

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
-from msgspec import structs
 from support.offer_cases import MODEL, NOW, PART, TRAINER, World, key, node, opened, ranks
 from support.protocol_cases import refuses
 
@@ -16,14 +14,12 @@ from primerl.node.trainer.pipeline_coordinator import (
     ALIVE_S,
     BENCH_S,
     GONE_S,
-    LEDGER,
     MAKE_BURST,
     MAX_OFFERS,
     MEASURE_S,
     PEER_BURST,
     PLAN_TTL_S,
     WAIT_S,
-    SavedPipeline,
 )
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -190,23 +186,6 @@ def test_those_that_are_left_do_not_wait_for_ever(world: World) -> None:
     after = opened(world.offer(3))
     assert ranks(after) == [head, 3]
     assert (after.group, after.generation) == (plan.group, 1)
-
-
-def test_a_group_without_its_stage_0_has_nothing_to_wait_for(world: World) -> None:
-    plan = world.gather(1, 2)
-    head, other = ranks(plan)
-    world.later(ALIVE_S + 1)
-    assert isinstance(world.offer(other, of=plan, lost=(head,)), StageWait)
-
-
-def test_two_that_both_talk_to_us_try_again_together(world: World) -> None:
-    """There is no other node: a higher generation makes both connect anew."""
-    plan = world.gather(1, 2)
-    head, other = ranks(plan)
-    after = opened(world.offer(head, of=plan, lost=(other,)))
-    assert ranks(after) == [head, other]
-    assert after.generation == 1
-    assert opened(world.offer(other, of=plan)) == after
 
 
 def test_a_complaint_about_an_old_plan_changes_nothing(world: World) -> None:
@@ -376,16 +355,6 @@ def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(world: 
         world.offer(1, engine="hf", software="primerl 0.1.0")
     assert refusal.value.reason is Reason.NOT_FOUND
     assert isinstance(world.offer(1), StageWait)
-
-
-def test_a_plan_of_an_engine_without_stages_is_not_taken_up_again(world: World) -> None:
-    """It was kept by a trainer of an older release."""
-    plan = world.gather(1, 2)
-    old = structs.replace(plan, shape=structs.replace(plan.shape, engine="hf"))
-    world.ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline((old,), {})))
-    world.restart()
-    assert world.coordinator.rows() == []
-    assert world.gather(1, 2).group != plan.group
 
 
 def test_nobody_may_offer_without_end(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
 from support.protocol_cases import LEASE, PROOFS, RUN
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.training import TrainingConfig

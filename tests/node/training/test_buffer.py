@@ -39,15 +39,6 @@ def test_no_batch_ever_holds_a_group_older_than_the_bound(
         assert counts["added"] == counts["cut"] + counts["swept"] + len(rollouts)
 
 
-def test_a_group_that_waited_past_the_bound_is_swept_though_it_was_fresh_on_arrival() -> None:
-    rollouts = buffer(bound=1)
-    assert rollouts.add(group([0, 1], oldest=4), 4) is None
-    assert rollouts.advance(5) == []
-    assert [swept.policy_oldest for swept in rollouts.advance(6)] == [4]
-    assert rollouts.cut(1) is None
-    assert rollouts.counts["swept"] == 1
-
-
 def test_a_bound_of_zero_admits_only_the_version_being_trained() -> None:
     rollouts = buffer(bound=0)
     assert rollouts.add(group([0, 1], oldest=2), 3) == "stale"
@@ -229,13 +220,6 @@ def test_a_batch_is_made_without_a_worker_that_died() -> None:
     assert swarm.cut() is None
     swarm.leased = {}  # its leases ran out
     assert swarm.cut() == [A] * 8
-
-
-def test_a_batch_is_made_of_what_little_a_worker_left_behind_and_the_others() -> None:
-    swarm = Flood()
-    swarm.deliver(A, 12)
-    swarm.deliver(B, 2)
-    assert swarm.cut() == [A] * 6 + [B] * 2
 
 
 def test_a_flood_leaves_room_for_the_leases_of_others() -> None:

@@ -5,6 +5,7 @@ import os
 import time
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.counting_backend import CountingBackend
@@ -68,29 +69,23 @@ async def test_what_was_written_comes_back(tmp_path: Path) -> None:
     assert digests(await resumed.state()) == digests(await backend.state())
 
 
-async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    backend = await counting(tmp_path, 0)
-    for step in (8, 9, 10, 11):
-        await checkpoints.write(step, {}, backend)
-    assert checkpoints.steps() == [10, 11]
-    assert sorted(os.listdir(tmp_path)) == ["step_10", "step_11"]
-
-
-async def test_multiples_of_the_interval_are_kept_beside_the_newest(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_interval=3)
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({"keep_last": 2}, [6, 7]),
+        ({"keep_last": 1, "keep_interval": 3}, [3, 6, 7]),
+        ({"keep_last": 2, "keep_first": True}, [0, 6, 7]),
+    ],
+)
+async def test_the_newest_are_kept_and_what_is_wanted_beside_them(
+    tmp_path: Path, keep: dict[str, Any], kept: list[int]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, **keep)
     backend = await counting(tmp_path, 0)
     for step in range(8):
         await checkpoints.write(step, {}, backend)
-    assert checkpoints.steps() == [3, 6, 7]
-
-
-async def test_the_first_is_kept_beside_the_newest_if_that_is_wanted(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_first=True)
-    backend = await counting(tmp_path, 0)
-    for step in range(5):
-        await checkpoints.write(step, {}, backend)
-    assert checkpoints.steps() == [0, 3, 4]
+    assert checkpoints.steps() == kept
+    assert sorted(os.listdir(tmp_path)) == [f"step_{step}" for step in kept]
 
 
 async def test_a_checkpoint_without_its_record_does_not_exist(tmp_path: Path) -> None:
@@ -105,28 +100,30 @@ async def test_a_checkpoint_without_its_record_does_not_exist(tmp_path: Path) ->
         await checkpoints.read(2)
 
 
-@pytest.mark.parametrize("file", ["parts/buffer", "backend/counting.json"])
-async def test_an_altered_file_is_noticed_before_anything_is_resumed(
-    tmp_path: Path, file: str
-) -> None:
+DAMAGE: dict[str, tuple[str, bytes | None, str]] = {
+    "a part was altered": ("parts/buffer", b"other", "altered"),
+    "the backend's file was altered": ("backend/counting.json", b"{}", "altered"),
+    "a file is missing": ("parts/buffer", None, "altered"),
+    "a file is smuggled": ("parts/extra", b"", "altered"),
+    "no record": (COMPLETE, b"", "remove"),
+    "half a record": (COMPLETE, b"{", "remove"),
+    "another record": (COMPLETE, b'{"format":1,"step":4,"files":3}', "remove"),
+}
+"""File, what is in it instead (None: it is gone), and what the error says."""
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_damage_is_noticed_before_anything_is_resumed(tmp_path: Path, damage: str) -> None:
+    file, held, says = DAMAGE[damage]
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     await checkpoints.write(4, PARTS, await counting(tmp_path, 1))
-    altered = tmp_path / "step_4" / file
-    altered.write_bytes(altered.read_bytes() + b" ")
-    with pytest.raises(StorageError, match="altered"):
+    path = tmp_path / "step_4" / file
+    if held is None:
+        path.unlink()
+    else:
+        path.write_bytes(held)
+    with pytest.raises(StorageError, match=says):
         await checkpoints.read(4)
-
-
-async def test_a_smuggled_or_missing_file_is_noticed(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    backend = await counting(tmp_path, 0)
-    await checkpoints.write(1, PARTS, backend)
-    await checkpoints.write(2, PARTS, backend)
-    (tmp_path / "step_1" / "parts" / "extra").write_bytes(b"")
-    (tmp_path / "step_2" / "parts" / "buffer").unlink()
-    for step in (1, 2):
-        with pytest.raises(StorageError, match="altered"):
-            await checkpoints.read(step)
 
 
 async def test_a_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Path) -> None:
@@ -135,15 +132,6 @@ async def test_a_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Pat
     (tmp_path / "step_4").rename(tmp_path / "step_9")
     with pytest.raises(StorageError, match="another kind"):
         await checkpoints.read(9)
-
-
-@pytest.mark.parametrize("record", [b"", b"{", b'{"format":1,"step":4,"files":3}'])
-async def test_a_broken_record_is_a_storage_error(tmp_path: Path, record: bytes) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
-    await checkpoints.write(4, PARTS, await counting(tmp_path, 0))
-    (tmp_path / "step_4" / COMPLETE).write_bytes(record)
-    with pytest.raises(StorageError, match="remove"):
-        await checkpoints.read(4)
 
 
 async def test_a_full_disk_leaves_the_older_checkpoint_of_the_step(tmp_path: Path) -> None:
@@ -345,27 +333,6 @@ async def test_sigkill_in_the_middle_of_a_save_leaves_the_older_one_as_the_newes
     assert await checkpoints.read_newest() == (2, PARTS)
     await checkpoints.write(3, PARTS, await counting(tmp_path, 3))
     assert sorted(os.listdir(tmp_path)) == ["step_2", "step_3"]
-
-
-def test_nothing_carries_the_final_name_before_the_block_ended(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "a") as partial:
-        (partial / "file").write_text("x")
-        assert not (tmp_path / "a").exists()
-    assert (tmp_path / "a" / "file").read_text() == "x"
-
-
-def fill_and_fail(target: Path) -> None:
-    with whole_directory(target) as partial:
-        (partial / "new").touch()
-        raise RuntimeError
-
-
-def test_an_error_leaves_what_was_there_and_no_leftovers(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "a") as partial:
-        (partial / "old").touch()
-    with pytest.raises(RuntimeError):
-        fill_and_fail(tmp_path / "a")
-    assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
 
 
 def test_what_a_crash_left_is_not_mixed_into_the_next_attempt(tmp_path: Path) -> None:

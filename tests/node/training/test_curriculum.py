@@ -122,13 +122,6 @@ def test_a_reward_that_is_no_number_is_not_remembered() -> None:
     assert subject.rewards == {}
 
 
-def test_a_million_tasks_are_drawn_from() -> None:
-    subject = pools(1_000_000)
-    found = draws(subject, 20)
-    assert len(set(found)) == 20
-    assert max(one or 0 for one in found) > 500_000
-
-
 # -- leases and checkpoints -------------------------------------------------------------------------
 
 
@@ -208,16 +201,6 @@ def test_a_restart_goes_on_with_the_rewards_and_the_draws_of_the_checkpoint() ->
     # the unbroken run draws the same from here on, as the same tasks are out
     fresh = [other.draw(resumed.tasks[0].next_task + n, ()) for n in range(20)]
     assert fresh == [subject.draw(book.tasks[0].next_task + n, ()) for n in range(20)]
-
-
-def test_tasks_that_were_answered_since_the_checkpoint_are_not_leased_again() -> None:
-    subject = pools(40)
-    book = book_of(subject)
-    first, second = granted(book, A), granted(book, B)
-    resumed = book_of(pools(40))
-    state(book, subject).restore_tasks(resumed, ["e"], [first])
-    assert list(resumed.tasks[0].requeued) == indices(second)
-    assert resumed.tasks[0].next_task == 6
 
 
 def test_a_resume_with_fewer_tasks_forgets_the_others() -> None:

@@ -65,14 +65,6 @@ def test_each_trained_token_is_predicted_from_the_one_before_it_in_its_own_seque
             assert sum(row.lengths[:sequence]) <= place < sum(row.lengths[: sequence + 1]) - 1
 
 
-def test_nothing_is_truncated_silently() -> None:
-    long = sample(random.Random(0), prompt=10, drawn=10)
-    packed = pack([long], seq_len=19)
-    assert packed.too_long == [long]
-    assert rows_of(packed) == []
-    assert packed.tokens == 0
-
-
 def test_position_zero_and_padding_are_never_trained() -> None:
     samples = [
         Sample([1, 2], [True, True], [-1.0, -1.0], 1.0),

@@ -50,34 +50,22 @@ def make(request: pytest.FixtureRequest) -> Make:
     return BACKENDS[request.param]
 
 
-async def train(
-    make: Make,
-    model_dir: Path,
-    directory: Path,
-    last: int,
-    *,
-    every: int = 1,
-    step: int | None = None,
-) -> Line:
-    """Train in a process's life: from the newest checkpoint, or that of `step`, to the end of step `last`."""
+async def train(make: Make, model_dir: Path, directory: Path, last: int) -> Line:
+    """Train in a process's life: from the newest checkpoint to the end of step `last`."""
     checkpoints = Checkpoints(directory, keep_last=LAST)
     backend = make()
     await backend.start(model_dir)
-    found = (
-        await checkpoints.read_newest() if step is None else (step, await checkpoints.read(step))
-    )
+    found = await checkpoints.read_newest()
     done = 0
     if found is not None:
         done = found[0]
         await backend.load(checkpoints.backend_directory(done))
-        checkpoints.set_aside(done)
     line: Line = []
     for number in range(done + 1, last + 1):
         values = (await backend.step(batch(number))).values
         figures = {name: value for name, value in values.items() if not name.startswith(TIMES)}
         line.append((figures, digests(await backend.state())))
-        if number % every == 0 or number == last:
-            await checkpoints.begin(number, {"drawn": str(number).encode()}, backend)
+        await checkpoints.begin(number, {"drawn": str(number).encode()}, backend)
     await checkpoints.finish()
     await backend.close()
     return line
@@ -102,25 +90,6 @@ async def test_stopping_at_7_and_going_on_equals_the_unbroken_run(
     for step in (STOP, LAST):
         assert files(tmp_path / "a", step) == files(tmp_path / "b", step)
         assert len(files(tmp_path / "a", step)) >= 2
-
-
-async def test_steps_after_the_last_checkpoint_are_trained_again_to_the_same_bits(
-    make: Make, model_dir: Path, tmp_path: Path
-) -> None:
-    unbroken = await train(make, model_dir, tmp_path / "a", LAST)
-    await train(make, model_dir, tmp_path / "b", STOP, every=3)
-    (tmp_path / "b" / f"step_{STOP}" / "COMPLETE").unlink()  # killed while it was written
-    assert await train(make, model_dir, tmp_path / "b", LAST) == unbroken[6:]
-    assert files(tmp_path / "a", LAST) == files(tmp_path / "b", LAST)
-
-
-async def test_going_back_to_a_step_leads_to_the_same_end(
-    make: Make, model_dir: Path, tmp_path: Path
-) -> None:
-    unbroken = await train(make, model_dir, tmp_path, LAST)
-    before = files(tmp_path, LAST)
-    assert await train(make, model_dir, tmp_path, LAST, step=4) == unbroken[4:]
-    assert files(tmp_path, LAST) == files(tmp_path / "void_1", LAST) == before
 
 
 async def test_what_was_staged_is_written_while_other_steps_are_trained(

@@ -97,13 +97,6 @@ def plan_in(submission: Submission, node: bytes = WORKER.node_id) -> PipelinePla
     return plan_of(submission, run=RUN, trainer=TRAINER.node_id, node=node)
 
 
-def test_what_one_node_made_has_the_bytes_that_it_always_had() -> None:
-    assert b"plan" not in msgspec.msgpack.encode(SUBMISSION)
-    assert b"crossed" not in msgspec.msgpack.encode(SUBMISSION)
-    assert plan_in(SUBMISSION) is None
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(work()), type=Submission) == work()
-
-
 def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
     rollout = checked(work())
     assert rollout.crossed == [STATED]

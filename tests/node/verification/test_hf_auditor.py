@@ -13,6 +13,7 @@ import pytest
 from support import fake_audit_process as fake
 from support.auditor_cases import make_case, make_run, measured
 from support.engine_cases import FP32
+from support.waiting import alive
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
@@ -58,14 +59,6 @@ async def auditor(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 def marks(found: list[Measured | Unreadable]) -> list[float | None]:
     return [one.fingerprint if isinstance(one, Measured) else None for one in found]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 async def test_one_process_serves_many_audits_and_starts_with_the_first(auditor: HfAuditor) -> None:

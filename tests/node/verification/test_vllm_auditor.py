@@ -16,6 +16,7 @@ from msgspec import structs
 from support import fake_engine_process as fake
 from support.auditor_cases import make_run, measured
 from support.engine_cases import FP32
+from support.waiting import alive
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.fingerprint import NUMBERS, pack
@@ -102,14 +103,6 @@ async def auditor(request: pytest.FixtureRequest, model_dir: Path) -> AsyncItera
 def well(found: Sequence[Measured | Unreadable]) -> list[bool]:
     """Which were measured under the weights that they claim."""
     return [isinstance(one, Measured) and one.fingerprint < 0.01 for one in found]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 async def test_each_token_is_measured_under_the_version_that_it_claims(

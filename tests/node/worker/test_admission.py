@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.swarm import until
+from support.waiting import until
 
 from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.inference.concurrency import SETTLE_S, Concurrency

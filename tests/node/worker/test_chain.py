@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from support.swarm import until
+from support.waiting import until
 
 from primerl.node.p2p.rpc import Refused
 from primerl.node.pipeline.ring import RingFault

@@ -10,7 +10,8 @@ from types import TracebackType
 import msgspec
 from support.hostile import HostileTrainer, policy
 from support.memory_network import MemoryDiscovery
-from support.swarm import Running, Swarm, until
+from support.swarm import Running, Swarm
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import NetworkError

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from support.swarm import until
+from support.waiting import until
 
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.pipeline.hosted_stage import HostedLanes
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.pipelined_engine import PipelinedEngine
 from primerl.node.worker.stage import AHEAD
@@ -84,6 +86,9 @@ class FakeHead:
             raise self.lost.pop(0)
         return Completion([3], [-1.0], "length", 0, 0, boundaries=(b"12345678",))
 
+    def lanes(self) -> HostedLanes:
+        return HostedLanes(0, 0, 0.0)
+
     def stats(self) -> EngineStats:
         if self.dead:
             raise self.dead
@@ -99,7 +104,8 @@ class Bench:
         self.chain, self.head = FakeChain(), FakeHead()
         self.plan = b"first plan"
         self.orders = {version: (0, version) for version in range(9)}
-        self.engine = PipelinedEngine(self.head, self.chain, self.orders.get, lambda: self.plan)
+        chain, orders = cast(Any, self.chain), self.orders.get
+        self.engine = PipelinedEngine(self.head, chain, orders, lambda: self.plan)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["Bench"]:

@@ -13,7 +13,7 @@ from msgspec import structs
 from support.bare_services import bare_services
 from support.memory_network import MemoryNetwork
 from support.offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import EngineConfig, PipelineConfig

@@ -153,15 +153,6 @@ def test_both_neighbours_of_a_stage_0_are_believed(world: World) -> None:
     assert ranks(opened(world.offer(last, world_size=3))) == [spare, middle, last]
 
 
-def test_a_stage_0_that_was_started_again_is_not_lost_and_nobody_lied(world: World) -> None:
-    plan, head, last, _ = trio(world)
-    world.offer(last, of=plan, lost=(head,))
-    world.later(1.0)
-    world.coordinator.began(node(head))
-    assert opened(world.offer(head)) == plan
-    assert opened(world.offer(last, of=plan)) == plan
-
-
 def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: World) -> None:
     plan, head, last, spare = trio(world)
     for _ in range(MANY_RESTARTS):
@@ -226,30 +217,6 @@ def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: World) -> 
 # -- its leases ------------------------------------------------------------------------------------
 
 
-def test_a_silent_stage_0_whose_plan_ended_is_an_orphan_once(world: World) -> None:
-    plan, head, last, spare = trio(world)
-    assert world.coordinator.orphans() == []
-    world.offer(last, of=plan, lost=(head,))
-    world.later(HEAD_S)
-    world.offer(spare)
-    assert ranks(opened(world.offer(last, of=plan))) == [spare, last]
-    assert world.coordinator.orphans() == []  # it may still have something to upload
-    world.later(ALIVE_S - HEAD_S + 1)
-    assert world.coordinator.orphans() == [node(head)]
-    assert world.coordinator.orphans() == []
-
-
-def test_a_stage_0_that_speaks_is_no_orphan_whatever_is_said_of_it(world: World) -> None:
-    plan, head, slanderer, spare = trio(world)
-    world.coordinator.orphans()
-    for _ in range(20):
-        world.offer(slanderer, of=plan, lost=(head,))
-        world.later(ALIVE_S / 4)
-        world.offer(spare)
-        world.offer(head)
-        assert world.coordinator.orphans() == []
-
-
 def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: World) -> None:
     _, head, last, _ = trio(world)
     world.coordinator.orphans()
@@ -258,13 +225,6 @@ def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: Wo
     world.later(ALIVE_S + 1)
     world.offer(last)
     assert world.coordinator.orphans() == []
-
-
-def test_a_pipeline_without_a_node_left_leaves_an_orphan(world: World) -> None:
-    _, head, _, _ = trio(world)
-    assert world.coordinator.orphans() == []
-    world.later(GONE_S + 1)
-    assert world.coordinator.orphans() == [node(head)]
 
 
 class Memory:

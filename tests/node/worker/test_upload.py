@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.lease_cases import granted, policy
-from support.swarm import until
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey

@@ -10,8 +10,9 @@ import pytest
 from support.bare_services import bare_services
 from support.hostile import Rogue, altered_branch, reason_of
 from support.protocol_cases import NOW, OTHER_RUN, STRANGER, TRAINER, WORKER, refuses
-from support.swarm import Swarm, until
+from support.swarm import Swarm
 from support.verdict_cases import CLEAN, VERDICT, fill, signed, tampered
+from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
 from primerl.node.inference.engine import Completion, GenerateRequest

@@ -1,0 +1,21 @@
+"""Waiting for what other tasks and processes do, with a deadline."""
+
+import asyncio
+import os
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether there is a process of that id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
