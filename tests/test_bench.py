@@ -22,7 +22,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 PARTS = {
     *("cheats_measure", "children", "models", "report", "trained_model"),
-    *("engine_alone", "pipeline_stage", "swarm_node", "worker_nodes"),
+    *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
     "swarm_links",
 }
 """What benchmarks share, and the processes that they start."""

@@ -152,9 +152,9 @@ def _port(index: int) -> str:
 def _check_tools() -> None:
     if os.geteuid() != 0:
         raise Unavailable("limited links need root: run it with sudo")
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "mount"):
         if shutil.which(tool) is None:
-            raise Unavailable(f"limited links need `{tool}`: install iproute2")
+            raise Unavailable(f"limited links need `{tool}`: install iproute2 and mount")
 
 
 @contextmanager
