@@ -16,6 +16,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a speed
 hypothesis.settings.load_profile("suite")
 
+GARBAGE = 20_000, 20, 20
+"""When to look for garbage (gc.set_threshold): Python's default took a tenth of the suite's computing."""
+
 LONGEST = (
     "node/training/test_rank_failures.py",
     "attacks/test_floods.py",
@@ -55,6 +58,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(*GARBAGE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,8 @@ score() plays again with the replies that a rollout recorded.
 """
 
 import asyncio
+import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,7 +98,7 @@ class VerifiersEnvironment:
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
         # takes seconds, and more while another thread imports too: the event loop has to run meanwhile
-        await asyncio.to_thread(import_module, ".playing", __package__)
+        await asyncio.to_thread(_import_player)
         from .playing import open_player
 
         self._chat = self._given or await asyncio.to_thread(ChatFormat.load, self._model_dir)
@@ -256,3 +258,15 @@ class VerifiersEnvironment:
         if self._chat is None:
             raise EnvironmentFailed(f"environment {self.name!r} is not running: call start() first")
         return self._chat
+
+
+def _import_player() -> None:
+    """Import verifiers, with its thousands of modules; to look for garbage among them took a third of that."""
+    if f"{__package__}.playing" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import_module(".playing", __package__)
+    finally:
+        gc.freeze()  # modules stay
+        gc.enable()

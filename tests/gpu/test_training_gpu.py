@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -230,6 +229,8 @@ def test_compiled_and_recomputed_steps_are_the_plain_ones(directory: Path, again
 
 
 def test_after_compiling_ahead_no_step_compiles(directory: Path) -> None:
+    from torch._dynamo.utils import counters
+
     torch.compiler.reset()
     graphs = counters["stats"]
     mine = learner(directory, compile=True)

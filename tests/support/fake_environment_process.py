@@ -182,7 +182,7 @@ async def behave(mood: str) -> None:
         case "waits":
             await asyncio.sleep(0.3)
         case "heavy":
-            end = time.monotonic() + 0.2
+            end = time.monotonic() + 0.1
             while time.monotonic() < end:
                 pass
         case _:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
-from torch._dynamo import config as dynamo
-from torch._dynamo.utils import counters
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -56,6 +54,9 @@ def test_packed_logprobs_are_those_of_each_sample_alone(model_dir: Path) -> None
 def test_compiling_ahead_changes_nothing_and_spares_the_first_step(
     model_dir: Path, tmp_path: Path
 ) -> None:
+    from torch._dynamo import config as dynamo
+    from torch._dynamo.utils import counters
+
     torch.compiler.reset()
     graphs = counters["stats"]
     mine = learner(model_dir, FAST.model_copy(update={"compile": True}))
