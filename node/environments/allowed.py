@@ -122,22 +122,36 @@ def find_package(environment: str) -> Package | None:
 def distributions_by_module() -> Mapping[str, Sequence[str]]:
     """Map top-level modules to the names of the distributions that installed them.
 
-    Reading the metadata of all distributions takes a second; it is repeated after an installation or removal.
+    Reading the metadata of a folder of many takes a second; it is repeated after an installation or removal.
     """
-    return _read_distributions(tuple(map(_modified, sys.path)))
+    found: dict[str, list[str]] = {}
+    for folder in dict.fromkeys(sys.path):
+        for module, names in _read_folder(folder, _modified(folder)).items():
+            found.setdefault(module, []).extend(names)
+    return found
 
 
-@lru_cache(1)
-def _read_distributions(_: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[str]]:
-    return metadata.packages_distributions()
+@lru_cache(64)
+def _read_folder(folder: str, _: int) -> Mapping[str, Sequence[str]]:
+    """Do what metadata.packages_distributions() does for all of sys.path."""
+    found: dict[str, list[str]] = {}
+    for one in metadata.distributions(path=[folder]):
+        modules = set((one.read_text("top_level.txt") or "").split()) or {
+            file.parts[0] if len(file.parts) > 1 else file.stem
+            for file in one.files or ()
+            if file.suffix == ".py"
+        }
+        for module in modules:
+            found.setdefault(module, []).append(one.metadata["Name"])
+    return found
 
 
-def _modified(folder: str) -> tuple[str, int]:
-    """Return a folder and its modification time, ns, which each installation into it sets."""
+def _modified(folder: str) -> int:
+    """Return a folder's modification time, ns, which each installation into it sets."""
     try:
-        return folder, Path(folder).stat().st_mtime_ns
+        return Path(folder).stat().st_mtime_ns
     except OSError:
-        return folder, 0
+        return 0
 
 
 def module_of(environment: str) -> str:
