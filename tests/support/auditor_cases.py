@@ -28,7 +28,7 @@ from primerl.node.verification.auditor import (
     SampledSpan,
     Unreadable,
 )
-from primerl.node.weights.state import State
+from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
 
@@ -229,6 +229,18 @@ def _mixed(states: Sequence[State], cuts: Sequence[int]) -> State:
     return found
 
 
+_networks: dict[tuple[Path, str, bytes], LanguageModel] = {}
+"""The networks of staged(), by directory, type and digest of the state: to build one takes longer than to ask it."""
+
+
+def _network(case: Case, state: State) -> LanguageModel:
+    dtype = case.run.proofs.dtype
+    key = case.model_dir, dtype, state_digest(digests(state))
+    if key not in _networks:
+        _networks[key] = LanguageModel.build(case.model_dir, state, dtype=dtype, device="cpu")
+    return _networks[key]
+
+
 def staged(
     case: Case,
     item: AuditItem,
@@ -238,9 +250,7 @@ def staged(
 ) -> AuditItem:
     """Make `item` as stages with these weights would report it, with the same tokens."""
     places = [place for reply in item.replies for place in range(reply.start, reply.end)]
-    network = LanguageModel.build(
-        case.model_dir, _mixed(states, cuts), dtype=case.run.proofs.dtype, device="cpu"
-    )
+    network = _network(case, _mixed(states, cuts))
     sent = Sent(cuts, encoding, torch.tensor(places) - 1)
     tokens = torch.tensor(item.token_ids)
     with torch.inference_mode():
