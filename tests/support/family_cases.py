@@ -142,7 +142,8 @@ def make_family(name: str, directory: Path, seed: int = 0) -> State:
     """A random model of a family in `directory`, with tokenizer; its bf16 state."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    huggingface.create(directory, SHAPE, seed)  # for the tokenizer
+    small = SHAPE.model_copy(update={"num_hidden_layers": 1})
+    huggingface.create(directory, small, seed)  # for the tokenizer
     make: Any = AutoConfig.for_model
     config = make(name, **{**SIZES, **FAMILIES[name].changes})
     with torch.random.fork_rng(devices=[]):

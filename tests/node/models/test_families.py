@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,8 +91,9 @@ class Policies:
 
 
 def make_policies(family: str, directory: Path) -> Policies:
-    first, other = (make_family(family, directory / name, seed) for seed, name in enumerate("ab"))
-    return Policies(family, directory / "a", first, *stepped(first, other))
+    first = make_family(family, directory)
+    other = {name: replace(one, data=np.roll(one.data, 1)) for name, one in first.items()}
+    return Policies(family, directory, first, *stepped(first, other))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
