@@ -230,7 +230,7 @@ def _mixed(states: Sequence[State], cuts: Sequence[int]) -> State:
 
 
 _networks: dict[tuple[Path, str, bytes], LanguageModel] = {}
-"""The networks of staged(), by directory, type and digest of the state: to build one takes longer than to ask it."""
+"""Networks of staged(), by directory, type and digest of the state: building takes longer than asking."""
 
 
 def _network(case: Case, state: State) -> LanguageModel:
