@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "unknown key of a config of prime-rl's is dropped in silence",
         "node/config/prime_rl.py",
-        'self._note("missing", shown, value, "not a known key of prime-rl")',
+        'self._note("missing", shown, value, f"not a known key of prime-rl{hint}")',
         "pass",
         ("test_every_key_without_a_counterpart_is_named_with_its_reason",),
     ),

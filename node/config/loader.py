@@ -37,6 +37,8 @@ COMMANDS: tuple[type[BaseConfig], ...] = (
     JudgeRunConfig,
 )
 """All commands' configs: a variable that one command does not know may be another's setting."""
+OF_PRIME_RL = frozenset({"ckpt", "deployment", "inference", "orchestrator", "slurm", "trainer"})
+"""Sections of prime-rl's files that are not ours."""
 SWITCHES = frozenset({"resume"})
 """Sections that a flag without a value enables."""
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
@@ -209,7 +211,7 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
         if not _knows(cls, path):
             if any(_knows(other, path) for other in COMMANDS):
                 continue
-            guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
+            guess = nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
             named = PREFIX + guess.upper().replace(".", "__")
             hint = f": did you mean {named}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
@@ -326,8 +328,12 @@ def _explain(
         if one["type"] == "extra_forbidden":
             path = [str(part) for part in one["loc"]]
             name = ".".join(path)
-            guess = _nearest(name, known)
-            hint = f": did you mean {guess}?" if guess else ": see --help for the keys"
+            if name in OF_PRIME_RL:
+                hint = ": a section of prime-rl's: `primerl-node import FILE` converts its configs"
+            elif guess := nearest(name, known):
+                hint = f": did you mean {guess}?"
+            else:
+                hint = ": see --help for the keys"
             lines.append(f"unknown config key {name} {_origin(path, layers, flags)}{hint}")
     bad = [one for one in problems if one["type"] != "extra_forbidden"]
     if bad:
@@ -360,23 +366,33 @@ def _origin(path: Sequence[str], layers: Sequence[_Layer], flags: Sequence[str])
             break
         node: Any = layer.tree
         for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
+            if isinstance(node, list):
+                node = node[int(part)] if part.isdigit() and int(part) < len(node) else None
+            else:
+                node = node.get(part) if isinstance(node, dict) else None
         if node is not None:
             return layer.name
     return "on the command line"
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return the key or section among `known` dotted keys that `name` was probably meant to be, or ""."""
     name = name.replace("-", "_")
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if close:
+    section, _, last = name.rpartition(".")
+    inside = {
+        key.removeprefix(f"{section}."): key for key in known if key.startswith(f"{section}.")
+    }
+    siblings = [key for key in inside if "." not in key] if section else []
+    if close := difflib.get_close_matches(last, siblings, n=1):
+        return inside[close[0]]
+    sections = {key[: dot.start()] for key in known for dot in re.finditer(r"\.", key)}
+    if close := difflib.get_close_matches(name, [*known, *sorted(sections)], n=1, cutoff=0.75):
         return close[0]
-    last = name.rpartition(".")[2]
-    leaves = [key for key in known if key.rpartition(".")[2] == last]
-    if leaves:
-        return leaves[0]
-    near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in known], n=1)
-    return next((key for key in known if near and key.rpartition(".")[2] == near[0]), "")
+    leaves: dict[str, str] = {}
+    for key in known:
+        leaves.setdefault(key.rpartition(".")[2], key)
+    close = difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.75)
+    return leaves[close[0]] if close else ""
 
 
 def _expand_home(config: Section) -> Section:

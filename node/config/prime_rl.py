@@ -17,7 +17,7 @@ from pydantic_config import BaseConfig
 
 from ..ops.errors import UsageError, printable
 from .evaluation import EvalConfig
-from .loader import Tree, merge, model_in, nest, read_file, to_toml
+from .loader import Tree, merge, model_in, nearest, nest, read_file, to_toml
 from .run import OnlineSamplingConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -904,7 +904,11 @@ class _Conversion:
     def _key(self, shown: str, name: str, value: Any) -> None:
         rule = _rule(name)
         if rule is None:
-            self._note("missing", shown, value, "not a known key of prime-rl")
+            program = name.removesuffix(shown)  # before the keys of a file of one program
+            known = [key.removeprefix(program) for key in RULES if key.startswith(program)]
+            guess = nearest(shown, [key for key in known if key[-1] != "*" and "_2025." not in key])
+            hint = f": did you mean {guess}?" if guess else ""
+            self._note("missing", shown, value, f"not a known key of prime-rl{hint}")
         elif value is not None or rule.whole:
             self._apply(rule, shown, name, value)
 

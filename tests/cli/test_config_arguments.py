@@ -376,19 +376,31 @@ def test_all_unknown_keys_are_listed_at_once_each_with_the_nearest(
     """As a config of another program has them; of bad values the first."""
     path = written(
         tmp_path / "other.toml",
-        "max_step = 3\n[trainig]\nlr = 1\n[rollouts]\ngroupsize = 4\n[training]\nxyzzy = 1\nmax_norm = 0",
+        "max_step = 3\n[trainig]\nlr = 1\n[rollouts]\ngroupsize = 4\n[training]\nxyzzy = 1\nmax_norm = 0\n"
+        "betsa = [0.9, 0.9]\n[[environments]]\nid = 'arithmetic'\nratoi = 2",
     )
     ran = cli("train", "@", path)
     assert ran.code == 2
     first, *lines = ran.err.replace(f" in {path}", "").splitlines()
-    assert first == "primerl-node: error: 5 problems:"
+    assert first == "primerl-node: error: 7 problems:"
     assert set(lines) == {
         "  - unknown config key max_step: did you mean max_steps?",
-        "  - unknown config key trainig: did you mean training.lr?",
+        "  - unknown config key trainig: did you mean training?",
+        "  - unknown config key training.betsa: did you mean training.betas?",
+        "  - unknown config key environments.0.ratoi: did you mean environments.ratio?",
         "  - unknown config key rollouts.groupsize: did you mean rollouts.group_size?",
         "  - unknown config key training.xyzzy: see --help for the keys",
         "  - training.max_norm: should be greater than 0, not 0",
     }
+
+
+def test_a_config_of_prime_rl_is_told_of_the_command_that_converts_it(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    path = written(tmp_path / "rl.toml", "[trainer.optim]\nlr = 1\n[orchestrator]\nbatch_size = 4")
+    ran = cli("rl", "@", path, "--dry-run")
+    assert ran.code == 2
+    assert ran.err.count("`primerl-node import FILE` converts its configs") == 2
 
 
 def test_a_section_may_be_given_by_its_type(tmp_path: Path) -> None:

@@ -210,6 +210,19 @@ def test_every_key_without_a_counterpart_is_named_with_its_reason(tmp_path: Path
     assert config.values == EXPECTED
 
 
+def test_keys_that_prime_rl_does_not_have_are_listed_each_with_its_nearest(tmp_path: Path) -> None:
+    text = NEWEST + "[orchestratr]\nbatch_size = 3\n[xyzzy]\nplugh = 3\n[run_]\nname = 'r'\n"
+    text = text.replace("[orchestrator]\n", "[orchestrator]\ngroup_sise = 3\n", 1)
+    notes = {note.key: note.reason for note in convert(tmp_path, text).missing}
+    unknown = "not a known key of prime-rl"
+    assert notes == {
+        "orchestrator.group_sise": f"{unknown}: did you mean orchestrator.group_size?",
+        "orchestratr.batch_size": f"{unknown}: did you mean orchestrator.batch_size?",
+        "run_.name": f"{unknown}: did you mean run.name?",
+        "xyzzy.plugh": unknown,
+    }
+
+
 def test_strict_writes_nothing_if_a_key_is_lost(cli: Cli, home: Path) -> None:
     Path("rl.toml").write_text(NEWEST)
     assert cli("import", "rl.toml", "--strict", "-o", "good.toml").code == 0
