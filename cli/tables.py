@@ -359,7 +359,8 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
 def environment(row: EnvironmentRow) -> str:
     """Say how an environment that is trained on does, and how many workers can play it."""
     workers = f"{row.workers} worker{'s' if row.workers != 1 else ''}"
-    return f"reward {number(row.reward)}, {row.accepted} accepted, {row.share:.0%} of the groups, {workers}"
+    judged = f"{row.accepted} accepted, {row.rejected or 'none'} rejected"
+    return f"reward {number(row.reward)}, {judged}, {row.share:.0%} of the groups, {workers}"
 
 
 def bounds(row: BoundsRow) -> str:

@@ -128,8 +128,10 @@ seq_len | engine.max_model_len
 concurrency.initial_inflight, .min_inflight, .max_inflight | ~ engine.concurrency.= | | of each worker
 oversampling_factor | - | | workers run ahead as far as they are fast
 tasks_per_minute | - | | no task is held back
-algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae, hierarchical_grpo; opd is
-    reverse_kl
+algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae, hierarchical_grpo; opd and
+    opsd are reverse_kl
+algo.demo_key | - | off "answer" | a hint shows the `answer` of the task's data
+algo.template | training.loss.hint
 algo.decay | training.rae_decay
 algo.episode_agents | training.episode_agents
 algo.length_penalty.type | training.advantage | raw length_penalty | linear is grpo_length
@@ -397,17 +399,21 @@ class Several(dict[str, Any]):
     """
 
 
+HINT = (
+    "Here is an example of an expert response:\n<demonstration>\n{demonstration}\n</demonstration>"
+)
+"""Default `template` of prime-rl's opsd."""
 ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "grpo": {"training.advantage": "grpo"},
     "max_rl": {"training.advantage": "max_rl"},
     "opd": {"training.loss.type": "reverse_kl"},
+    "opsd": {"training.loss.type": "reverse_kl", "training.loss.teacher": "policy", "_hint": HINT},
     "echo": {"training.advantage": "grpo", "training.loss.echo_alpha": 0.1},
     "rae": {"training.advantage": "rae"},
     "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
 }
 OTHER_ALGORITHMS = {
     "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
-    "opsd": "trained as grpo: set training.loss.teacher and .hint (docs/algorithms.md)",
 }
 
 
@@ -1122,11 +1128,15 @@ class _Conversion:
         teacher = self._ours.get("training.loss.reference")
         if teacher is not None and self._ours.get("training.loss.type") != "reverse_kl":
             self._drop("training.loss.reference", "only opd has a teacher")
+        if "hint" in self._raw:
+            self._default("training.loss.hint", self._raw["hint"])
+        elif "training.loss.hint" in self._ours:
+            self._drop("training.loss.hint", "only opsd has a template")
 
     def _batch(self) -> None:
         batch = self._count("batch_size", 128)
         group = _whole(self._ours.get("rollouts.group_size", 1), "group_size")
-        if group == 1:
+        if group == 1 and self._ours.get("training.loss.type") != "reverse_kl":
             group = min(8, batch)
             why = f"rollouts.group_size = {group}: a rollout alone has no advantage over its group"
             self._note("differs", "group_size", 1, why)

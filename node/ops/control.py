@@ -110,6 +110,7 @@ class EnvironmentRow(msgspec.Struct):
     """Mean of its rollouts in the last batch that had some; None before the first."""
     accepted: int = 0
     """Rollouts of it so far."""
+    rejected: int = 0
     workers: int = 0
     """Workers that are here and can play it."""
 

@@ -83,10 +83,13 @@ def write(
 def _environments(
     config: RunConfig, progress: Progress, before: EvalResult, after: EvalResult
 ) -> dict[str, dict[str, float]]:
-    """Map each environment that was trained on to its results before and after, and its accepted rollouts."""
+    """Map each environment that was trained on to its results before and after, and its rollouts."""
     found: dict[str, dict[str, float]] = {}
     for one in config.mixture:
-        found[one.name] = {"accepted": progress.accepted_of[one.name]}
+        found[one.name] = {
+            "accepted": progress.accepted_of[one.name],
+            "rejected": progress.rejected_of[one.name],
+        }
         for when, result in (("before", before), ("after", after)):
             if (own := result.environments.get(one.name)) is not None:
                 found[one.name] |= {f"reward_{when}": own.reward, f"exact_match_{when}": own.exact}

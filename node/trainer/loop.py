@@ -287,6 +287,7 @@ class TrainerRole:
         progress.accepted, progress.received = state.accepted, state.received
         progress.rejected = Counter(state.rejected)
         progress.accepted_of = Counter(state.accepted_of)
+        progress.rejected_of = Counter(state.rejected_of)
         self.publisher.delta_bytes, self.publisher.full_bytes = (
             state.delta_bytes,
             state.full_bytes,
@@ -451,6 +452,7 @@ class TrainerRole:
             "rollouts/rejected": sum(progress.rejected.values()),
             **{f"reward/{name}": rewards.get(name) for name in names},
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
+            **{f"rejected/{name}": progress.rejected_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
             **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
             **self._demonstrations.figures(),
@@ -584,6 +586,7 @@ class TrainerRole:
             accepted=progress.accepted,
             rejected=dict(progress.rejected),
             accepted_of=dict(progress.accepted_of),
+            rejected_of=dict(progress.rejected_of),
             received=progress.received,
             delta_bytes=self.publisher.delta_bytes,
             full_bytes=self.publisher.full_bytes,
@@ -627,6 +630,7 @@ class TrainerRole:
         self.progress.accepted -= count
         for group in groups:
             self.progress.accepted_of[group.environment] -= len(group.rollouts)
+            self.progress.rejected_of[group.environment] += len(group.rollouts)
         if count:
             self.progress.rejected[Reason.STALE.value] += count
 

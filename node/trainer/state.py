@@ -76,6 +76,8 @@ class Progress:
     """Mean reward of each environment, in the last batch with groups of it."""
     accepted_of: Counter[str] = field(default_factory=Counter[str])
     """Accepted rollouts by environment."""
+    rejected_of: Counter[str] = field(default_factory=Counter[str])
+    """Rejected rollouts by environment."""
     staleness: float | None = None
     history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     staleness_history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
@@ -130,6 +132,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int
     rejected: dict[str, int]
     accepted_of: dict[str, int] = {}
+    rejected_of: dict[str, int] = {}
     received: int
     delta_bytes: int
     full_bytes: int

@@ -46,6 +46,7 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
             group_size=one.group_size,
             reward=progress.rewards.get(one.name),
             accepted=progress.accepted_of[one.name],
+            rejected=progress.rejected_of[one.name],
             workers=able[number],
         )
         for number, (one, ratio) in enumerate(zip(registry.environments, ratios, strict=True))

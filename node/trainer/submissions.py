@@ -169,7 +169,9 @@ class VerificationQueue:
         progress = self.progress
         progress.received += verified.verdict.accepted + sum(reasons.values())
         progress.accepted += verified.verdict.accepted
-        progress.accepted_of[verified.environment] += verified.verdict.accepted
+        environment = self._registry.environments[one.lease.environment].name
+        progress.accepted_of[environment] += verified.verdict.accepted
+        progress.rejected_of[environment] += sum(reasons.values())
         progress.rejected.update({reason.value: count for reason, count in reasons.items()})
         self.take(arrived.node, one.submission, one.lease, verified)
         self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
@@ -302,6 +304,7 @@ class SubmissionQueue(VerificationQueue):
                 progress.accepted -= len(group.rollouts)
                 progress.accepted_of[group.environment] -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
+                progress.rejected_of[group.environment] += len(group.rollouts)
                 self.kept.lost([group], refusal)
         self.kept.judged(node, submission, lease, verified)
         if verified.groups:

@@ -314,6 +314,14 @@ def test_gates_of_a_curriculum_are_kept_and_others_are_reported(tmp_path: Path) 
             "algo = { type = 'opd', teacher = { name = 'org/teacher', base_url = 'http://h/v1' } }",
             {"loss": {"type": "reverse_kl", "reference": "org/teacher"}},
         ),
+        (
+            "algo = { type = 'opsd', demo_key = 'answer' }",
+            {"loss": {"type": "reverse_kl", "teacher": "policy", "hint": prime_rl.HINT}},
+        ),
+        (
+            "algo = { type = 'opsd', template = 'It is {demonstration}.' }",
+            {"loss": {"type": "reverse_kl", "teacher": "policy", "hint": "It is {demonstration}."}},
+        ),
     ],
 )
 def test_algorithms_are_advantages_and_losses(
@@ -323,6 +331,13 @@ def test_algorithms_are_advantages_and_losses(
     training = {key: value for key, value in config.values["training"].items() if key != "seq_len"}
     assert training == expected
     assert not config.missing
+
+
+def test_a_distilled_rollout_needs_no_group_and_a_hint_shows_the_answer(tmp_path: Path) -> None:
+    algorithm = "algo = { type = 'opsd', demo_key = 'expert' }"
+    config = convert(tmp_path, f"[orchestrator]\nbatch_size = 32\n{algorithm}\n{ONE_SOURCE}")
+    assert config.values["rollouts"] == {"group_size": 1, "groups_per_batch": 32}
+    assert "demo_key = 'expert': a hint shows the `answer` of the task's data" in notes(config)
 
 
 def test_an_algorithm_that_is_not_here_is_reported_and_trained_as_grpo(tmp_path: Path) -> None:

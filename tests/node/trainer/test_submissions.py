@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
-from support.protocol_cases import LEASE, PROOFS, RUN
+from support.protocol_cases import LEASE, MANIFEST, PROOFS, RUN
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
@@ -29,9 +29,11 @@ from primerl.node.verification.verifier import (
     ReceivedSubmission,
     Verified,
     make_verdict,
+    refuse_all,
 )
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation, ban_test
 from primerl.protocol.rollouts import Submission, Verdict
@@ -54,6 +56,7 @@ class Auditor:
         """Verdicts from before a restart."""
         self.free: dict[int, asyncio.Event] = {}
         self.broken: set[int] = set()
+        self.refused: set[int] = set()
 
     async def verify(
         self,
@@ -71,6 +74,8 @@ class Auditor:
         await self.free.setdefault(arrival.number, asyncio.Event()).wait()
         if arrival.number in self.broken:
             raise StorageError("no disk")
+        if arrival.number in self.refused:
+            return refuse_all(arrival, LEASE, RemoteProtocolError(Reason.WRONG_TASK, "another"))
         verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), rate)
         return Verified(verdict, [], [])
 
@@ -113,6 +118,7 @@ class World:
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
+            environments=MANIFEST.environments,
         )
         scheduler = SimpleNamespace(registry=registry, work_changed=self.nothing, version=0)
         self.queue = Opened(
@@ -177,6 +183,16 @@ async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> Non
         world.auditor.let_go([1])
         await world.judged_are([1, 2, 3])
     assert (world.queue.waiting(), world.progress.accepted) == (0, 3)
+
+
+async def test_a_bundle_that_is_refused_counts_for_the_environment_of_its_lease() -> None:
+    world = World(before=[1, 2])
+    world.auditor.refused = {2}
+    world.auditor.let_go([1, 2])
+    async with running(world):
+        await world.judged_are([1, 2])
+    assert world.progress.accepted_of == {"sums": 1}
+    assert world.progress.rejected_of == {"sums": len(LEASE.tasks) * LEASE.group_size}
 
 
 async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:
