@@ -235,6 +235,8 @@ class KeptRun:
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
             if training.sft is not None:
                 raise _Lost("its demonstrations are not kept (training.sft)")
+            if training.loss.endpoint is not None:
+                raise _Lost("its teacher's logprobs are not kept (training.loss.endpoint)")
             if training.loss.hint:
                 raise _Lost("its hints are not kept (training.loss.hint)")
             samples = credit(

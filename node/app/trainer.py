@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
 from ..environments.chat import ChatFormat
+from ..environments.chat_api import open_api, read_key
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
@@ -35,7 +37,7 @@ from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, weights_dir
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
-from ..trainer.demonstrations import Demonstrations, Hints
+from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
@@ -231,6 +233,7 @@ class TrainerNode(IssuingNode):
         self._environments: Sequence[Environment] = ()
         self._mixed: MixedReader | None = None
         self._hints: Hints | None = None
+        self._teacher: Teacher | None = None
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -277,6 +280,7 @@ class TrainerNode(IssuingNode):
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
                 cleanup.push_async_callback(asyncio.to_thread, metrics.close)
+                self._teacher = await self._open_teacher(model_dir, cleanup)
                 await self._train(services, documents, environments, metrics, model_dir)
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:
@@ -290,6 +294,22 @@ class TrainerNode(IssuingNode):
 
         names = [one.name for one in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
+
+    async def _open_teacher(self, model_dir: Path, cleanup: AsyncExitStack) -> Teacher | None:
+        """Open training.loss.endpoint, if it is set, until `cleanup`. Raises UsageError."""
+        config = self._config.training.loss.endpoint
+        if config is None:
+            return None
+        taught = [
+            name for name, one in self._config.training_on().items() if one.loss.needs_reference
+        ]
+        api = await cleanup.enter_async_context(open_api(config, read_key(config, os.environ)))
+        teacher = Teacher(config, api, taught)
+        try:
+            await teacher.check(await asyncio.to_thread(ChatFormat.load, model_dir))
+        except EnvironmentFailed as error:
+            raise UsageError(str(error)) from error
+        return teacher
 
     async def _open_hints(
         self, environments: Sequence[Environment], model_dir: Path
@@ -451,7 +471,7 @@ class TrainerNode(IssuingNode):
             publisher,
             metrics,
             evaluation,
-            Demonstrations(self._mixed, self._hints),
+            Demonstrations(self._mixed, self._hints, self._teacher),
         )
         startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:

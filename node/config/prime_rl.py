@@ -137,8 +137,9 @@ algo.episode_agents | training.episode_agents
 algo.length_penalty.type | training.advantage | raw length_penalty | linear is grpo_length
 algo.length_penalty.num_output_tokens_weight, .num_input_tokens_weight, .num_turns_weight |
     training.length_penalty.=
-algo.teacher.name | ~ training.loss.reference | | download it: a teacher is a local directory
-algo.teacher.* | . | | a teacher computes in the trainer
+algo.teacher.name, .model.name | training.loss.endpoint.model
+algo.teacher.base_url, .client.base_url | training.loss.endpoint.url | only_one
+algo.teacher.* | - | | see training.loss.endpoint
 algo.sampling.* | - | | rollouts are always the policy's own
 algo.* | - | | of an algorithm that is not here (docs/algorithms.md)
 advantage.* | - | off false | see docs/algorithms.md
@@ -1125,13 +1126,24 @@ class _Conversion:
         self._gpus()
         if self._raw.get("length_penalty"):
             self._ours["training.advantage"] = "grpo_length"
-        teacher = self._ours.get("training.loss.reference")
-        if teacher is not None and self._ours.get("training.loss.type") != "reverse_kl":
-            self._drop("training.loss.reference", "only opd has a teacher")
+        self._teacher()
         if "hint" in self._raw:
             self._default("training.loss.hint", self._raw["hint"])
         elif "training.loss.hint" in self._ours:
             self._drop("training.loss.hint", "only opsd has a template")
+
+    def _teacher(self) -> None:
+        """Leave one teacher, that of a run that distils."""
+        url, model = (f"training.loss.endpoint.{one}" for one in ("url", "model"))
+        if self._ours.get("training.loss.type") != "reverse_kl":
+            for key in (url, model):
+                if key in self._ours:
+                    self._drop(key, "only opd has a teacher")
+        elif model in self._ours and url not in self._ours:
+            name = self._ours.pop(model)
+            self._ours["training.loss.reference"] = name
+            why = "training.loss.reference: download it: without base_url a teacher is a local directory"
+            self._note("differs", self._origin[model], name, why)
 
     def _batch(self) -> None:
         batch = self._count("batch_size", 128)

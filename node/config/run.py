@@ -713,19 +713,27 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def _check_own_training(self) -> None:
         """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""
+        temperatures = {one.name: one.sampling.temperature for one in self.mixture}
         for name, own in self.training_on().items():
             try:
                 TrainingConfig.model_validate(own.model_dump())
             except ValidationError as error:
                 said = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"the environment {name!r}: {said}") from error
+            if own.loss.endpoint is not None and temperatures[name] != 1.0:
+                raise ValueError(
+                    "training.loss.endpoint: a server of vLLM says logprobs at temperature 1, and the "
+                    f"environment {name!r} draws at {temperatures[name]:g}: set sampling.temperature = 1, or a "
+                    "reference"
+                )
             if (
                 own.loss.needs_reference
                 and own.loss.reference_key != self.training.loss.reference_key
             ):
                 raise ValueError(
                     f"the loss of the environment {name!r} compares with a reference that is not "
-                    "training.loss's: set reference, teacher and hint there, too; a run has one teacher"
+                    "training.loss's: set reference, endpoint, teacher and hint there, too; a run has one "
+                    "teacher"
                 )
 
     @model_validator(mode="after")

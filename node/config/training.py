@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .chat_api import ChatApiConfig
 from .paths import expand_home
 
 Positive = Annotated[int, Field(ge=1)]
@@ -72,6 +73,9 @@ class LossConfig(BaseConfig):
     reference: Annotated[Path, AfterValidator(expand_home)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
+    endpoint: ChatApiConfig | None = None
+    """reverse_kl and its term: a teacher of the same tokens behind a server of vLLM, in place of
+    `reference`."""
     teacher: Literal["reference", "policy"] = "reference"
     """reverse_kl and its term: the model that they compare with, `reference` or the policy itself as it is now,
     which reads `hint` before the conversation."""
@@ -98,12 +102,12 @@ class LossConfig(BaseConfig):
         """What it compares with; None: it compares with no reference."""
         if not self.needs_reference:
             return None
-        return self.reference, self.teacher, self.hint
+        return self.reference, self.endpoint, self.teacher, self.hint
 
     @property
     def loads_reference(self) -> bool:
         """Whether a frozen model is held for that."""
-        return self.needs_reference and self.teacher == "reference"
+        return self.needs_reference and self.teacher == "reference" and self.endpoint is None
 
     @property
     def needs_sequences(self) -> bool:
@@ -130,6 +134,14 @@ class LossConfig(BaseConfig):
         if self.reference is not None and not self.needs_reference:
             raise ValueError(
                 'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+            )
+        if self.endpoint is not None and not self.needs_reference:
+            raise ValueError(
+                'endpoint is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+            )
+        if self.endpoint is not None and (self.reference or self.hint or self.teacher == "policy"):
+            raise ValueError(
+                "a run has one teacher: leave out endpoint, or reference, teacher and hint"
             )
         if (self.teacher == "policy" or self.hint) and not self.needs_reference:
             raise ValueError(

@@ -7,12 +7,13 @@
 """
 
 import asyncio
+import math
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +30,8 @@ LONGEST_WAIT_S = 120.0
 """Longest wait between two attempts; a server may request one by Retry-After."""
 MAX_BODY_BYTES = 16 << 20
 MAX_SHOWN = 300
+TINY = 1e-3
+"""A logprob is below this: rounding may lift one above 0."""
 FORBIDDEN, NOT_FOUND, BUSY = (401, 403), (404, 405), (408, 409, 429)
 SLOW = ("ReadTimeout", "WriteTimeout", "PoolTimeout")
 HEADERS = {"accept", "connection", "content-length", "content-type", "host"}
@@ -52,6 +55,26 @@ class _Usage(msgspec.Struct):
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+
+
+class _ScoredToken(msgspec.Struct):
+    logprob: float
+    decoded_token: str | None = None
+
+
+class _ScoredChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _ScoredToken] | None] | None = None
+
+
+class _Scored(msgspec.Struct):
+    choices: list[_ScoredChoice]
+
+
+class TokenScore(NamedTuple):
+    """A token's logprob given those before it, and its text as the server decodes it."""
+
+    logprob: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,24 @@ class ChatApi:
         self._key = key
 
     async def ask(self, body: Mapping[str, Any]) -> ChatAnswer:
-        """Ask for one completion.
+        """Ask for one completion of a chat. Raises like _post()."""
+        return _read(await self._post("/chat/completions", body))
+
+    async def score(self, token_ids: Sequence[int]) -> list[TokenScore]:
+        """Return the scores of all T tokens but the first, T - 1. Raises like _post().
+
+        The logprobs are at temperature 1. They are vLLM's `prompt_logprobs`, which other servers do not have.
+        """
+        body = {
+            "model": self._config.model,
+            "prompt": list(token_ids),
+            "prompt_logprobs": 0,
+            "max_tokens": 1,
+        }
+        return _scores(await self._post("/completions", body), token_ids)
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Send a request with its retries, and return the body of the answer.
 
         Raises:
             PlayFailed: this conversation is refused, or answered in another form than OpenAI's.
@@ -98,11 +138,12 @@ class ChatApi:
         try:
             async with asyncio.timeout(attempts * (config.timeout_s + LONGEST_WAIT_S)):
                 answer = await self._client.post(
-                    "/chat/completions", cast_to=Response, body={**body, **config.options}
+                    path, cast_to=Response, body={**body, **config.options}
                 )
-                return _read(answer.content)
+                return answer.content
         except APIStatusError as error:
-            trouble, busy = self._refusal(error), error.status_code in (*BUSY, 503)
+            what = path.strip("/").replace("/", " ")
+            trouble, busy = self._refusal(error, what), error.status_code in (*BUSY, 503)
         except APIConnectionError as error:
             what = type(error.__cause__ or error).__name__
             trouble = f"it cannot be reached ({what})"
@@ -115,7 +156,7 @@ class ChatApi:
         # outside of `except`, as the package's errors, which hold headers, must not be chained
         raise ApiUnavailable(f"{trouble}, {attempts} times", busy=busy)
 
-    def _refusal(self, error: "APIStatusError") -> str:
+    def _refusal(self, error: "APIStatusError", what: str) -> str:
         """Describe a transient error. Raises UsageError or PlayFailed for a permanent one."""
         config, status = self._config, error.status_code
         told = f"{status}: {_shown(error.response.content, self._key)}"
@@ -128,7 +169,7 @@ class ChatApi:
             ) from None
         if status in NOT_FOUND or 300 <= status < 400:
             raise UsageError(
-                f"the API at {config.url} knows no chat completions of the model {config.model!r} ({told}): "
+                f"the API at {config.url} knows no {what} of the model {config.model!r} ({told}): "
                 "its url usually ends with /v1; check url and model"
             ) from None
         if status in BUSY or status >= 500:
@@ -150,6 +191,26 @@ def _read(data: bytes) -> ChatAnswer:
     text = (choice.message.content or "").encode("utf-8", "replace").decode()
     cut = choice.finish_reason == "length"
     return ChatAnswer(text, cut, usage.prompt_tokens, usage.completion_tokens)
+
+
+def _scores(data: bytes, token_ids: Sequence[int]) -> list[TokenScore]:
+    """Decode the scores of a prompt. Raises PlayFailed."""
+    try:
+        answer = msgspec.json.decode(data, type=_Scored)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlayFailed(f"the API answers in another form than vLLM's: {error}") from error
+    found = answer.choices[0].prompt_logprobs if answer.choices else None
+    if found is None:
+        raise PlayFailed("the API gives no prompt_logprobs: serve the model by vLLM")
+    if len(found) != len(token_ids):
+        raise PlayFailed(f"the API scores {len(found)} tokens of {len(token_ids)}")
+    scores: list[TokenScore] = []
+    for token, entry in zip(token_ids[1:], found[1:], strict=True):
+        score = (entry or {}).get(str(token))
+        if score is None or not -math.inf < score.logprob < TINY:
+            raise PlayFailed(f"the API gives no valid logprob of token {token}")
+        scores.append(TokenScore(min(score.logprob, 0.0), score.decoded_token or ""))
+    return scores
 
 
 def _shown(data: bytes, key: str) -> str:

@@ -145,6 +145,9 @@ class Monitors:
         for one in [public.get("environment"), *public.get("environments", ())]:
             if one and one["judge"]:
                 one["judge"] = {name: one["judge"][name] for name in PUBLIC_JUDGE}
+        for one in [public["training"], *public.get("environments", ())]:
+            if (loss := one.get("loss")) and loss["endpoint"]:
+                loss["endpoint"] = {"model": loss["endpoint"]["model"]}
         run = MonitoredRun(
             config.name,
             _run_id(directory) if configured(config.monitors) else "",

@@ -1,21 +1,31 @@
-"""Demonstrations in a run of rollouts: rows mixed into each step, and teacher hints.
+"""Demonstrations in a run of rollouts: rows mixed into each step, teacher hints, and teachers' logprobs.
 
 Invariant: the demonstrations of a step follow from the data, the cursor of the checkpoint and the tasks of its
 rollouts.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from ..config.chat_api import ChatApiConfig
 from ..environments.chat import ChatFormat
+from ..environments.chat_api import ApiUnavailable, ChatApi
 from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
-from ..ops.errors import UsageError
+from ..environments.policies import PlayFailed
+from ..ops.errors import RunFailed, UsageError
 from ..sft.data import DataCursor, MixedReader
 from ..training.backend import Sample
 from ..training.buffer import RolloutGroup
 from .state import TrainerState
 
+logger = logging.getLogger(__name__)
+
+PROBE = "The quick brown fox jumps over 13 lazy dogs: [a, b] = (7 + 8) * 92."
+"""Text by which the tokens of a teacher are compared with the model's."""
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Pauses between two attempts at a teacher that is down; the last one repeats."""
 PLACE = "{demonstration}"
 """Placeholder of LossConfig.hint for the demonstration."""
 
@@ -70,12 +80,76 @@ class Hints:
         return self._chat.encode(self._chat.render([message], generate=False))
 
 
-class Demonstrations:
-    """Demonstrations added to the rollouts of each step."""
+class Teacher:
+    """Adds the logprobs of a frozen model behind an endpoint to samples (training.loss.endpoint)."""
 
-    def __init__(self, mixed: MixedReader | None = None, hints: Hints | None = None) -> None:
+    def __init__(
+        self,
+        config: ChatApiConfig,
+        api: ChatApi,
+        environments: Collection[str],
+        *,
+        pauses_s: Sequence[float] = PAUSES_S,
+    ) -> None:
+        """`environments` are the names of those whose loss has the teacher."""
+        self._url = config.url
+        self._api = api
+        self._environments = environments
+        self._pauses_s = pauses_s
+        self._room = asyncio.Semaphore(config.concurrency)
+
+    async def check(self, chat: ChatFormat) -> None:
+        """Raise UsageError for an endpoint that does not score tokens, or has others than the model's."""
+        try:
+            scores = await self._api.score(chat.encode(PROBE))
+        except (ApiUnavailable, PlayFailed) as error:
+            raise UsageError(f"training.loss.endpoint, {self._url}: {error}") from error
+        text = "".join(one.text for one in scores)
+        if not _letters(PROBE).endswith(_letters(text)):
+            raise UsageError(
+                f"training.loss.endpoint: the tokens of the teacher at {self._url} differ from those of the "
+                f"trained model: it reads {text[:80]!r} in place of {PROBE!r}"
+            )
+
+    async def scored(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples with the teacher's logprobs. Waits for one that is down. Raises RunFailed."""
+        return [*await asyncio.gather(*map(self._scored, samples))]
+
+    async def _scored(self, sample: Sample) -> Sample:
+        if sample.environment not in self._environments:
+            return sample
+        failures = 0
+        while True:
+            try:
+                async with self._room:
+                    scores = await self._api.score(sample.token_ids)
+                return replace(sample, reference=[0.0, *(one.logprob for one in scores)])
+            except ApiUnavailable as error:
+                if not failures:
+                    logger.warning("the step waits for the teacher at %s: %s", self._url, error)
+            except PlayFailed as error:
+                raise RunFailed(f"the teacher at {self._url}: {error}") from error
+            await asyncio.sleep(self._pauses_s[min(failures, len(self._pauses_s) - 1)])
+            failures += 1
+
+
+def _letters(text: str) -> str:
+    """Drop spaces, which servers decode differently at the begin of a token."""
+    return "".join(text.split())
+
+
+class Demonstrations:
+    """Demonstrations, hints and teachers' logprobs, added to the rollouts of each step."""
+
+    def __init__(
+        self,
+        mixed: MixedReader | None = None,
+        hints: Hints | None = None,
+        teacher: Teacher | None = None,
+    ) -> None:
         self._mixed = mixed
         self._hints = hints
+        self._teacher = teacher
         self.cursor = DataCursor()
         """Position in `mixed`."""
 
@@ -101,11 +175,13 @@ class Demonstrations:
     async def added_to(
         self, samples: Sequence[Sample], groups: Sequence[RolloutGroup]
     ) -> list[Sample]:
-        """Give the `samples` of `groups` their hints, and add the rows of this step.
+        """Give the `samples` of `groups` their hints or logprobs, and add the rows of this step.
 
         Raises RunFailed, UsageError.
         """
         found = await self._hinted(samples, groups)
+        if self._teacher is not None:
+            found = await self._teacher.scored(found)
         if self._mixed is None:
             return found
         tokens = sum(len(sample.token_ids) for sample in samples)

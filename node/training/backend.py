@@ -34,6 +34,8 @@ class Sample:
     """Mask of the environment's tokens trained with weight LossConfig.echo_alpha; disjoint from `mask`."""
     hint: list[int] = field(default_factory=list[int])
     """Tokens that only a teacher reads, before the others (LossConfig.hint)."""
+    reference: list[float] = field(default_factory=list[float])
+    """Logprobs of the tokens by a teacher behind an endpoint (LossConfig.endpoint); empty: none."""
     given: bool = False
     """Whether the sample is a demonstration (training.sft); its tokens with `mask` were not sampled."""
     environment: str = ""

@@ -40,6 +40,8 @@ class MicroBatch:
     """[N]: the trained tokens."""
     logprobs: NDArray[np.float32]
     """[N]: the sampler's."""
+    reference: NDArray[np.float32]
+    """[N]: those of a teacher behind an endpoint (Sample.reference); 0 without one."""
     advantages: NDArray[np.float32]
     sequences: NDArray[np.int64]
     """[N]: index of the sequence in the row."""
@@ -72,6 +74,7 @@ class MicroBatch:
             rows=self.rows[own] - start,
             targets=self.targets[own],
             logprobs=self.logprobs[own],
+            reference=self.reference[own],
             advantages=self.advantages[own],
             sequences=self.sequences[own],
             environments=self.environments,
@@ -223,6 +226,13 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         targets=_joined([ids[at + 1] for ids, at in zip(tokens, drawn, strict=True)], np.int64),
         logprobs=_joined(
             [np.array(one.logprobs)[at + 1] for one, at in zip(samples, drawn, strict=True)],
+            np.float32,
+        ),
+        reference=_joined(
+            [
+                np.array(one.reference)[at + 1] if one.reference else np.zeros(len(at))
+                for one, at in zip(samples, drawn, strict=True)
+            ],
             np.float32,
         ),
         advantages=_joined(

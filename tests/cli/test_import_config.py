@@ -312,6 +312,15 @@ def test_gates_of_a_curriculum_are_kept_and_others_are_reported(tmp_path: Path) 
         ),
         (
             "algo = { type = 'opd', teacher = { name = 'org/teacher', base_url = 'http://h/v1' } }",
+            {
+                "loss": {
+                    "type": "reverse_kl",
+                    "endpoint": {"url": "http://h/v1", "model": "org/teacher"},
+                }
+            },
+        ),
+        (
+            "algo = { type = 'opd', teacher = { name = 'org/teacher' } }",
             {"loss": {"type": "reverse_kl", "reference": "org/teacher"}},
         ),
         (

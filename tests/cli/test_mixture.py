@@ -147,6 +147,11 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
             "the loss of the environment 'a' compares with a reference that is not training.loss's",
         ),
         (
+            '[training.loss]\ntype = "reverse_kl"\nendpoint = { url = "http://h/v1", model = "m" }\n'
+            '[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0.7\n',
+            "the environment 'a' draws at 0.7: set sampling.temperature = 1",
+        ),
+        (
             '[[environments]]\nid = "a"\n[environments.sampling]\nmax_tokens = 9000\n',
             "must be below training.seq_len",
         ),

@@ -46,7 +46,7 @@ class Server:
     most: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
+        """POST /v1/chat/completions, /v1/completions."""
         body = await request.json()
         self.bodies.append(body)
         self.headers = {name.lower(): value for name, value in request.headers.items()}
@@ -64,6 +64,7 @@ async def openai_server(answer: Answer) -> AsyncGenerator[Server]:
     server = Server(answer)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.handle)
+    app.router.add_post("/v1/completions", server.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     try:

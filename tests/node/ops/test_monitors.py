@@ -287,12 +287,14 @@ def test_a_monitor_is_told_the_public_config_alone(
     secret, told = "correct-horse-battery", tmp_path / "told"
     monkeypatch.setenv("PRIMERL_PASSPHRASE", secret)
     fake(WITNESS.format(told=str(told)))
+    teacher = {"url": f"http://{secret}/v1", "model": "teacher-70b", "options": {"user": secret}}
+    taught = {"type": "reverse_kl", "endpoint": teacher}
     three_steps(
         config(
             tmp_path,
             network={"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]},
             verification={"references": [secret]},
-            training={"lr": 0.03125, "fsdp": {"rendezvous": f"{secret}:9"}},
+            training={"lr": 0.03125, "fsdp": {"rendezvous": f"{secret}:9"}, "loss": taught},
             environments=[
                 {
                     "id": "reverse-text",
@@ -309,6 +311,7 @@ def test_a_monitor_is_told_the_public_config_alone(
     found = told.read_text()
     assert "0.03125" in found
     assert "grader-7b" in found
+    assert "teacher-70b" in found
     assert secret not in found
     assert [line for line in found.splitlines() if line.startswith("add_scalar")] == [
         "add_scalar ('loss/mean', 1.0, 1)",

@@ -220,6 +220,26 @@ def test_distillation_compares_with_the_teacher_that_is_named(
     assert alone["loss/mean"] == pytest.approx(0.0, abs=1e-5)
 
 
+def test_a_teacher_behind_an_endpoint_teaches_what_it_teaches_from_a_directory(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    teacher = teacher_of(tmp_path / "teacher")
+    rng = random.Random(5)
+    rows = [sample(rng, drawn=drawn) for drawn in (6, 3, 5)]
+    reader = learner(teacher)
+    said = [
+        replace(one, reference=[0.0] * 4 + reader.packed_logprobs([one])) for one in rows
+    ]  # as a server of the teacher says it
+    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "teacher"}
+    loss = distilling(None).loss.model_dump() | {"endpoint": endpoint}
+    config = FAST.model_copy(update={"loss": LossConfig.model_validate(loss)})
+    near = learner(model_dir, distilling(teacher)).step(TrainBatch(1, rows)).values
+    far = learner(model_dir, config).step(TrainBatch(1, said)).values
+    for name in ("loss/mean", "ref_kl/all/mean", "optim/grad_norm"):
+        assert far[name] == pytest.approx(near[name], rel=1e-4)
+    assert near["optim/grad_norm"] > 1e-4
+
+
 def test_a_policy_becomes_like_its_teacher(model_dir: Path, tmp_path: Path) -> None:
     teacher = teacher_of(tmp_path / "teacher")
     long = {"seq_len": 1024}

@@ -32,6 +32,7 @@ torch.set_num_threads(1)
 
 DPPO = LossConfig(type="dppo_kl", kl_tau=0.01, adv_tau=2.0)
 CLIPPED = LossConfig(type="grpo_two_sided", clip_low=0.2, clip_high=0.28, clip_ratio_max=4.0)
+ENDPOINT = {"url": "http://127.0.0.1:8000/v1", "model": "teacher"}
 NOT_CE = [case for case in CASES if case.name != "ce"]
 
 
@@ -601,6 +602,8 @@ def test_it_is_not_blamed_for_what_it_was_given(package: str) -> None:
         ({"type": "reverse_kl", "ref_kl_tau": 0.1}, "leave ref_kl_tau out"),
         ({"reference": "teacher"}, "reference is of type"),
         ({"hint": "{demonstration}"}, "teacher and hint are of type"),
+        ({"endpoint": ENDPOINT}, "endpoint is of type"),
+        ({"type": "reverse_kl", "endpoint": ENDPOINT, "reference": "teacher"}, "one teacher"),
         ({"type": "reverse_kl", "teacher": "policy"}, "needs a hint"),
         ({"type": "reverse_kl", "hint": "the answer"}, "has no"),
         ({"type": "grpo_two_sided", "clip_high": 3.5}, "clip_ratio_max"),
