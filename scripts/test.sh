@@ -5,24 +5,26 @@
 #
 # The default suite runs four files at a time: its tests wait more than they compute.
 # --slow, or CI=true: also the tests of vLLM and of whole nodes, two files at a time, with vLLM installed.
-# --all: also those marked `nightly`, which take most of an hour; run it before a release.
+# --all: also those marked `nightly`, which take most of an hour; run it before a release. It installs the monitors
+# and reasoning-gym, whose tests are skipped where these packages are missing.
 # No test is retried: a flaky test is a defect of the test or of the product.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
 heavy=
+extras=run,dev
 if [[ ${CI:-false} == true ]]; then heavy=slow; fi
 arguments=()
 for argument in "$@"; do
     case $argument in
         --slow) heavy=slow ;;
-        --all) heavy="slow or nightly" ;;
+        --all) heavy="slow or nightly" extras=run,dev,wandb,tensorboard,trackio,reasoning-gym ;;
         *) arguments+=("$argument") ;;
     esac
 done
 
-bash scripts/install.sh run,dev
+bash scripts/install.sh "$extras"
 unset PYTHONDONTWRITEBYTECODE # tests start many processes: their imports are compiled once
 .venv/bin/python -m pytest -n 4 --dist loadfile ${arguments[@]+"${arguments[@]}"}
 if [[ $heavy ]]; then
