@@ -15,7 +15,6 @@ from .conftest import Cli
         ("--ticket primerl1-nonsense", 3, "no ticket that can be trusted"),
         ("--model.name x --api.host 0.0.0.0 --dry-run", 2, "set api.key_variable"),
         ("--model.name x --api.key-variable NO_SUCH_KEY", 2, "NO_SUCH_KEY"),
-        ("--model.name x --api.reply-form hermes", 2, "set api.tool_call_parser"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_in_one_line(

@@ -235,7 +235,7 @@ def test_a_calibration_of_something_else_is_refused(
     settings: dict[str, dict[str, object]] = {"verification": {"calibration": written}}
     other: dict[str, dict[str, object]] = {**settings, "engine": {"dtype": "bfloat16"}}
     for model, wrong in (("00" * 32, settings), (report.model, other)):
-        with pytest.raises(UsageError, match=r"another model, fingerprint or engine\.dtype"):
+        with pytest.raises(UsageError, match=r"another model, fingerprint, engine\.dtype"):
             proof_contract(RunConfig.model_validate(wrong), model)
 
 
