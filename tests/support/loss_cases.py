@@ -197,6 +197,32 @@ def masked_by_token(given: Tokens) -> tuple[Column, Column]:
     return np.where(kept, value, 0.0), np.where(kept, slope, 0.0)
 
 
+def cispo(given: Tokens) -> tuple[Column, Column]:
+    """sg(min(r, 1.28)) A log pi (arXiv 2506.13585, equation 4, without a lower bound)."""
+    weight = np.minimum(given.pi / given.mu, 1.28)
+    return -weight * given.advantage * np.log(given.pi), -weight * given.advantage
+
+
+def icepop(given: Tokens) -> tuple[Column, Column]:
+    """The policy gradient by ratios within 0.5 and 1.5, nothing of others (arXiv 2510.18855, with 5 for 1.5)."""
+    ratio = given.pi / given.mu
+    weight = np.where((ratio >= 0.5) & (ratio <= 1.5), ratio, 0.0)
+    return -weight * given.advantage * np.log(given.pi), -weight * given.advantage
+
+
+def decoupled_ppo(given: Tokens) -> tuple[Column, Column]:
+    """Slopes of prox / mu * min(u A, clip(u, 0.8, 1.2) A), u = pi / prox, where prox is pi: arXiv 2505.24298.
+
+    Its value differs from that of the loss here, whose weight has no gradient: values are the loss's.
+    """
+    weight = given.pi / given.mu
+    step = 1e-6
+    u = np.exp(np.array([[-step], [step]]))
+    surrogate = weight * np.minimum(u * given.advantage, np.clip(u, 0.8, 1.2) * given.advantage)
+    slope = -(surrogate[1] - surrogate[0]) / (2 * step)
+    return -weight * given.advantage * np.log(given.pi), slope
+
+
 def masked_by_mean(given: Tokens) -> tuple[Column, Column]:
     """dppo() where the geometric mean is 0.8 to 1.1."""
     value, slope = dppo(given)
@@ -240,7 +266,8 @@ def ce(given: Tokens) -> tuple[Column, Column]:
 
 DPPO = LossConfig(type="dppo_kl", adv_tau=2.0, kl_tau=0.01, dppo_mask_low=0.1, dppo_mask_high=0.2)
 REINFORCE = LossConfig(type="reinforce", adv_tau=2.0, kl_tau=0.01)
-UNMASKED = ("ce", "tis", "sequence tis", "no weights")
+PLAIN = LossConfig(type="reinforce", kl_tau=0.0, importance_max=100.0)
+UNMASKED = ("ce", "tis", "sequence tis", "no weights", "cispo", "decoupled ppo")
 """Cases whose loss leaves no token out."""
 CASES = [
     Case("dppo_kl", DPPO, dppo),
@@ -284,6 +311,15 @@ CASES = [
         ),
         masked_by_token,
     ),
+    Case("cispo", PLAIN.model_copy(update={"importance_max": 1.28}), cispo),
+    Case(
+        "icepop",
+        PLAIN.model_copy(
+            update={"rejection": "token", "rejection_low": 0.5, "rejection_high": 1.5}
+        ),
+        icepop,
+    ),
+    Case("decoupled ppo", PLAIN, decoupled_ppo),
     Case(
         "dppo_kl, geometric mask",
         DPPO.model_copy(
