@@ -122,10 +122,9 @@ async def received(worker: Running) -> int:
 
 
 def snapshot_bytes(trainer: LineTrainer, version: int) -> int:
-    """Bytes of the snapshot of a version."""
-    return next(
-        one.size for one in trainer.line.manifests[version].artifacts if one.kind == "anchor"
-    )
+    """Bytes of the snapshot of a version, which the next one's manifest has."""
+    manifest = trainer.line.manifests[version + 1 if version else 0]
+    return next(one.size for one in manifest.artifacts if one.kind == "anchor")
 
 
 async def test_workers_that_were_away_come_back_by_the_deltas_that_they_missed(
@@ -159,7 +158,7 @@ async def test_workers_that_were_away_come_back_by_the_deltas_that_they_missed(
 async def test_a_node_that_holds_a_version_takes_no_newer_snapshot_whether_restarted_or_told_only_now(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """The snapshot of version 10 would be the shortest way for a worker that holds nothing.
+    """The snapshot of version 10 would be on the shortest way to 11 for a worker that holds nothing.
 
     The second worker hears of that head only, of none before it."""
     async with (
@@ -172,14 +171,14 @@ async def test_a_node_that_holds_a_version_takes_no_newer_snapshot_whether_resta
         await loaded(swarm, 2, "w1", "w2")
         before = await received(second)
         await swarm.crash_worker("w1")
-        await trainer.tell(8)
+        await trainer.tell(9)
         first = swarm.add_worker("w1")
-        await loaded(swarm, 10, "w1", "w2")
-        singles = trainer.line.single_bytes(2, 10)
+        await loaded(swarm, 11, "w1", "w2")
+        singles = trainer.line.single_bytes(2, 11)
         for got in (await received(first), await received(second) - before):
             assert singles <= got < singles + SLACK < snapshot_bytes(trainer, 10)
         for name in ("w1", "w2"):
-            assert swarm.fakes.loads(name)[-1].state == trainer.line.state(10)
+            assert swarm.fakes.loads(name)[-1].state == trainer.line.state(11)
 
 
 async def test_a_worker_that_was_away_takes_a_snapshot_where_the_deltas_outweigh_it(
@@ -195,13 +194,13 @@ async def test_a_worker_that_was_away_takes_a_snapshot_where_the_deltas_outweigh
         await loaded(swarm, 0, "w1")
         before = await received(worker)
         network.partition(trainer.key.node_id, worker.node_id)
-        await trainer.tell(8)
+        await trainer.tell(9)
         network.heal(trainer.key.node_id, worker.node_id)
-        await loaded(swarm, 8, "w1")
-        snapshot = snapshot_bytes(trainer, 8)
+        await loaded(swarm, 9, "w1")
+        snapshot = snapshot_bytes(trainer, 8) + trainer.line.single_bytes(8, 9)
         got = await received(worker) - before
-        assert snapshot <= got < snapshot + SLACK < trainer.line.single_bytes(0, 8)
-        assert swarm.fakes.loads("w1")[-1].state == trainer.line.state(8)
+        assert snapshot <= got < snapshot + SLACK < trainer.line.single_bytes(0, 9)
+        assert swarm.fakes.loads("w1")[-1].state == trainer.line.state(9)
 
 
 async def test_a_late_joiner_takes_the_nearest_snapshot_and_the_deltas_after_it(

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 
 import numpy as np
+from msgspec import structs
 from support import weights_cases as cases
 from support.hostile import HostileTrainer
 from support.swarm import Swarm
@@ -23,7 +24,10 @@ CHUNK = 1 << 22
 
 
 class Line:
-    """A chain of versions of bf16 weights in `store`: deltas, and snapshots at 0 and `snapshots`."""
+    """A chain of versions of bf16 weights in `store`: deltas, and snapshots of 0 and `snapshots`.
+
+    As a trainer does, the manifest of the next version has a snapshot, but for that of version 0.
+    """
 
     def __init__(
         self,
@@ -94,10 +98,15 @@ class Line:
         if version:
             payload = self.delta(version - 1, version)
             made.append(self.put(list(cut(iter([payload]), CHUNK)), version - 1))
-        if not version or version in self._snapshots:
-            whole = encode_full(self.states[-1])
-            made.append(self.put(list(cut(whole, CHUNK)), -1, NO_DIGEST, "anchor"))
+            if version - 1 in self._snapshots:
+                made.append(structs.replace(self._snapshot(version - 1), version=version - 1))
+        else:
+            made.append(self._snapshot(0))
         return tuple(made)
+
+    def _snapshot(self, version: int) -> Artifact:
+        whole = encode_full(self.states[version])
+        return self.put(list(cut(whole, CHUNK)), -1, NO_DIGEST, "anchor")
 
 
 @cache

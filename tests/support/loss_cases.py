@@ -204,7 +204,7 @@ def cispo(given: Tokens) -> tuple[Column, Column]:
 
 
 def icepop(given: Tokens) -> tuple[Column, Column]:
-    """The policy gradient by ratios within 0.5 and 1.5, nothing of others (arXiv 2510.18855, with 5 for 1.5)."""
+    """The policy gradient by ratios within 0.5 and 1.5, nothing of others: arXiv 2510.18855, with 1.5 for 5."""
     ratio = given.pi / given.mu
     weight = np.where((ratio >= 0.5) & (ratio <= 1.5), ratio, 0.0)
     return -weight * given.advantage * np.log(given.pi), -weight * given.advantage
