@@ -23,6 +23,7 @@
 #   trainer-long 2+  one sequence of 65,536 tokens a GPU, and one that GPUs share, 0.6B
 #   trainer-moe  2+  a mixture of 2.9B, its experts divided among GPUs
 #   ranks     2+     step, snapshot, checkpoint and recovery of as many ranks as there are GPUs
+#   fp8       1, 2   pytest of FP8 weights; on a second GPU 4B with them beside bf16
 #   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
 #   parallel  4      the same, tp 4, tp 2 x pp 2 and tp 2 x dp 2 only, beside one GPU
 #   stages    4      a pipeline of four nodes beside vLLM's own
@@ -55,11 +56,11 @@ bench() {
 
 all=$(seq -s, 0 $((gpus - 1)))
 whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 400"
+few="-m gpu -o addopts=--import-mode=importlib -rfE"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
     tests)
-        few="-m gpu -o addopts=--import-mode=importlib -rfE"
         bench 0 tests-engines pytest $few tests/gpu/test_vllm_gpu.py tests/gpu/test_hosted_gpu.py
         bench 1 tests-trainer pytest $few tests/gpu/test_training_gpu.py tests/gpu/test_boundary_gpu.py tests/gpu/test_noise_gpu.py
         bench 2 tests-families pytest $few tests/gpu/test_families_gpu.py
@@ -112,12 +113,16 @@ case $part in
             --rows none "expert parallel, 2" "expert parallel, 4"
         ;;
     ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
+    fp8)
+        bench 0 fp8-tests pytest $few tests/gpu/test_fp8_gpu.py
+        bench 1 fp8-4b quantization --shape 4b
+        ;;
     options) bench "$all" options gpu_options ;;
     parallel)
         for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
         ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,31p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,32p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 
