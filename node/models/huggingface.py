@@ -6,6 +6,7 @@ everywhere, and weights are read from safetensors only.
 
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -293,6 +294,11 @@ def load_config(directory: Path) -> Any:
         ) from error
 
 
+_building = threading.RLock()
+"""While a model is built, transformers replaces functions of the whole process: beside that, another thread's
+model would have no tied head."""
+
+
 def load_model(
     directory: Path, *, dtype: str = "float32", device: "torch.device | str" = "cpu"
 ) -> "PreTrainedModel":
@@ -302,13 +308,14 @@ def load_model(
     """
     auto = _transformers().AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(
-            directory,
-            dtype=torch_dtype(dtype),
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with _building:
+            model = auto.from_pretrained(
+                directory,
+                dtype=torch_dtype(dtype),
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
@@ -321,7 +328,7 @@ def empty_model(directory: Path) -> "PreTrainedModel":
     import torch
 
     config = load_config(directory)
-    with torch.device("meta"):
+    with _building, torch.device("meta"):
         return _model_class(config)(config)
 
 
@@ -361,14 +368,15 @@ def model_from_state(
     # cloned, as transformers keeps tensors that already have the right dtype, and ours are shared
     weights = {name: to_torch(tensor).clone() for name, tensor in state.items()}
     try:
-        model, report = family.from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            dtype=wanted,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-        )
+        with _building:
+            model, report = family.from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=wanted,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+            )
     except (ValueError, RuntimeError) as error:
         raise EngineError(f"the state does not fit {directory}: {one_line(error)}") from error
     faults = {key: sorted(map(str, names)) for key, names in report.items() if names}

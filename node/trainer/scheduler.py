@@ -67,6 +67,10 @@ def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePo
     )
 
 
+PRESENT_S = 30.0
+"""A worker that was heard within this time has a part of the groups that are leased ahead."""
+
+
 class LeaseDemand:
     """Counts how many more groups may be leased, in total and to one worker."""
 
@@ -103,8 +107,15 @@ class LeaseDemand:
             return 0
         rollouts = self._config.rollouts
         present = self._buffer.by_node() + self.coming()
-        share, allowed = rollouts.max_peer_share, book.allowed_groups(training)
-        return min(free, peer_room(rollouts.groups_per_batch, share, allowed, node, present))
+        room = peer_room(
+            rollouts.groups_per_batch,
+            rollouts.max_peer_share,
+            book.allowed_groups(training),
+            len(self._registry.members(PRESENT_S)),
+            node,
+            present,
+        )
+        return min(free, room)
 
     def coming(self) -> Counter[bytes]:
         """Count the groups on lease or in verification, by worker.

@@ -227,16 +227,23 @@ def peer_cap(
 
 
 def peer_room(
-    n_groups: int, share: float, allowed: int, node: bytes, there: Mapping[bytes, int]
+    n_groups: int,
+    share: float,
+    allowed: int,
+    workers: int,
+    node: bytes,
+    there: Mapping[bytes, int],
 ) -> int:
     """Return the number of groups that `node` may still be leased.
 
-    `allowed` groups may be waiting or on lease altogether; `there` are those that are, by worker.
+    `allowed` groups may be waiting or on lease altogether; `there` are those that are, by worker; `workers` are
+    present.
 
-    The limit is a batch or, if more, the node's share of two batches or of all that is allowed: further work of
-    one worker would only fill the buffer and use up the capacity that the others' leases need. There is no
-    limit while no other worker has groups.
+    The limit is a batch, the node's share of two batches, or an equal part of all that is allowed, whichever is
+    most: further work of one worker would only fill the buffer and use up the capacity that the others' leases
+    need. There is no limit while no other worker has groups.
     """
     if not any(groups for other, groups in there.items() if other != node):
         return sys.maxsize
-    return math.ceil(max(n_groups, share * max(2 * n_groups, allowed))) - there.get(node, 0)
+    most = max(n_groups, 2 * share * n_groups, allowed / max(1, workers))
+    return math.ceil(most) - there.get(node, 0)

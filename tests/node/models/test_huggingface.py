@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,15 @@ def test_a_config_that_was_fetched_before_is_taken_without_a_network(
         huggingface.fetch_config("some/other")
     with pytest.raises(EngineError, match="neither a directory nor a hub id"):
         huggingface.fetch_config("not a name")
+
+
+def test_models_may_be_built_by_several_threads_at_once(tmp_path: Path) -> None:
+    huggingface.create(
+        tmp_path / "model", ModelCreateConfig(hidden_size=16, num_hidden_layers=1), 0
+    )
+    state = huggingface.policy_state(huggingface.load_model(tmp_path / "model"))
+    with ThreadPoolExecutor(4) as pool:
+        made = pool.map(
+            lambda _: huggingface.model_from_state(tmp_path / "model", state), range(12)
+        )
+        assert len(list(made)) == 12
