@@ -293,12 +293,7 @@ def test_a_config_that_was_fetched_before_is_taken_without_a_network(
 
 
 def test_models_may_be_built_by_several_threads_at_once(tmp_path: Path) -> None:
-    huggingface.create(
-        tmp_path / "model", ModelCreateConfig(hidden_size=16, num_hidden_layers=1), 0
-    )
-    state = huggingface.policy_state(huggingface.load_model(tmp_path / "model"))
+    state = make_qwen3(tmp_path, 0, SHAPE.model_copy(update={"tie_word_embeddings": True}))
     with ThreadPoolExecutor(4) as pool:
-        made = pool.map(
-            lambda _: huggingface.model_from_state(tmp_path / "model", state), range(12)
-        )
+        made = pool.map(lambda _: huggingface.model_from_state(tmp_path, state), range(12))
         assert len(list(made)) == 12
