@@ -94,6 +94,10 @@ def _proven(node: bytes) -> bool:
     return True
 
 
+def _members(within_s: float) -> set[bytes]:
+    return {A, B}
+
+
 class SlowPublisher:
     """Publishes a version when a test lets it."""
 
@@ -146,7 +150,11 @@ class World:
         self.progress, services = Progress(), bare_services(ledger=self.ledger)
         services.heads = cast(Any, SimpleNamespace(latest=lambda: None))
         registry: Any = SimpleNamespace(
-            services=services, book=self.book, proven=_proven, reputations={}
+            members=_members,
+            services=services,
+            book=self.book,
+            proven=_proven,
+            reputations={},
         )
         self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
         self.queue = FakeQueue(self.buffer, self.progress, directory)
