@@ -409,6 +409,8 @@ class _Audit:
     texts: Sequence[_Text]
     states: Mapping[int, State]
     is_done: bool = False
+    is_alone: bool = False
+    """Whether it is made alone: it was made together with others, and some text had a fault."""
 
     @property
     def tokens(self) -> int:
@@ -548,8 +550,8 @@ class VllmAuditor:
         """
         together, states = [audit], dict(audit.states)
         tokens = audit.tokens
-        for other in self._waiting:
-            if other is audit or other.is_done or not other.agrees(states):
+        for other in () if audit.is_alone else self._waiting:
+            if other is audit or other.is_done or other.is_alone or not other.agrees(states):
                 continue
             tokens += other.tokens
             if tokens > TOGETHER_TOKENS:
@@ -569,6 +571,8 @@ class VllmAuditor:
                     for one in together:
                         one.is_done = True
                     return
+            for one in together:
+                one.is_alone = True
         audit.reset()
         await self._measure(audit.texts, audit.states)
         audit.is_done = True

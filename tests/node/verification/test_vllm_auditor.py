@@ -159,18 +159,24 @@ async def test_audits_that_wait_are_made_together(auditor: VllmAuditor, swapped:
 
 
 async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
-    auditor: VllmAuditor,
+    auditor: VllmAuditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measured_together: list[int] = []
+    measure = VllmAuditor._measure  # pyright: ignore[reportPrivateUsage]
+
+    async def noted(self: VllmAuditor, texts: Sequence[Any], states: Mapping[int, State]) -> None:
+        measured_together.append(len(texts))
+        await measure(self, texts, states)
+
+    monkeypatch.setattr(VllmAuditor, "_measure", noted)
     deadly = [item(fake.DEADLY, 2, mark=number) for number in range(MOST_DEADLY + 1)]
-    honest = [[item(FINE, version) for version in (1, 2)] for _ in range(3)]
-    first, bad, *rest = await asyncio.gather(
-        *(
-            auditor.audit(items, STATES, {})
-            for items in (honest[0], [item(FINE, 2), *deadly], *honest[1:])
-        )
-    )
+    calls = [[item(FINE, version) for version in (1, 2)] for _ in range(3)]
+    calls.append([item(FINE, 2), *deadly])
+    *honest, bad = await asyncio.gather(*(auditor.audit(items, STATES, {}) for items in calls))
     assert any(isinstance(one, Unreadable) for one in bad)
-    assert [well(one) for one in (first, *rest)] == [[True, True]] * 3
+    assert [well(one) for one in honest] == [[True, True]] * 3
+    sizes = [len(items) for items in calls]
+    assert measured_together == [sum(sizes), *sizes]  # once together, then each alone
 
 
 async def test_a_version_with_another_state_is_not_audited_together(auditor: VllmAuditor) -> None:
