@@ -169,7 +169,7 @@ async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
         await measure(self, texts, states)
 
     monkeypatch.setattr(VllmAuditor, "_measure", noted)
-    deadly = [item(fake.DEADLY, 2, mark=number) for number in range(MOST_DEADLY + 1)]
+    deadly = [item(fake.DIES, 2, mark=number) for number in range(MOST_DEADLY + 1)]
     calls = [[item(FINE, version) for version in (1, 2)] for _ in range(3)]
     calls.append([item(FINE, 2), *deadly])
     *honest, bad = await asyncio.gather(*(auditor.audit(items, STATES, {}) for items in calls))
