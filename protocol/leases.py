@@ -44,6 +44,8 @@ MAX_FIRST_COOLING_S = 15.0
 """The first cooling-off: a quarter of a lease's time, at most this."""
 MAX_DOUBLINGS = 5
 PACE_STEP = 0.25
+RESERVE = 1.0
+"""Batches in reserve: with half a batch a trainer that is the limit waited for a tenth of its time."""
 MIN_ADMITTED = 0.5
 """However few groups are admitted, less than twice those that could be trained in time are on lease: should all
 be admitted, some become too old."""
@@ -424,14 +426,15 @@ class LeadTime:
 
     Batches that may be on lease or waiting, besides the one being trained, with S = max_off_policy_steps:
 
-        lead  = turnaround / step + 1 / 2
+        lead  = turnaround / step + 1
         depth = max(1, min(lead, 1.25 + S / 4, S + 1 - (1 while a batch is trained)))
 
     turnaround is the mean time from a group's lease to its verdict, step the mean time that training and
-    publishing a batch take. By Little's law the trainer then waits for nothing, with half a batch in reserve.
-    Where the trainer is the limit, the lead and with it staleness stay small; where generation is, workers hold
-    all that S admits. Groups do not return in order and a batch waits for its slowest reply, so much of S is
-    left for stragglers. With S = 0 nothing is generated while a batch is trained.
+    publishing a batch take. By Little's law the trainer then waits for nothing, with a batch in reserve: leases
+    are granted, and come back, in bursts of up to a batch. Where the trainer is the limit, the lead and with it
+    staleness stay small; where generation is, workers hold all that S admits. Groups do not return in order and
+    a batch waits for its slowest reply, so much of S is left for stragglers. With S = 0 nothing is generated
+    while a batch is trained.
     """
 
     turnaround_s: float = 0.0
@@ -471,7 +474,7 @@ class LeadTime:
         if bound == 0:
             return 0.0 if training else 1.0
         ratio = self.turnaround_s / self.step_s if self.step_s else math.inf
-        return max(1.0, min(ratio + 0.5, 1.25 + bound / 4, bound + 1 - training))
+        return max(1.0, min(ratio + RESERVE, 1.25 + bound / 4, bound + 1 - training))
 
 
 @dataclass

@@ -41,8 +41,9 @@ LATE_GRACE_S = 5.0
 RECEIPT_TTL_S = VERDICT_TTL_S = 7 * 86400
 CAPACITY = 64
 """Submissions that may wait for verification; further ones are asked to retry."""
-CONCURRENT_CHECKS = 8
-"""Submissions verified at a time. Evidence from one affects the audits of those that start later."""
+CONCURRENT_CHECKS = 16
+"""Submissions verified at a time; their audits are made together. Evidence from one affects the audits of those
+that start later."""
 
 
 @dataclass(frozen=True)

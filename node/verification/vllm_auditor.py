@@ -1,10 +1,10 @@
 """An Auditor with vLLM, the workers' engine: most of the rounding is equal on both sides.
 
-vLLM holds one set of weights at a time. An audit visits each version that its items need once, starting with
-the held one; between two versions it hands over the differences (inference/handover.py), and under each it
-reads the items that need it, portion by portion. Audits that wait meanwhile are made together. Claimed text is
-read as a prompt without its last token, whose successor is not needed; rollouts of a group share their prompt
-in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
+vLLM holds one set of weights at a time. An audit visits each version that its items need once, in order, from
+the end nearer to the held one; between two versions it hands over the differences (inference/handover.py), and
+under each it reads the items that need it, portion by portion. Audits that wait meanwhile are made together.
+Claimed text is read as a prompt without its last token, whose successor is not needed; rollouts of a group
+share their prompt in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
 States at the boundaries of a pipeline cannot be measured: vLLM only exposes the output of its last layer.
 """
@@ -15,8 +15,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ from ..models.model_files import layer_count, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import changes
 from ..weights.state import Changed, State, memory_threads
-from ..weights.state_history import HeldState, known_changes, layout
+from ..weights.state_history import HeldState, between, known_changes, layout
 from .auditor import (
     AuditItem,
     Measured,
@@ -92,8 +91,6 @@ TOGETHER_TOKENS = 2**18
 """Tokens of audits that are made together, if there is more than one."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
-MOST_DIFFERENCES = 4
-"""Cached pairs of versions with their differing positions: audits alternate between few."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Rows = NDArray[np.float32]
@@ -174,20 +171,6 @@ class _Held:
         return cls(version, SameState(state), weak or (lambda: state))
 
 
-@dataclass
-class _Difference:
-    """Positions where two policies differ."""
-
-    policies: tuple[SameState, SameState]
-    changed: Changed
-
-    def is_of(self, first: State, second: State) -> bool:
-        one, other = self.policies
-        return (one.matches(first) and other.matches(second)) or (
-            one.matches(second) and other.matches(first)
-        )
-
-
 class AuditingEngine:
     """One process with vLLM, and the policy that it holds."""
 
@@ -209,12 +192,17 @@ class AuditingEngine:
         self._held: _Held | None = None
         self.is_unsure = False
         """Whether the weights are unknown: during an update, and after one was interrupted."""
-        self._differences: OrderedDict[frozenset[int], _Difference] = OrderedDict()
 
     def holds(self, version: int, state: State) -> bool:
         """Return whether the engine computes with this policy now."""
         held = self._held
         return held is not None and held.version == version and held.same.matches(state)
+
+    def order_of(self, versions: Collection[int]) -> list[int]:
+        """Order `versions` for a visit of each: from the end that is nearer to the held one, step by step."""
+        found = sorted(versions)
+        held = -1 if self._held is None else self._held.version
+        return found[::-1] if abs(held - found[-1]) < abs(held - found[0]) else found
 
     async def start(self, model_dir: Path) -> None:
         """Start vLLM, without weights. Raises EngineError, UsageError."""
@@ -226,8 +214,22 @@ class AuditingEngine:
 
         Raises EngineError for a state that does not fit, EngineLost.
         """
-        if self.holds(version, state):
-            return
+        if not self.holds(version, state):
+            for number, step in self._steps(version, state):
+                await self._switch(number, step)
+
+    def _steps(self, version: int, state: State) -> list[tuple[int, State]]:
+        """Return the versions to switch to in turn: where neighbours in a history differ is known."""
+        old = None if self._held is None or self._policy.base else self._held.state()
+        if old is None:
+            return [(version, state)]
+        assert self._held is not None
+        later = between(old, state)[1:] or [state]
+        away = len(later) - 1 if version > self._held.version else 1 - len(later)
+        numbers = range(version - away, version, 1 if away > 0 else -1)
+        return [*zip(numbers, later, strict=False), (version, state)]
+
+    async def _switch(self, version: int, state: State) -> None:
         before = self._held
         found, changed = await asyncio.to_thread(self._prepare, before, version, state)
         self._held, self.is_unsure = None, True
@@ -258,21 +260,8 @@ class AuditingEngine:
         old = before.state()
         if old is None or layout(old) != layout(state):
             return found, None
-        return found, self._difference(before, old, found, state)
-
-    def _difference(self, before: _Held, old: State, found: _Held, new: State) -> Changed:
-        """Compare two policies, or reuse an earlier comparison, which holds in both directions."""
-        pair = frozenset((before.version, found.version))
-        known = self._differences.get(pair)
-        if known is None or not known.is_of(old, new):
-            changed = known_changes(old, new)
-            if changed is None:
-                changed = changes(old, new, threads=memory_threads())
-            known = self._differences[pair] = _Difference((before.same, found.same), changed)
-        self._differences.move_to_end(pair)
-        if len(self._differences) > MOST_DIFFERENCES:
-            self._differences.popitem(last=False)
-        return known.changed
+        known = known_changes(old, state)
+        return found, changes(old, state, threads=memory_threads()) if known is None else known
 
 
 # -- items -----------------------------------------------------------------------------------------
@@ -583,7 +572,7 @@ class VllmAuditor:
             return  # without waiting for vLLM
         engine = await self._started()
         needed = {version for text in texts for version in text.wanted}
-        for version in sorted(needed, key=lambda one: (not engine.holds(one, states[one]), one)):
+        for version in engine.order_of(needed):
             chosen = [text for text in texts if version in text.wanted and text.fault is None]
             faults = await self._portions.measure(
                 chosen,

@@ -3,22 +3,37 @@
 A step changes a few percent of the bf16 bits, so nine versions of a model take little more memory than three.
 """
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .state import Changed, PendingChanges, State, Tensor
+from .state import Changed, State, Tensor
 
 WHOLE = 3
 """Newest states that are held whole: audits claim these, and the version before the claimed one."""
 
 Bits = NDArray[np.unsignedinteger]
-Patch = Mapping[str, "Tensor | tuple[Bits, Bits]"]
-"""Makes a state of the next newer one: name -> whole tensor, or (flat positions, ascending; bits of each).
-Other tensors are equal."""
+
+
+class Edit(NamedTuple):
+    """Where a tensor differs between two neighbouring versions, and its bits there."""
+
+    positions: Bits
+    """Flat positions, ascending."""
+    older: Bits
+    newer: Bits
+
+    def matches(self, positions: NDArray[np.int64]) -> bool:
+        """Return whether these are just `positions`."""
+        return self.positions.size == positions.size and np.array_equal(self.positions, positions)
+
+
+Patch = Mapping[str, "Tensor | Edit"]
+"""Makes a state of the next newer one: name -> whole tensor, or what differs. Other tensors are equal."""
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -34,7 +49,9 @@ class HeldState(Mapping[str, Tensor]):
         """All tensors, or a newer version and what differs: replaced in one step."""
         self._changed = changed
         self._newer: HeldState | None = None
-        self._made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._older: Callable[[], HeldState | None] = lambda: None
+        self.made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        """Tensors that were made and are still held by a reader."""
 
     @property
     def is_whole(self) -> bool:
@@ -44,6 +61,7 @@ class HeldState(Mapping[str, Tensor]):
     def precede(self, newer: "HeldState") -> None:
         """Take note of the version that follows."""
         self._newer = newer
+        newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
         """Hold from now on only what differs from the version that follows, which is whole."""
@@ -57,12 +75,12 @@ class HeldState(Mapping[str, Tensor]):
         tensor, patches = self._layers(name)
         if not patches:
             return tensor
-        made = self._made.get(name)
+        made = self.made.get(name)
         if made is None:
             data = tensor.data.copy()
-            for positions, bits in patches:
-                data[positions] = bits
-            made = self._made[name] = Tensor(tensor.dtype, tensor.shape, data)
+            for edit in patches:
+                data[edit.positions] = edit.older
+            made = self.made[name] = Tensor(tensor.dtype, tensor.shape, data)
         return made
 
     def __iter__(self) -> Iterator[str]:
@@ -76,29 +94,46 @@ class HeldState(Mapping[str, Tensor]):
         return self._layers(name)[0]
 
     def take(self, name: str, positions: NDArray[np.int64], out: Bits) -> None:
-        """Read elements of a tensor at flat `positions`, which exist, into `out`; makes no tensor."""
-        tensor, patches = self._layers(name)
-        tensor.data.take(positions, out=out, mode="clip")
-        for places, bits in patches:
-            wanted = positions.astype(places.dtype)
-            at = places.searchsorted(wanted)
-            at[at == places.size] = 0
-            hit = places[at] == wanted
-            out[hit] = bits[at[hit]]
+        """Read elements of a tensor at flat `positions`, which exist, into `out`.
 
-    def steps_to(self, newer: "HeldState") -> list[Changed | None] | None:
-        """Say where each version up to `newer` may differ from its successor; None: `newer` does not follow."""
-        found: list[Changed | None] = []
-        at = self
+        Makes no tensor where these are just what a step from or to a neighbour changes.
+        """
+        known = self._bits_of_step(name, positions)
+        if known is None:
+            self[name].data.take(positions, out=out, mode="clip")
+        else:
+            out[:] = known
+
+    def _bits_of_step(self, name: str, positions: NDArray[np.int64]) -> Bits | None:
+        """Return the bits at `positions` if a step from or to a neighbour changes just these; else None."""
+        own, older = self._edit(name), self._older()
+        if own is not None and own.matches(positions):
+            return own.older
+        before = None if older is None else older._edit(name)
+        return before.newer if before is not None and before.matches(positions) else None
+
+    def _edit(self, name: str) -> Edit | None:
+        stored = self._stored
+        found = stored[1].get(name) if isinstance(stored, tuple) else None
+        return found if isinstance(found, Edit) else None
+
+    def up_to(self, newer: "HeldState") -> "list[HeldState]":
+        """List the versions from this one to `newer`, both included; empty if `newer` does not follow."""
+        found: list[HeldState] = [self]
+        at: HeldState = self
         while at is not newer:
-            following = at._newer
-            if following is None:
-                return None
-            changed = following._changed  # read before the other: shrink() may run meanwhile
-            stored = at._stored
-            found.append(_places(stored[1]) if isinstance(stored, tuple) else changed)
-            at = following
+            if at._newer is None:
+                return []
+            at = at._newer
+            found.append(at)
         return found
+
+    def changes_to_next(self) -> Changed | None:
+        """Say where the version that follows may differ from this one; None: anywhere."""
+        assert self._newer is not None
+        changed = self._newer._changed  # read before the other: shrink() may run meanwhile
+        stored = self._stored
+        return _places(stored[1]) if isinstance(stored, tuple) else changed
 
     def _line(self) -> tuple[State, list[Patch]]:
         """The whole version that this one is made of, and the patches to apply in order."""
@@ -110,11 +145,11 @@ class HeldState(Mapping[str, Tensor]):
             stored = newer._stored
         return stored, patches[::-1]
 
-    def _layers(self, name: str) -> tuple[Tensor, list[tuple[Bits, Bits]]]:
+    def _layers(self, name: str) -> tuple[Tensor, list[Edit]]:
         """A tensor, and what to write into a copy of it in order."""
         whole, line = self._line()
         tensor = whole[name]
-        patches: list[tuple[Bits, Bits]] = []
+        patches: list[Edit] = []
         for patch in line:
             found = patch.get(name)
             if isinstance(found, Tensor):
@@ -190,33 +225,42 @@ def take(state: State, name: str, positions: NDArray[np.int64], out: Bits) -> No
         state[name].data.take(positions, out=out, mode="clip")
 
 
+def between(old: State, new: State) -> list[State]:
+    """List the versions of one history from `old` to `new`, both included; just these two if it has none."""
+    if isinstance(old, HeldState) and isinstance(new, HeldState):
+        if found := old.up_to(new):
+            return [*found]
+        if found := new.up_to(old):
+            return [*found[::-1]]
+    return [old, new]
+
+
 def known_changes(old: State, new: State) -> Changed | None:
-    """Say where two states of one history may differ; None if it does not tell."""
+    """Say where two neighbouring versions of one history may differ; None if it does not tell.
+
+    A version differs nowhere from itself.
+    """
     if not isinstance(old, HeldState) or not isinstance(new, HeldState):
         return None
-    steps = old.steps_to(new)
-    if steps is None:
-        steps = new.steps_to(old)
-    if steps is None:
-        return None
-    found = PendingChanges()
-    found.none()
-    for one in steps:
-        found.add(one)
-    return found.changed
+    for first, second in ((old, new), (new, old)):
+        if len(steps := first.up_to(second)) == 2:
+            return first.changes_to_next()
+        if len(steps) == 1:
+            return {}
+    return None
 
 
 def _places(patch: Patch) -> Changed:
     """Return the positions that a patch writes."""
     return {
-        name: None if isinstance(one, Tensor) else one[0].astype(np.int64)
+        name: None if isinstance(one, Tensor) else one.positions.astype(np.int64)
         for name, one in patch.items()
     }
 
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make what turns `newer` into `older`."""
-    found: dict[str, Tensor | tuple[Bits, Bits]] = {}
+    found: dict[str, Tensor | Edit] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:
             continue
@@ -227,8 +271,10 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
             else known
         )
         width = np.uint32 if tensor.data.size < 2**32 else np.uint64
-        if positions.size * (tensor.data.itemsize + np.dtype(width).itemsize) >= tensor.data.nbytes:
+        size = 2 * tensor.data.itemsize + np.dtype(width).itemsize
+        if positions.size * size >= tensor.data.nbytes:
             found[name] = tensor
         elif positions.size:
-            found[name] = (positions.astype(width), tensor.data[positions])
+            newest = newer[name].data
+            found[name] = Edit(positions.astype(width), tensor.data[positions], newest[positions])
     return found

@@ -6,7 +6,6 @@ such a state.
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
@@ -29,7 +28,7 @@ from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
 from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
-from ..weights.state import Changed, PendingChanges, WeightsError
+from ..weights.state import Changed, PendingChanges, WeightsError, memory_threads
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +307,7 @@ class WeightSync:
         self.stored = (0, NOTHING)
         """Newest (epoch, version) whose chunks are in the store."""
         self._planner = UpdatePlanner(services, upstreams, NeededChunks(share), self._target)
-        self._replica = WeightReplica(threads=_threads(), share=share)
+        self._replica = WeightReplica(threads=memory_threads(), share=share)
         self._unwritten = PendingChanges()
         self._order = (0, NOTHING)
         self._writing = (0, NOTHING)
@@ -531,7 +530,7 @@ class WeightSync:
 
     async def _start_over(self) -> None:
         """Drop the replica and start again from a snapshot."""
-        self._replica = WeightReplica(threads=_threads(), share=self._share)
+        self._replica = WeightReplica(threads=memory_threads(), share=self._share)
         self._unwritten.all()
         self._planner.forget()
         await asyncio.sleep(RETRY_S)
@@ -548,11 +547,6 @@ class WeightSync:
         chain = self._planner.chain
         live = chain.live_chunks(keep) | self._services.keep_chunks
         await self._book.retain(self._services.store, chain.forget(keep), live)
-
-
-def _threads() -> int:
-    """Return the number of decoder threads; more would only wait for each other."""
-    return min(4, os.cpu_count() or 1)
 
 
 def read_committed(ledger: Ledger) -> tuple[int, int]:

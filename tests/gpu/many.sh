@@ -101,7 +101,7 @@ case $part in
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
         ;;
-    run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --groups 16 --logs "$out/run4-4b" ;;
+    run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --logs "$out/run4-4b" ;;
     trainer) bench "$all" trainer trainer --shape 0.6b --ranks 1 2 "$gpus" --rows none "two copies (HSDP)" ;;
     trainer-4b) bench "$all" trainer-4b trainer --shape 4b --ranks 1 "$gpus" --steps 4 --rows "full recompute" ;;
     trainer-long)

@@ -53,7 +53,7 @@ def test_a_lease_says_all_that_a_worker_needs() -> None:
         (2, True, 90.0, 14),
         (8, False, 90.0, 26),  # generation is the limit: as many as stragglers leave room for
         (8, True, 90.0, 26),
-        (8, True, 15.0, 16),  # 1.5 batches are under way while one is trained, and half in reserve
+        (8, True, 15.0, 20),  # 1.5 batches are under way while one is trained, and one in reserve
         (8, True, 1.0, 8),  # training is the limit: nothing gets older than it has to
     ],
 )

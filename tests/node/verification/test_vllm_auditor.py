@@ -40,6 +40,7 @@ from primerl.node.verification.vllm_auditor import (
     audit_engine,
 )
 from primerl.node.weights.state import State, Tensor
+from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import RouteShape, RunManifest
 
 PROGRAM = (sys.executable, "-P", fake.__file__)
@@ -133,6 +134,28 @@ async def test_versions_are_swapped_by_what_differs_and_not_loaded_again(
     other = {**STATES, 2: make_state(25)}  # the trainer went back: the number has another meaning
     [found] = measured(await auditor.audit([item(fake.LOADED, 2, shown=25)], other, {}))
     assert (found.fingerprint < 0.01, found.logprob_max) == (True, 1)
+
+
+async def test_versions_of_a_history_are_reached_step_by_step(
+    auditor: VllmAuditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = StateHistory(8, whole=1)
+    for version in range(1, 6):
+        history.add(version, make_state(version))
+    steps: list[int] = []
+    switch = AuditingEngine._switch  # pyright: ignore[reportPrivateUsage]
+
+    async def noted(engine: AuditingEngine, version: int, state: State) -> None:
+        assert state is history[version]
+        steps.append(version)
+        await switch(engine, version, state)
+
+    monkeypatch.setattr(AuditingEngine, "_switch", noted)
+    for versions, expected in (((4,), [4]), ((1, 2), [3, 2, 1]), ((5, 2), [2, 3, 4, 5])):
+        steps.clear()
+        items = [item(FINE, version) for version in versions]
+        assert well(await auditor.audit(items, history, {})) == [True] * len(versions)
+        assert steps == expected
 
 
 @pytest.fixture

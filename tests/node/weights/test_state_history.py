@@ -1,5 +1,7 @@
 """The policies that a trainer holds for audits."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from primerl.node.weights.state import Changed, State, Tensor, digests
-from primerl.node.weights.state_history import StateHistory, known_changes, layout, take
+from primerl.node.weights.state_history import StateHistory, between, known_changes, layout, take
 
 
 def first_state(size: int = 1000) -> dict[str, Tensor]:
@@ -74,7 +76,7 @@ def test_a_version_is_one_object_from_whole_to_gone_and_after() -> None:
 
 @pytest.mark.parametrize("pair", [(0, 3), (3, 0), (1, 2), (2, 2), (0, 2), (2, 3), (0, 4)])
 @pytest.mark.parametrize("whole", [1, 3])
-def test_where_versions_differ_is_known_without_comparing_them(
+def test_each_step_between_two_versions_is_known_without_comparing_them(
     whole: int, pair: tuple[int, int]
 ) -> None:
     history, state, changed = StateHistory(8, whole=whole), first_state(), None
@@ -82,17 +84,37 @@ def test_where_versions_differ_is_known_without_comparing_them(
         history.add(version, state, changed)
         state, changed = next_state(state, version)
     old, new = (history[version] for version in pair)
-    changed = known_changes(old, new)
-    assert changed is not None
     data = old["a"].data.copy()
-    for name, positions in changed.items():
-        assert name == "a"
+    steps = between(old, new)
+    assert len(steps) == abs(pair[0] - pair[1]) + 1
+    for before, after in pairwise(steps):
+        changed = known_changes(before, after)
+        assert changed is not None
+        assert changed.keys() == {"a"}
+        positions = changed["a"]
         assert positions is not None
         assert positions.dtype == np.int64
-        data[positions] = new["a"].data[positions]
-        assert taken(new, name, positions) == new["a"].data[positions].tolist()
+        bits = np.empty(len(positions), np.uint16)
+        take(after, "a", positions, bits)
+        data[positions] = bits
     assert data.tolist() == new["a"].data.tolist()
-    assert known_changes(old, first_state()) is None
+    other = first_state()
+    assert known_changes(old, other) is None
+    assert between(old, other) == [old, other]
+
+
+def test_a_step_makes_no_tensor_of_an_old_version() -> None:
+    history, state, changed = StateHistory(8, whole=1), first_state(), None
+    for version in range(5):
+        history.add(version, state, changed)
+        state, changed = next_state(state, version)
+    for before, after in ((history[1], history[2]), (history[2], history[1])):
+        known = known_changes(before, after)
+        assert known is not None
+        positions = known["a"]
+        assert positions is not None
+        taken(after, "a", positions)
+        assert not after.made
 
 
 def test_where_a_version_differs_from_one_that_was_replaced_is_not_known() -> None:
@@ -108,7 +130,7 @@ def test_where_a_version_differs_from_one_that_was_replaced_is_not_known() -> No
 
 
 @given(st.integers(0, 6), st.lists(st.integers(0, 999), max_size=50), st.floats(0.01, 0.9))
-def test_elements_of_a_version_are_read_without_making_its_tensors(
+def test_elements_of_any_version_can_be_read(
     version: int, positions: list[int], share: float
 ) -> None:
     history, state = StateHistory(8, whole=1), first_state()
