@@ -128,7 +128,9 @@ class Bench:
             await local.start(sys.executable, str(HERE / "pipeline_stage.py"), "0")
             await local.event("up", START_S)
             self.children.insert(0, self.children.pop())
-            await self._measure_whole("local", self._engine() | {"pp": 2}, local)
+            await self._measure_whole(
+                "local", self._engine() | {"pp": max(self.options.stages)}, local
+            )
             self.children.remove(local)
             await local.end()
 
@@ -143,7 +145,7 @@ class Bench:
         sizes = {self._sequences(stages) for stages in self.options.stages}
         for sequences in sorted({self.options.batch, *self.options.few} | sizes):
             found = await self._best(child, sequences)
-            stages = 2 if way == "local" else 1
+            stages = max(self.options.stages) if way == "local" else 1
             self._note({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
 
     async def _ways(self, stages: int) -> None:
@@ -412,7 +414,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 0)
     parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage")
-    parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
+    parser.add_argument(
+        "--local", action="store_true", help="also vLLM's own pipeline, of as many GPUs"
+    )
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="of stages")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="work there; a model there is used, logs stay"
