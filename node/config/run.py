@@ -766,6 +766,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
                     "FP8 products may depend on the batch: leave engine.quantization out, or set "
                     "verification.numerics to calibrated"
                 )
+            if self.engine.draft_head is not None:
+                raise ValueError(
+                    "drafts of an MTP head were not tried with exact numerics: remove "
+                    "engine.vllm.speculative_config, or set verification.numerics to calibrated"
+                )
         staged = self.engine.type == "vllm" and self.engine.pp > 1
         if self.training.enable_router_replay and staged:
             raise ValueError(

@@ -1,6 +1,8 @@
 """Small models, states and requests for the tests of engines."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,35 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     rows[tokens:, 0] = -30.0
     found[table], found[head] = from_torch(made.to(kind)), from_torch(rows.to(kind))
     return found
+
+
+def write_draft_head(directory: Path, config: Path, state: State) -> None:
+    """A checkpoint of a repeating() `state` with an MTP head, whose logits are those of the model.
+
+    `config`: the model's directory. As in published checkpoints of glm4_moe the head is one more layer. It
+    reads the embedding of the latest token, and nothing of the state before it.
+    """
+    from safetensors.torch import save_file
+
+    from primerl.node.models.tensors import to_torch
+
+    directory.mkdir(parents=True)
+    shutil.copyfile(config / "config.json", directory / "config.json")
+    shape = json.loads((config / "config.json").read_text())
+    layers, width = shape["num_hidden_layers"], shape["hidden_size"]
+    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
+    last, head = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    tensors |= {
+        head + name.removeprefix(last): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    final = tensors["model.norm.weight"]
+    ones = torch.ones(width, dtype=final.dtype)
+    tensors[head + "eh_proj.weight"] = torch.eye(width, 2 * width, dtype=final.dtype)
+    tensors |= {head + f"{name}.weight": ones.clone() for name in ("enorm", "hnorm")}
+    tensors[head + "shared_head.norm.weight"] = final.clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 _reference: list[Any] = []
