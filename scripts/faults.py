@@ -315,6 +315,13 @@ FAULTS = (
         ("test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kept",),
     ),
     Fault(
+        "draft is drawn with the noise of another position",
+        "node/inference/vllm_sampling.py",
+        "drafting = self._drafting = self._new_batch(ids, step.positions[first] + drawn)",
+        "drafting = self._drafting = self._new_batch(ids, step.positions[first])",
+        ("test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn",),
+    ),
+    Fault(
         "log-probability ignores the temperature",
         "node/inference/sampler.py",
         "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(scaled, -1).gather(1, tokens)",

@@ -73,6 +73,8 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     for name, tensor in state.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             found[name] = from_torch(torch.zeros_like(to_torch(tensor)))
+    final = found["model.norm.weight"]
+    found["model.norm.weight"] = from_torch(torch.ones_like(to_torch(final)))
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     kind, width = to_torch(state[head]).dtype, state[head].shape[1]
     # a coordinate that all share makes the tokens beyond the first impossible
@@ -83,15 +85,20 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     before = torch.arange(tokens)
     before += torch.where(before % period == 0, period - 1, -1)
     rows = torch.zeros_like(made)
-    likely = math.log((tokens - 1) * chance / (1 - chance))
+    likely = log_odds(tokens, chance)
     rows[:tokens] = likely * apart[before] / apart.square().sum(1).mean()
     rows[tokens:, 0] = -30.0
     found[table], found[head] = from_torch(made.to(kind)), from_torch(rows.to(kind))
     return found
 
 
-def write_draft_head(directory: Path, config: Path, state: State) -> None:
-    """A checkpoint of a repeating() `state` with an MTP head, whose logits are those of the model.
+def log_odds(tokens: int, chance: float) -> float:
+    """Logit of a token that has this chance, where the others of `tokens` have the logit 0."""
+    return math.log((tokens - 1) * chance / (1 - chance))
+
+
+def write_draft_head(directory: Path, config: Path, state: State, sharpness: float = 1.0) -> None:
+    """A checkpoint of a repeating() `state` with an MTP head, whose logits are the model's x `sharpness`.
 
     `config`: the model's directory. As in published checkpoints of glm4_moe the head is one more layer. It
     reads the embedding of the latest token, and nothing of the state before it.
@@ -115,7 +122,7 @@ def write_draft_head(directory: Path, config: Path, state: State) -> None:
     ones = torch.ones(width, dtype=final.dtype)
     tensors[head + "eh_proj.weight"] = torch.eye(width, 2 * width, dtype=final.dtype)
     tensors |= {head + f"{name}.weight": ones.clone() for name in ("enorm", "hnorm")}
-    tensors[head + "shared_head.norm.weight"] = final.clone()
+    tensors[head + "shared_head.norm.weight"] = sharpness * final
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
