@@ -326,9 +326,16 @@ class PeerNode(Node):
         on_policy: OnPolicy = lambda policy, changed: None,
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
+        ready: asyncio.Event | None = None,
     ) -> WeightSync:
         self._weights = WeightSync(
-            joined.services, engine, joined.upstreams, share=share, goal=goal, on_policy=on_policy
+            joined.services,
+            engine,
+            joined.upstreams,
+            share=share,
+            goal=goal,
+            on_policy=on_policy,
+            ready=ready,
         )
         return self._weights
 

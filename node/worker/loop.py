@@ -299,7 +299,10 @@ class InferenceRole:
         return said or self._weights.waits_for
 
     async def run(self) -> None:
-        """Work until the run ends. Raises EngineError when the engine cannot be restarted."""
+        """Work until the run ends, beside WeightSync.run().
+
+        Raises EngineError when the engine cannot be restarted.
+        """
         self._uploads.open()
         if self._run.proofs.bounds == "measured":
             pipeline = isinstance(self._engine, PipelinedEngine)
@@ -308,7 +311,6 @@ class InferenceRole:
             loops = [
                 tasks.create_task(self.verdicts.fetch()),
                 tasks.create_task(self.verdicts.fetch_bounds(self._numerics)),
-                tasks.create_task(self._weights.run()),
                 tasks.create_task(self._admission.run()),
                 tasks.create_task(self._uploads.run()),
             ]
