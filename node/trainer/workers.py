@@ -500,8 +500,8 @@ def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:
     package = f" ({environment.package})" if environment.package else ""
     if quarantined:
         return (
-            f"too much of the environment {environment.name!r}{package} was rejected, so no worker is leased it "
-            "for some hours, and the others have its part of the batches: `primerl-node explain` on a worker "
+            f"too much of the environment {environment.name!r}{package} was rejected, so no worker is leased "
+            "it for some hours, and the others have its part of the batches: `primerl-node explain` on a worker "
             "says why"
         )
     return (
