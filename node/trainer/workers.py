@@ -500,9 +500,9 @@ def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:
     package = f" ({environment.package})" if environment.package else ""
     if quarantined:
         return (
-            f"too much of the environment {environment.name!r}{package} was rejected, so no worker is leased "
-            "it for some hours, and the others have its part of the batches: `primerl-node explain` on a worker "
-            "says why"
+            f"too much of the environment {environment.name!r}{package} was rejected, so workers are leased "
+            "none of it for some hours, and the others have its part of the batches: `primerl-node explain` "
+            "on one says why"
         )
     return (
         f"no worker can play the environment {environment.name!r}{package}, so the others have its part of the "
