@@ -415,8 +415,7 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
 }
 OTHER_ALGORITHMS = {
-    "sft": "trained as grpo: rollouts are the policy's own. Save the teacher's replies as conversations, for "
-    "primerl-node sft, or for training.sft beside rewards",
+    "sft": "trained as grpo: rollouts are the policy's own. Another model's: docs/sft.md, or training.sft",
 }
 
 

@@ -283,7 +283,7 @@ def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
         ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
         ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
         ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "needs num_tasks"),
-        ('algo = { type = "sft" }\nid = "a"', "Save the teacher's replies as conversations"),
+        ('algo = { type = "sft" }\nid = "a"', "Another model's: docs/sft.md, or training.sft"),
     ],
 )  # fmt: skip
 def test_what_an_environment_asks_for_in_vain_is_reported(
