@@ -173,9 +173,16 @@ FAULTS = (
     Fault(
         "a worker is leased environments that it cannot play",
         "protocol/leases.py",
-        "found = [number for number in range(len(self.tasks)) if number in playable]",
-        "found = list(range(len(self.tasks))) if playable else []",
+        "if most >= 1 and number in share.playable",
+        "if most >= 1",
         ("test_a_worker_is_leased_only_what_it_can_play",),
+    ),
+    Fault(
+        "trust in one environment is trust in another",
+        "node/trainer/submissions.py",
+        "return audit_rate(reputation.of(environment), base, odd, reputation.recent_fault)",
+        'return audit_rate(reputation.of("sums"), base, odd, reputation.recent_fault)',
+        ("test_a_worker_that_earned_trust_in_one_environment_is_audited_as_a_newcomer_in_another",),
     ),
     Fault(
         "work of a lease that is over is taken",

@@ -476,6 +476,11 @@ def node_metrics(status: Status) -> dict[str, object]:
         "rollouts/rejected": sum(status.rejected.values()),
         "leases/held": status.leases,
         "trust": status.trust,
+        **{
+            f"trust/{name}": value
+            for name, value in status.trusts.items()
+            if len(status.trusts) > 1
+        },
         "network/bytes_sent": status.bytes_sent,
         "network/bytes_received": status.bytes_received,
         **{f"inference/{name}": value for name, value in engine.items()},

@@ -235,7 +235,8 @@ class WorkerNode(PeerNode):
     async def _status(self) -> Status:
         status = await super()._status()
         if self._role is not None and (self._stages is None or self._stages.leads):
-            status.trust = self._role.verdicts.trust
+            status.trusts = self._role.verdicts.trusts()
+            status.trust = min(status.trusts.values(), default=None)
             status.leases = self._role.held
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
