@@ -210,11 +210,13 @@ async def test_a_worker_fetches_and_proves_versions_while_its_engine_starts(
                 return sum((await late.status())["chunk_bytes_by_source"].values())
             return 0
 
-        before = 0
         for step in (2, 4):
-            while (now := await fetched()) <= before:
-                await asyncio.sleep(0.02)
-            before = now
+            before = await fetched()
+            async with asyncio.timeout(60.0):
+                while True:
+                    if await fetched() > before:
+                        break
+                    await asyncio.sleep(0.02)
             await swarm.wait_step(step)
         assert not fakes.loads("late")
         assert (await late.status())["waiting_for"] == "starting the engine and the environments"
