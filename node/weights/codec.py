@@ -40,8 +40,10 @@ MANY_CHANGED = 8
 """A tensor with more than one changed element in this many counts as changed everywhere."""
 
 LARGE = 4 * HUGE_PAGE
-"""Bytes from which the memory of a tensor that is gone is kept for the next version: new pages, which are zeroed,
-take a quarter of the time of an update."""
+"""Bytes from which the memory of a tensor that is gone is kept for the next version.
+
+New pages are zeroed first, which takes a quarter of the time of an update.
+"""
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
 
