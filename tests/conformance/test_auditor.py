@@ -41,7 +41,7 @@ KINDS = [
     ("core", "float32"),
     ("child", "bfloat16"),
     pytest.param(("vllm", "float32"), marks=VLLM),
-    pytest.param(("vllm", "bfloat16"), marks=VLLM),
+    pytest.param(("vllm", "bfloat16"), marks=[pytest.mark.nightly, *VLLM[1:]]),
 ]
 WIDE = SHAPE.model_copy(update={"head_dim": 32})
 """vLLM without a GPU computes no smaller attention heads."""
