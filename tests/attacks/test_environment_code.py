@@ -91,13 +91,14 @@ async def test_code_that_takes_its_process_along_costs_its_rollout() -> None:
     }
     async with hosted(" ".join([*reasons, "good"]), timeout_s=1.0) as environment:
         good = await environment.task(len(reasons))
+        fine = await environment.run(good, Asked())
         for index, reason in enumerate(reasons.values()):
             bad = await environment.task(index)
             assert reason in (await environment.run(bad, Asked())).error
-            episode = await environment.run(good, Asked())
-            assert (episode.error, episode.score.reward) == ("", 1.0)
-        with pytest.raises(EnvironmentStuck, match=re.escape(reason)):
-            await environment.score(bad, episode.branches[:1])
+            assert await environment.run(good, Asked()) == fine
+        assert (fine.error, fine.score.reward) == ("", 1.0)
+        with pytest.raises(EnvironmentStuck, match=re.escape(reasons["dies"])):
+            await environment.score(await environment.task(1), fine.branches)
 
 
 async def test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error() -> None:

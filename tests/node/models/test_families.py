@@ -51,7 +51,7 @@ Drawn = list[tuple[GenerateRequest, Completion]]
 
 async def drawn(engine: Engine, seed: int) -> Drawn:
     """Generate concurrent replies of various lengths to prompts of various lengths."""
-    sizes = ((0, 20), (9, 13), (20, 6))
+    sizes = ((0, 9), (9, 7), (20, 4))
     requests = [
         GenerateRequest(PROMPT[cut:], most, TEMPERATURE, seed + cut, ()) for cut, most in sizes
     ]
