@@ -251,7 +251,7 @@ def test_a_short_demo_ends_with_everything_that_it_promises(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("steps", "reached"),
     [
-        pytest.param(60, 0.45, marks=pytest.mark.slow),
+        pytest.param(60, 0.5, marks=pytest.mark.slow),
         pytest.param(160, 0.8, marks=pytest.mark.nightly),  # the whole demo
     ],
 )
@@ -262,8 +262,7 @@ def test_the_demo_learns_with_vllm_as_the_engine(
     summary = run_demo(tmp_path, "--engine", "vllm", "--max-steps", str(steps))
     check_demo(summary, tmp_path)
     before, after = summary["exact_match_before"], summary["exact_match_after"]
-    print(f"exact match {before} -> {after}")
     assert isinstance(before, float)
     assert isinstance(after, float)
-    assert before < 0.4
+    assert before < 0.5
     assert after >= reached
