@@ -14,11 +14,11 @@ cd "$root"
 
 heavy=
 extras=run,dev
-if [[ ${CI:-false} == true ]]; then heavy=slow; fi
+if [[ ${CI:-false} == true ]]; then heavy="slow and not nightly"; fi
 arguments=()
 for argument in "$@"; do
     case $argument in
-        --slow) heavy=slow ;;
+        --slow) heavy="slow and not nightly" ;;
         --all) heavy="slow or nightly" extras=run,dev,wandb,tensorboard,trackio,reasoning-gym ;;
         *) arguments+=("$argument") ;;
     esac

@@ -20,7 +20,11 @@ GARBAGE = 20_000, 20, 20
 """When to look for garbage (gc.set_threshold): Python's default took a tenth of the suite's computing."""
 
 LONGEST = (
+    "scenarios/test_programs.py",
+    "attacks/test_exact_numerics.py",
     "node/training/test_rank_failures.py",
+    "conformance/test_backend.py",
+    "node/verification/test_vllm_auditor.py",
     "attacks/test_floods.py",
     "node/training/test_world.py",
     "scenarios/test_stage_swarm.py",
@@ -29,7 +33,6 @@ LONGEST = (
     "test_bench.py",
     "scenarios/test_swarm.py",
     "node/training/test_saved_ranks.py",
-    "scenarios/test_programs.py",
     "node/evaluation/test_endpoint.py",
     "scenarios/test_adapted_run.py",
     "node/environments/test_hosted.py",

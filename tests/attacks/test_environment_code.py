@@ -83,22 +83,22 @@ async def test_code_that_spins_costs_its_rollout_and_the_node_goes_on() -> None:
         assert "did not return within" in environment.status
 
 
-@pytest.mark.parametrize(
-    ("mood", "reason"),
-    [
-        ("regex", "did not return within"),  # holds the interpreter: no thread of Python runs
-        ("dies", "process crashed (SIGSEGV)"),
-        ("exits", "ended with exit code 3"),
-    ],
-)
-async def test_code_that_takes_its_process_along_costs_its_rollout(mood: str, reason: str) -> None:
-    async with hosted(f"{mood} good", timeout_s=1.0) as environment:
-        bad, good = await environment.task(0), await environment.task(1)
-        assert reason in (await environment.run(bad, Asked())).error
-        episode = await environment.run(good, Asked())
-        assert (episode.error, episode.score.reward) == ("", 1.0)
-        with pytest.raises(EnvironmentStuck, match=re.escape(reason)):
-            await environment.score(bad, episode.branches[:1])
+async def test_code_that_takes_its_process_along_costs_its_rollout() -> None:
+    reasons = {
+        "regex": "did not return within",  # holds the interpreter: no thread of Python runs
+        "dies": "process crashed (SIGSEGV)",
+        "exits": "ended with exit code 3",
+    }
+    async with hosted(" ".join([*reasons, "good"]), timeout_s=1.0) as environment:
+        good = await environment.task(len(reasons))
+        fine = await environment.run(good, Asked())
+        for index, reason in enumerate(reasons.values()):
+            bad = await environment.task(index)
+            assert reason in (await environment.run(bad, Asked())).error
+            assert await environment.run(good, Asked()) == fine
+        assert (fine.error, fine.score.reward) == ("", 1.0)
+        with pytest.raises(EnvironmentStuck, match=re.escape(reasons["dies"])):
+            await environment.score(await environment.task(1), fine.branches)
 
 
 async def test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error() -> None:
@@ -122,13 +122,17 @@ async def test_a_rollouts_deadline_does_not_count_the_code_of_others() -> None:
         assert environment.restarts == 0
 
 
-async def test_an_environment_that_spins_is_closed_at_once() -> None:
+async def test_an_environment_that_blocks_is_closed_at_once_and_sees_no_passphrase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "secret")
     async with hosted("blocks", timeout_s=3600.0) as environment:
         playing = asyncio.ensure_future(environment.run(await environment.task(0), Asked()))
         await asyncio.sleep(0.5)
         assert not playing.done()
         playing.cancel()
-        assert len(hosts()) == 1
+        (process,) = hosts()
+        assert "PRIMERL_PASSPHRASE" not in process.environ()
 
 
 async def test_a_task_that_is_never_made_ends_by_its_own_deadline() -> None:
@@ -181,10 +185,3 @@ async def test_a_caller_that_gives_up_during_a_restart_cancels_no_other() -> Non
                 if (await environment.run(task, Asked())).error == "":
                     break
         assert (await environment.run(task, Asked())).error == ""
-
-
-async def test_the_process_sees_no_passphrase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIMERL_PASSPHRASE", "secret")
-    async with hosted("good"):
-        (process,) = hosts()
-        assert "PRIMERL_PASSPHRASE" not in process.environ()

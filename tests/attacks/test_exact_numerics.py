@@ -106,14 +106,15 @@ class Court:
         return await self.judged(items)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return request.param
+COURTS = {"mixture in bfloat16": ("bfloat16", MIXTURE), "dense in float32": ("float32", SHAPE)}
+"""Two engines each, which take a minute to start."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def court(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
-    async with opened(tmp_path_factory.mktemp("model"), dtype, SHAPE) as court:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=COURTS)
+async def court(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Court]:
+    async with opened(tmp_path_factory.mktemp("model"), *COURTS[request.param]) as court:
         yield court
 
 
@@ -195,6 +196,7 @@ async def test_logprobs_off_by_a_thousandth_are_rejected_at_once(court: Court) -
     assert {one.reason for one in found} == {Reason.BAD_LOGPROBS}
 
 
+@pytest.mark.parametrize("court", ["dense in float32"], indirect=True, scope="module")
 async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -> None:
     """One token a rollout, the nearest tie of 64: margins of 0.0002 to 0.05 nats; all else is true."""
     items = await play(court.engine, court.wanted[:CHEATED])
@@ -205,27 +207,25 @@ async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -
     assert {one.reason for one in found} == {Reason.BAD_SAMPLING}
 
 
+@pytest.mark.parametrize("court", ["mixture in bfloat16"], indirect=True, scope="module")
 async def test_routes_are_equal_to_the_last_bit_and_one_other_expert_is_rejected(
-    tmp_path: Path,
+    court: Court,
 ) -> None:
-    async with opened(tmp_path, "bfloat16", MIXTURE) as court:
-        shape = court.run.routes
-        assert shape is not None
-        items = await play(court.engine, court.wanted)
-        assert all(len(one.routes) == 64 * shape.token_bytes for one in items)
-        found = await court.judged(items)
-        assert [one for one in found if one.reason or one.suspect] == []
-        measures = measured(await court.auditor.audit(items, court.states, {}))
-        assert {(one.fingerprint, one.routing, one.routing_max) for one in measures} == {(0, 0, 0)}
+    shape = court.run.routes
+    assert shape is not None
+    items = await play(court.engine, court.wanted)
+    assert all(len(one.routes) == 64 * shape.token_bytes for one in items)
+    measures = measured(await court.auditor.audit(items, court.states, {}))
+    assert {(one.routing, one.routing_max) for one in measures} == {(0, 0)}
 
-        def other(number: int, item: AuditItem) -> AuditItem:
-            """The last expert of one token in one layer is another one."""
-            routes = unpack_routes(item.routes, shape)
-            token, layer = number % len(routes), number % shape.layers
-            taken = set(routes[token, layer].tolist())
-            routes[token, layer, -1] = next(one for one in range(shape.experts) if one not in taken)
-            return replace(item, routes=pack_routes(routes, shape))
+    def other(number: int, item: AuditItem) -> AuditItem:
+        """The last expert of one token in one layer is another one."""
+        routes = unpack_routes(item.routes, shape)
+        token, layer = number % len(routes), number % shape.layers
+        taken = set(routes[token, layer].tolist())
+        routes[token, layer, -1] = next(one for one in range(shape.experts) if one not in taken)
+        return replace(item, routes=pack_routes(routes, shape))
 
-        forged = [other(number, item) for number, item in enumerate(items[:CHEATED])]
-        found = await court.judged(forged)
-        assert {one.reason for one in found} == {Reason.BAD_ROUTES}
+    forged = [other(number, item) for number, item in enumerate(items[:CHEATED])]
+    found = await court.judged(forged)
+    assert {one.reason for one in found} == {Reason.BAD_ROUTES}

@@ -22,7 +22,7 @@ HOLD_S = 3600.0
 
 async def computing() -> None:
     """Return the pause before a token, in which the machine is left to others: the run has no end."""
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.03)
 
 
 @asynccontextmanager
@@ -57,7 +57,7 @@ async def test_keys_that_take_leases_and_answer_nothing_do_not_stop_a_run(
             taken = await asyncio.gather(*(take(swarm, f"sybil {n}", stack) for n in range(40)))
         # 40 keys, a pool of 4 groups, of which one ticket gets no more than it leaves free
         assert sum(taken) <= 2
-        await swarm.wait_step(await version(swarm) + 10, SOON)
+        await swarm.wait_step(await version(swarm) + 3, SOON)
 
 
 async def test_a_worker_that_takes_over_is_not_stopped_by_leases_of_dead_keys(
@@ -69,13 +69,13 @@ async def test_a_worker_that_takes_over_is_not_stopped_by_leases_of_dead_keys(
         taken = [await take(swarm, f"sybil {n}", stack) for n in range(6)]
         assert sum(taken) <= 2, "proven workers were here a moment ago"
         swarm.add_worker("honest")
-        await swarm.wait_step(await version(swarm) + 10, SOON)
+        await swarm.wait_step(await version(swarm) + 3, SOON)
 
 
 async def test_a_newcomer_is_proved_in_the_middle_of_a_flood_as_slots_are_passed_on(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    rollouts = {"lease_timeout_s": 2.0}
+    rollouts = {"lease_timeout_s": 0.5}
     fakes = Fakes(pause=computing)
     async with Swarm(
         tmp_path, model_dir, fakes=fakes, max_steps=100_000, rollouts=rollouts

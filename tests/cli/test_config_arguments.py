@@ -323,7 +323,7 @@ VALUES = NUMBERS | WORDS | st.booleans() | st.lists(WORDS, max_size=3) | TABLES 
 
 @pytest.mark.parametrize("command", DRY_RUNS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_config_reads_back_from_what_a_dry_run_prints(
     command: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

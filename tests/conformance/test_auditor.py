@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ from support.auditor_cases import (
     FAR,
     NEAR,
     OWN,
+    TEMPERATURE,
     Case,
     generate,
     make_case,
@@ -41,7 +43,7 @@ KINDS = [
     ("core", "float32"),
     ("child", "bfloat16"),
     pytest.param(("vllm", "float32"), marks=VLLM),
-    pytest.param(("vllm", "bfloat16"), marks=VLLM),
+    pytest.param(("vllm", "bfloat16"), marks=[pytest.mark.nightly, *VLLM[1:]]),
 ]
 WIDE = SHAPE.model_copy(update={"head_dim": 32})
 """vLLM without a GPU computes no smaller attention heads."""
@@ -65,6 +67,19 @@ async def auditor(kind: tuple[str, str], case: Case) -> AsyncIterator[Auditor]:
     await auditor.start(case.model_dir, case.run)
     yield auditor
     await auditor.close()
+
+
+_drawn: dict[tuple[Path, int, float], list[AuditItem]] = {}
+"""Replies of drawn(): several tests ask for the same."""
+
+
+async def drawn(case: Case, version: int, temperature: float = TEMPERATURE) -> list[AuditItem]:
+    """Replies of a policy that claim to be of OWN."""
+    key = case.model_dir, version, temperature
+    if key not in _drawn:
+        dtype = case.run.proofs.dtype
+        _drawn[key] = await generate(case.model_dir, case.states[version], dtype, temperature)
+    return _drawn[key]
 
 
 async def audit(
@@ -94,12 +109,11 @@ async def test_honest_branches_measure_next_to_nothing(auditor: Auditor, case: C
 async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_are_not(
     auditor: Auditor, case: Case
 ) -> None:
-    dtype = case.run.proofs.dtype
-    honest = await generate(case.model_dir, case.states[OWN], dtype, temperature=0.0)
+    honest = await drawn(case, OWN, 0.0)
     leased = [replace(one, temperature=0.0) for one in (*honest[:4], case.item)]
-    *found, drawn = await audit(auditor, case, *leased, near=False)
+    *found, last = await audit(auditor, case, *leased, near=False)
     assert [moved(case, one) for one in found] == [set()] * 4
-    assert {"sampling", "sampling_max"} <= moved(case, drawn)
+    assert {"sampling", "sampling_max"} <= moved(case, last)
 
 
 async def test_an_item_measures_the_same_alone_and_in_company(auditor: Auditor, case: Case) -> None:
@@ -144,8 +158,7 @@ async def test_another_seed_moves_only_the_margins(auditor: Auditor, case: Case)
 
 
 async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, case: Case) -> None:
-    proofs = case.run.proofs
-    hot = await generate(case.model_dir, case.states[OWN], proofs.dtype, temperature=1.6)
+    hot = await drawn(case, OWN, 1.6)
     for one in await audit(auditor, case, *hot[:4]):
         assert moved(case, one) == {"sampling", "sampling_max", "logprob"}
     for one in await audit(auditor, case, *map(case.forged, hot[:4])):
@@ -155,8 +168,7 @@ async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, 
 async def test_each_item_is_measured_at_the_temperature_of_its_lease(
     auditor: Auditor, case: Case
 ) -> None:
-    proofs = case.run.proofs
-    hot = await generate(case.model_dir, case.states[OWN], proofs.dtype, temperature=1.6)
+    hot = await drawn(case, OWN, 1.6)
     leased = [replace(one, temperature=1.6) for one in hot[:4]]
     for one in await audit(auditor, case, *leased, *case.honest[:4]):
         assert moved(case, one) == set()
@@ -180,8 +192,7 @@ async def test_forged_logprobs_move_only_the_logprobs(auditor: Auditor, case: Ca
 
 
 async def test_another_model_moves_everything(auditor: Auditor, case: Case) -> None:
-    proofs = case.run.proofs
-    foreign = await generate(case.model_dir, case.states[FAR], proofs.dtype)
+    foreign = await drawn(case, FAR)
     for one in await audit(auditor, case, *foreign[:4]):
         assert moved(case, one) == {"fingerprint", "sampling", "sampling_max", "logprob"}
 
@@ -189,8 +200,7 @@ async def test_another_model_moves_everything(auditor: Auditor, case: Case) -> N
 async def test_a_neighbouring_version_shows_in_the_likelihood_ratio(
     auditor: Auditor, case: Case
 ) -> None:
-    proofs = case.run.proofs
-    near = await generate(case.model_dir, case.states[NEAR], proofs.dtype)
+    near = await drawn(case, NEAR)
     for one in await audit(auditor, case, *near):
         assert one.other_policy > 0
     [alone] = await audit(auditor, case, near[0], near=False)

@@ -2,11 +2,15 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from math import isfinite
+from typing import Any
 
 import pytest
-from conformance.engine_factories import Case
+import pytest_asyncio
+import torch
+from conformance.engine_factories import DRAWING_PARAMS, Case
 from support.engine_cases import (
     MAX_LENGTH,
     STOP,
@@ -15,11 +19,19 @@ from support.engine_cases import (
     started,
     varied_requests,
 )
+from support.scripted_engine import scripted_hidden
 
-from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest, narrowing
+from primerl.node.inference.fingerprint import Hidden, Projection
+from primerl.node.inference.model import LanguageModel
+from primerl.node.inference.sampler import Narrowed, draw
+from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
+from primerl.node.weights.state import State
 
 DEADLINE_S = 240.0
+NEAR, FAR = 0.02, 0.3
+"""Distances: of a proof from the hidden states that it is of, and from those of another policy."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -153,26 +165,6 @@ async def test_concurrent_loads_leave_the_version_that_was_asked_for_last(
     assert (engine.policy_version, one.policy_first) == (5, 5)
 
 
-async def test_close_fails_what_is_pending_and_everything_after(case: Case) -> None:
-    engine = await started(case.factory.engine(), case.model_dir, case.states[0])
-    pending = [
-        asyncio.create_task(engine.generate(request(seed=seed, max_tokens=100, stop=())))
-        for seed in range(3)
-    ]
-    await asyncio.sleep(0)
-    await engine.close()
-    async with asyncio.timeout(DEADLINE_S):
-        results = await asyncio.gather(*pending, return_exceptions=True)
-    assert [type(result) for result in results] == [EngineError] * 3
-    with pytest.raises(EngineError):
-        await engine.generate(request())
-    with pytest.raises(EngineError):
-        await engine.load(1, case.states[1])
-    with pytest.raises(EngineError):
-        await engine.update(1, case.states[1], {})
-    await engine.close()
-
-
 async def test_a_caller_that_gives_up_does_not_disturb_the_others(engine: Engine) -> None:
     [wanted] = await generate_all(engine, [request()])
     quitter = asyncio.create_task(engine.generate(request(seed=9)))
@@ -211,3 +203,148 @@ async def test_the_stop_token_of_these_cases_is_the_tokenizer_s(case: Case) -> N
     from primerl.node.models.huggingface import stop_token_ids
 
     assert stop_token_ids(case.model_dir) == (STOP,)
+
+
+# -- temperature 0, top_k and top_p ----------------------------------------------------------------
+
+NARROWED = [
+    request("abc", seed=1, stop=()),
+    replace(request("abc", seed=1, stop=()), temperature=0.0),
+    replace(request("xy", seed=2, stop=()), top_k=3),
+    replace(request("xy", seed=3, stop=(), temperature=1.3), top_p=0.5),
+    replace(request("q", seed=4, stop=()), top_k=8, top_p=0.7),
+]
+
+
+@pytest.mark.parametrize("case", DRAWING_PARAMS, indirect=True, scope="session")
+async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits(
+    engine: Engine, case: Case
+) -> None:
+    async with asyncio.timeout(60.0):
+        made = await asyncio.gather(*map(engine.generate, NARROWED))
+        halves = await asyncio.gather(
+            *(engine.generate(replace(one, max_tokens=5)) for one in NARROWED)
+        )
+        rest = await asyncio.gather(
+            *(
+                engine.generate(replace(one, prompt=(*one.prompt, *half.token_ids), max_tokens=7))
+                for one, half in zip(NARROWED, halves, strict=True)
+            )
+        )
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[0])
+    for index, (one, whole) in enumerate(zip(NARROWED, made, strict=True)):
+        tokens, logprobs = by_definition(model, one, whole.token_ids)
+        assert whole.token_ids == tokens
+        assert whole.logprobs == pytest.approx(logprobs, abs=case.factory.within)
+        # a completion in two pieces is the completion in one: what streams are made of
+        assert [*halves[index].token_ids, *rest[index].token_ids] == tokens
+
+
+def by_definition(
+    model: Any, one: GenerateRequest, drawn: list[int]
+) -> tuple[list[int], list[float]]:
+    """Tokens and logprobs of a plain forward pass over what was drawn."""
+    logits = _logits(model, one, drawn)
+    first, count = len(one.prompt), len(logits)
+    temperature, top_k, top_p = narrowing(one)
+    found = draw(
+        logits,
+        torch.full((count,), temperature),
+        torch.full((count,), one.seed),
+        torch.arange(first, first + count),
+        Narrowed(torch.arange(count), torch.full((count,), top_k), torch.full((count,), top_p)),
+    )
+    return found.tokens.tolist(), found.logprobs.tolist()
+
+
+def _logits(model: Any, one: GenerateRequest, drawn: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*one.prompt, *drawn]])).logits[0].float()
+    return logits[len(one.prompt) - 1 : -1]
+
+
+# -- proofs ----------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def proving(case: Case) -> AsyncIterator[Engine]:
+    engine = case.factory.engine()
+    try:
+        yield await started(engine, case.model_dir, case.states[0], fingerprint="projection")
+    finally:
+        await engine.close()
+
+
+def hidden_states(case: Case, state: State, asked: GenerateRequest, done: Completion) -> Hidden:
+    """What led to each token of a completion, by one pass over prompt and completion."""
+    if not case.factory.real:
+        return scripted_hidden(done.policy_first + (state is not case.states[0]), done.token_ids)
+    network = LanguageModel.build(case.model_dir, state, dtype="float32", device="cpu")
+    tokens = torch.tensor([[*asked.prompt, *done.token_ids]])
+    with torch.inference_mode():
+        return network.hidden(tokens)[0, len(asked.prompt) - 1 : -1].numpy()
+
+
+async def test_every_completion_brings_the_proof_of_its_tokens(proving: Engine) -> None:
+    scheme = Projection()
+    for one in await generate_all(proving, varied_requests()):
+        assert len(one.proof) == scheme.size(len(one.token_ids)) > 0
+        scheme.check(one.proof, len(one.token_ids))
+
+
+async def test_a_proof_is_of_the_hidden_states_of_its_policy_and_of_no_other(
+    proving: Engine, case: Case
+) -> None:
+    """Rows end at different steps and are dropped on the way: each has its own states all the same."""
+    requests = [
+        replace(one, max_tokens=4 + 9 * index, stop_token_ids=())
+        for index, one in enumerate(varied_requests())
+    ]
+    for asked, done in zip(requests, await generate_all(proving, requests), strict=True):
+        own, other = (hidden_states(case, state, asked, done) for state in case.states)
+        assert Projection().compare(done.proof, own).distance < NEAR
+        assert Projection().compare(done.proof, other).distance > FAR
+
+
+async def test_a_fingerprint_changes_nothing_that_is_sampled(
+    engine: Engine, proving: Engine
+) -> None:
+    wanted = await generate_all(engine, [request(seed=seed) for seed in range(4)])
+    found = await generate_all(proving, [request(seed=seed) for seed in range(4)])
+    assert {one.proof for one in wanted} == {b""}
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+async def test_an_unknown_fingerprint_is_an_engine_error(case: Case) -> None:
+    engine = case.factory.engine()
+    try:
+        with pytest.raises(EngineError, match="projection"):
+            await engine.start(case.model_dir, fingerprint="thumb")
+    finally:
+        await engine.close()
+
+
+# -- the end -----------------------------------------------------------------------------------------
+
+
+async def test_close_fails_what_is_pending_and_everything_after(
+    proving: Engine, case: Case
+) -> None:
+    """The last test: it closes the engine of those before, since vLLM takes its time to start."""
+    await proving.load(0, case.states[0])
+    pending = [
+        asyncio.create_task(proving.generate(request(seed=seed, max_tokens=100, stop=())))
+        for seed in range(3)
+    ]
+    await asyncio.sleep(0)
+    await proving.close()
+    async with asyncio.timeout(DEADLINE_S):
+        results = await asyncio.gather(*pending, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError] * 3
+    with pytest.raises(EngineError):
+        await proving.generate(request())
+    with pytest.raises(EngineError):
+        await proving.load(1, case.states[1])
+    with pytest.raises(EngineError):
+        await proving.update(1, case.states[1], {})
+    await proving.close()

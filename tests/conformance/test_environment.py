@@ -1,10 +1,14 @@
 """What every environment promises, for all of them."""
 
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from support import counting_environment
 from support.chat_model import make_chat_model
 from support.counting_environment import STOP, CountingEnvironment, shown_reply
 
@@ -26,15 +30,14 @@ async def environment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[Environment]:
     made: Environment = CountingEnvironment()
-    if request.param != "counting":
-        make = HostedEnvironment if request.param == "hosted" else VerifiersEnvironment
-        made = make(
-            EnvironmentConfig(id="reverse-text" if request.param == "hosted" else request.param),
-            model_dir=make_chat_model(tmp_path_factory.mktemp("chat")),
-            seed=0,
-            max_tokens=16,
-            temperature=1.0,
-        )
+    told: dict[str, Any] = {"seed": 0, "max_tokens": 16, "temperature": 1.0}
+    if request.param == "hosted":
+        program = (sys.executable, counting_environment.__file__)
+        config = EnvironmentConfig(id="counting")
+        made = HostedEnvironment(config, model_dir=Path(), program=program, **told)
+    elif request.param != "counting":
+        model = make_chat_model(tmp_path_factory.mktemp("chat"))
+        made = VerifiersEnvironment(EnvironmentConfig(id=request.param), model_dir=model, **told)
     await made.start()
     yield made
     await made.close()

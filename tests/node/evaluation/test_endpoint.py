@@ -276,9 +276,6 @@ async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
         assert again == [cell]
         assert len(server.bodies) == 40
         assert server.most <= 4
-        other = config(tmp_path, server, sampling={"temperature": 0.0})
-        await evaluate(other, watch=seen.append, environ={"MY_KEY": KEY})
-        assert len(server.bodies) == 80
     told = cell.figures
     assert (told.prompts, told.samples) == (20, 2)
     assert 0 < told.failed < 1
@@ -353,7 +350,9 @@ async def test_an_evaluation_asks_the_judge_of_its_environment(
 
 
 @pytest.mark.slow
-async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_an_evaluation_that_broke_off_goes_on_where_it_was_and_anew_where_it_samples_otherwise(
+    tmp_path: Path,
+) -> None:
     down = False
 
     def answer(body: dict[str, Any]) -> web.StreamResponse:
@@ -369,8 +368,11 @@ async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path)
         assert [cell["model"] for cell in results["cells"]] == ["a"]
         down, before = False, len(server.bodies)
         cells = await evaluate(wanted, watch=_nothing, environ={})
-    assert [cell.model for cell in cells] == ["a", "b"]
-    assert len(server.bodies) == before + 40
+        assert [cell.model for cell in cells] == ["a", "b"]
+        assert len(server.bodies) == before + 40
+        other = config(tmp_path, server, endpoints=endpoints[:1], sampling={"temperature": 0.0})
+        await evaluate(other, watch=_nothing, environ={})
+    assert len(server.bodies) == before + 80
 
 
 async def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:

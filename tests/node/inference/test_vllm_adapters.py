@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conformance.engine_factories import Case, make_case
 from support.auditor_cases import measured
-from support.engine_cases import MAX_LENGTH, request, varied_requests
+from support.engine_cases import FP32, MAX_LENGTH, request, varied_requests
 from support.exact_cases import play
 from support.protocol_cases import ADAPTED, played_otherwise
 
@@ -23,6 +23,7 @@ from primerl.node.config.engine import EngineConfig, Quantization
 from primerl.node.config.training import LoraConfig
 from primerl.node.inference.adapted import adapted
 from primerl.node.inference.engine import Completion, Engine
+from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models.model_files import export
 from primerl.node.ops.errors import EngineError, EngineLost
@@ -157,7 +158,7 @@ async def test_an_auditor_measures_each_version_by_its_own_adapters(
     )
     run = played_otherwise(run, temperature=1.0)
     # what draws has the merged weights
-    engine, auditor = case.factory.engine(), VllmAuditor(CONFIG, timeout_s=DEADLINE_S)
+    engine, auditor = HfEngine(FP32), VllmAuditor(CONFIG, timeout_s=DEADLINE_S)
     try:
         await auditor.start(case.model_dir, run)
         await engine.start(case.model_dir, fingerprint="projection")

@@ -93,7 +93,14 @@ class Case:
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[{}, NGRAM, MTP], ids=["plain", "ngram", "mtp"]
+    scope="module",
+    loop_scope="module",
+    params=[
+        {},
+        pytest.param(NGRAM, marks=pytest.mark.nightly),  # other drafts, and the same proofs of them
+        MTP,
+    ],
+    ids=["plain", "ngram", "mtp"],
 )
 async def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -19,12 +19,14 @@ from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import SftConfig
 from primerl.node.ops.errors import UsageError
 from primerl.node.ops.metrics import MetricsLog
-from primerl.node.ops.monitors import LIBRARIES, Monitors, check_monitors
+from primerl.node.ops.monitors import LIBRARIES, LINES_WAITING, Monitors, check_monitors
 
 __all__ = ["model_dir", "quiet_registry"]
 
 PATIENCE_S = 120.0
 """Of a test that waits for a whole library on a busy machine."""
+LINES = 4 * LINES_WAITING
+"""Of a monitor that reads none: more than wait for it, and than a pipe holds."""
 
 
 def real(monitor: str) -> pytest.MarkDecorator:
@@ -242,7 +244,6 @@ def test_a_server_that_never_answers_is_left_when_the_run_ends(
 FAKES = {
     "hangs when it is opened": "import time\ndef SummaryWriter(*_, **__): time.sleep(600)",
     "cannot be opened": "def SummaryWriter(*_, **__): raise OSError('no such project')",
-    "cannot be imported": "raise ImportError('no such project')",
     "ends": "import os\ndef SummaryWriter(*_, **__): os._exit(3)",
     "hangs when it is closed": """
 import time
@@ -340,7 +341,7 @@ async def test_a_monitor_of_a_worker_is_told_its_figures_and_no_secret(
     assert swarm.ticket not in found
 
 
-@pytest.mark.parametrize("fault", FAKES)
+@pytest.mark.parametrize("fault", [fault for fault in FAKES if fault != "cannot be opened"])
 def test_a_monitor_that_fails_or_hangs_holds_nothing_up(
     tmp_path: Path, fake: Install, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,12 +350,12 @@ def test_a_monitor_that_fails_or_hangs_holds_nothing_up(
     monitors = Monitors.of_run(made)
     metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors)
     began = time.monotonic()
-    for step in range(2000):
-        metrics.write(step, {f"value/{at}": 0.5 for at in range(100)})
+    for step in range(LINES):
+        metrics.write(step, {f"value/{at}": 0.5 for at in range(20)})
     assert time.monotonic() - began < 60, "lines were waited for"
     monitors.close(3.0)
     metrics.close()
-    assert len((made.run_dir / "metrics.jsonl").read_text().splitlines()) == 2000
+    assert len((made.run_dir / "metrics.jsonl").read_text().splitlines()) == LINES
     assert "monitor tensorboard" in caplog.text
 
 
