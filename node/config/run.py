@@ -256,7 +256,7 @@ class EnvironmentConfig(BaseConfig):
 
 
 UNPROVED = frozenset(
-    "extra_body top_p top_k min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "extra_body min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
 """Options of engines that no lease has."""
@@ -270,8 +270,8 @@ class ProvedSamplingConfig(BaseConfig):
     def _can_be_proved(cls, value: Any) -> Any:
         if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
             raise ValueError(
-                f"{' and '.join(refused)} cannot be set in training: audits and the loss need each token's "
-                "probability under softmax(logits / temperature), and one set of stop tokens; leave it out"
+                f"{' and '.join(refused)} cannot be set in training: audits repeat temperature, top_p and "
+                "top_k, and a reply ends at the model's stop tokens; leave it out"
             )
         return value
 
@@ -283,6 +283,10 @@ class OwnSamplingConfig(ProvedSamplingConfig):
     """Logits are divided by this before a token is drawn; default: sampling.temperature."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one reply; 0: sampling.max_tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the likeliest tokens that hold this probability together; default: sampling.top_p."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Draw from this many likeliest tokens, 0 is all; default: sampling.top_k."""
 
 
 OWN_TRAINING = ("advantage", "overlong", "length_penalty", "loss")
@@ -321,6 +325,11 @@ class SamplingConfig(ProvedSamplingConfig):
     """Logits are divided by this before a token is drawn."""
     max_tokens: Positive = 16
     """Most tokens of one reply."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that hold this probability together, of those that top_k leaves. Logprobs,
+    also those of the loss, are of all tokens."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Draw from this many likeliest tokens; 0 is all."""
 
 
 class KeepConfig(BaseConfig):
@@ -678,9 +687,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
         """The sampling of an environment, what it leaves out filled in."""
-        own = one.sampling
-        said = {"temperature": own.temperature, "max_tokens": own.max_tokens}
-        return self.sampling.model_copy(update={k: value for k, value in said.items() if value})
+        said = one.sampling.model_dump() | {"max_tokens": one.sampling.max_tokens or None}
+        given = {key: value for key, value in said.items() if value is not None}
+        return self.sampling.model_copy(update=given)
 
     def training_on(self) -> dict[str, TrainingConfig]:
         """Map each environment's name to the training section with its own advantage and loss."""

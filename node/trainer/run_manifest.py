@@ -116,7 +116,7 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
 
 
 def _described(sampling: SamplingConfig) -> str:
-    return f"temperature {sampling.temperature:g} and max_tokens {sampling.max_tokens}"
+    return ", ".join(f"{key} {value:g}" for key, value in sampling.model_dump().items())
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:

@@ -325,6 +325,8 @@ class RolloutGenerator:
                 seed=sample_seed(self._run_id, lease, self._node, group.task.digest, index, turn),
                 stop_token_ids=self._run.model.stop_token_ids,
                 group=group.name,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
             )
             return await self._admission.generate(request, group.order)
 
