@@ -434,6 +434,13 @@ FAULTS = (
         ("test_a_rollout_at_another_environments_temperature_is_fraud_and_at_its_own_is_not",),
     ),
     Fault(
+        "audits do not repeat what top_p and top_k leave",
+        "node/inference/sampler.py",
+        "if limits and (narrowed := limits.narrowed(rows, tokens.device)):",
+        "if limits and (narrowed := None):",
+        ("test_replies_under_another_top_p_than_the_leases_are_rejected",),
+    ),
+    Fault(
         "experts that a router did not choose are no fault of a route",
         "node/models/routers.py",
         "outside = ~(claimed[:, :, None] == own[:, None, :]).any(2) & (claimed >= 0)",

@@ -149,7 +149,9 @@ buffer.online_difficulty_filtering | training.filter_zero_advantages
 buffer.* | - | | tasks are leased in order; only groups without a signal are left out
 train.sampling.temperature | sampling.temperature
 train.sampling.max_completion_tokens | sampling.max_tokens | raw max_tokens | default: what a prompt leaves
-train.sampling.* | - | | the seed of a lease fixes each token: temperature alone is free
+train.sampling.top_p, .extra_body.top_p | sampling.top_p
+train.sampling.top_k, .extra_body.top_k | sampling.top_k | top_k
+train.sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 renderer.name | . | | prompts are made by the model's chat template
 renderer.* | - | | prompts are made by the model's chat template
 eval.interval, val.interval | evaluation.=
@@ -185,9 +187,9 @@ algo | - | | nearest: environments[].advantage and .loss
 sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
 sampling.max_completion_tokens |
     environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
-sampling.top_p, .top_k | evaluation.environments[].sampling.= | off 0 1.0 -1 | of training: the seed of a lease
-    fixes each token
-sampling.* | - | off 0 1.0 -1 | the seed of a lease fixes each token: temperature alone is free
+sampling.top_p, .extra_body.top_p | environments[].sampling.top_p, evaluation.environments[].sampling.top_p
+sampling.top_k, .extra_body.top_k | environments[].sampling.top_k, evaluation.environments[].sampling.top_k
+sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
 env.AGENT.timeout.* | - | | nearest: environment.timeout_s, for the environment's own code between two turns
@@ -486,6 +488,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "roles": lambda value: [role for role, learned in value.items() if learned],
     "section": lambda _: {},
     "switch": _switch,
+    "top_k": lambda value: max(0, value or 0),
 }
 
 
@@ -1069,6 +1072,7 @@ class _Conversion:
         made: Tree = {}
         for key, value in _leaves(_table(source.values, "sampling")):
             name = "max_tokens" if key == "max_completion_tokens" else key
+            name = name.removeprefix("extra_body.")
             if not has_key(COMMANDS[self._config.command], f"{place}.{name}"):
                 rule = RULES["source.sampling.*"]
                 self._apply(rule, f"{source.path}.sampling.{key}", rule.key, value)
