@@ -7,7 +7,7 @@ RunConfig, `join` reads JoinConfig; both hold NodeConfig's sections. Learner: tr
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -238,6 +238,8 @@ class EnvironmentConfig(BaseConfig):
     tool_call_parser: str = "auto"
     """Form of the model's tool calls, by vLLM's name of the parser that reads it (`hermes`, `qwen3_coder`,
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them."""
     deterministic_tools: bool = True
     """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
     Set false for tools that search, draw or look at a clock: then such a rollout cannot be checked, and a
@@ -256,24 +258,35 @@ class EnvironmentConfig(BaseConfig):
 
 
 UNPROVED = frozenset(
-    "extra_body min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
 """Options of engines that no lease has."""
 
 
 class ProvedSamplingConfig(BaseConfig):
-    """Sampling that audits can repeat."""
+    """Sampling that audits can repeat; what `extra_body` holds counts as if it stood beside it."""
 
     @model_validator(mode="before")
     @classmethod
     def _can_be_proved(cls, value: Any) -> Any:
-        if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
+        if not isinstance(value, dict):
+            return value
+        given = cast("dict[str, Any]", value)
+        if isinstance(extra := given.get("extra_body"), dict):
+            given = given | cast("dict[str, Any]", extra)
+            del given["extra_body"]
+        if "chat_template_kwargs" in given:
+            raise ValueError(
+                "chat_template_kwargs decide how prompts are made: give them in [environment] or "
+                "[[environments]], where evaluations take them, too"
+            )
+        if refused := sorted(UNPROVED.intersection(given)):
             raise ValueError(
                 f"{' and '.join(refused)} cannot be set in training: audits repeat temperature, top_p and "
                 "top_k, and a reply ends at the model's stop tokens; leave it out"
             )
-        return value
+        return given
 
 
 class OwnSamplingConfig(ProvedSamplingConfig):

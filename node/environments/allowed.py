@@ -278,10 +278,12 @@ def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claim
 def _published(one: TrainedEnvironment) -> bytes:
     """Encode the options for the manifest as JSON.
 
-    Without a judge they are the bytes of releases before judges, so that runs of those releases go on.
+    Without a judge and variables of the template they are the bytes of releases before these, so that runs of
+    those releases go on.
     """
     told = one.published()
-    return told.model_dump_json(exclude=None if told.judge else {"judge"}).encode()
+    later = {name for name in ("judge", "chat_template_kwargs") if not getattr(told, name)}
+    return told.model_dump_json(exclude=later).encode()
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:

@@ -103,6 +103,7 @@ class ChatFormat:
         variables: Mapping[str, str],
         stop_token_ids: tuple[int, ...],
         options: frozenset[str] = frozenset(),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -112,12 +113,20 @@ class ChatFormat:
         """Ids that end a reply, ascending; those of models.stop_token_ids()."""
         self.options = options
         """Variables of the template besides the conversation, such as `enable_thinking`."""
+        self._defaults = dict(defaults or {})
 
     @classmethod
-    def load(cls, model_dir: Path, *, needs_template: bool = True) -> "ChatFormat":
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        needs_template: bool = True,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> "ChatFormat":
         """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed.
 
-        Without `needs_template` a model may lack a template; prompt() then raises instead.
+        Without `needs_template` a model may lack a template; prompt() then raises instead. `defaults` are
+        values of options that the template must have.
         """
         from tokenizers import Tokenizer
 
@@ -132,11 +141,17 @@ class ChatFormat:
         settings = _read_json(model_dir / "tokenizer_config.json")
         variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
         template, asked = _compile(_template_text(model_dir, settings, needed=needs_template))
+        if unknown := sorted(set(defaults or ()) - (asked - _GIVEN)):
+            has = ", ".join(sorted(asked - _GIVEN)) or "nothing"
+            raise EnvironmentFailed(
+                f"chat_template_kwargs: the model's chat template uses {has}, not {', '.join(unknown)}"
+            )
         return cls(
             tokenizer,
             template,
             variables=variables,
             options=asked - _GIVEN,
+            defaults=defaults,
             stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
         )
 
@@ -243,7 +258,7 @@ class ChatFormat:
     ) -> str:
         """Render a conversation, with the generation prompt if `generate`.
 
-        `options` outside of self.options are ignored. Raises EnvironmentFailed.
+        `options` outside of self.options are ignored; they go before the defaults. Raises EnvironmentFailed.
         """
         from jinja2 import TemplateError
 
@@ -253,7 +268,7 @@ class ChatFormat:
                 add_generation_prompt=generate,
                 tools=list(tools) if tools else None,
                 documents=None,
-                **{k: v for k, v in (options or {}).items() if k in self.options},
+                **self._defaults | {k: v for k, v in (options or {}).items() if k in self.options},
                 **self._variables,
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:

@@ -101,7 +101,9 @@ class VerifiersEnvironment:
         await asyncio.to_thread(_import_player)
         from .playing import open_player
 
-        self._chat = self._given or await asyncio.to_thread(ChatFormat.load, self._model_dir)
+        self._chat = self._given or await asyncio.to_thread(
+            ChatFormat.load, self._model_dir, defaults=self._config.chat_template_kwargs
+        )
         try:
             self._player = open_player(
                 self._config,

@@ -28,7 +28,7 @@ from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
-from ..environments.allowed import environment_contracts
+from ..environments.allowed import environment_contracts, options_of
 from ..inference.vllm_arguments import check_quantized, read_shape
 from ..models import base_weights
 from ..models.model_files import position_count
@@ -112,6 +112,11 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
                 f"this run samples {one.name} with {_described(signed)}, now it is "
                 f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
                 "--name NEW --resume.dir DIRECTORY"
+            )
+        if own.chat_template_kwargs != options_of(one).chat_template_kwargs:
+            raise UsageError(  # no worker's prompts would be the trainer's
+                f"this run makes the prompts of {one.name} with other chat_template_kwargs: change them back, "
+                "or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
             )
 
 

@@ -70,8 +70,8 @@ class CopyDetector:
     ) -> None:
         """Store the new text of a rollout; raise Rejected(DUPLICATE) if it is a copy.
 
-        `top_p` is that of its environment. Call it once for each rollout that passed the cheap checks; repeating
-        a call is harmless.
+        `top_p` is that of its environment. Call it once for each rollout that passed the cheap checks;
+        repeating a call is harmless.
         """
         owner = Owner(arrival, rollout.group * _PLACES + rollout.index, node)
         texts = [_Text(one, top_p) for one in rollout.branches]

@@ -25,6 +25,7 @@ from .conftest import Ran
 MIXTURE = """
 [[environments]]
 id = "reverse-text"
+chat_template_kwargs = { enable_thinking = false }
 
 [[environments]]
 name = "sums"
@@ -104,12 +105,14 @@ def test_the_manifest_has_what_each_environment_is_played_by(mixture: RunConfig)
     assert [one.sampling.max_tokens for one in (first, second)] == [16, 4]
     assert [one.sampling.temperature for one in (first, second)] == [1.0, 0.6]
     assert [one.sampling.top_p for one in (first, second)] == [1.0, 0.9]
+    assert options_of(first).chat_template_kwargs == {"enable_thinking": False}
+    assert b"chat_template_kwargs" not in second.config, "older releases do not know it"
     wanted = EnvironmentConfig(id="arithmetic", args={"max_value": 9}, max_turns=1)
     assert options_of(second) == wanted, "a worker reads only what it plays by"
 
 
 def test_an_environment_takes_the_limits_of_the_run_unless_it_has_its_own(tmp_path: Path) -> None:
-    text = "[sampling]\ntop_k = 40\ntop_p = 0.8\n" + MIXTURE
+    text = "[sampling]\ntop_p = 0.8\nextra_body = { top_k = 40 }\n" + MIXTURE
     config = load(RunConfig, ["@", written(tmp_path / "limits.toml", text)], {})
     contracts = [one.sampling for one in environment_contracts(config)]
     assert [(one.top_k, one.top_p) for one in contracts] == [(40, 0.8), (0, 0.9)]
@@ -142,7 +145,12 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
             "environments.0.sampling.*: min_p and stop cannot be set in training",
         ),
         ("[sampling]\ntop_p = 1.5\n", "top_p"),
-        ("[sampling.extra_body]\ntop_k = 5\n", "extra_body cannot be set in training"),
+        ("[sampling.extra_body]\nmin_tokens = 5\n", "min_tokens cannot be set in training"),
+        ("[sampling.extra_body]\nguided_json = 5\n", "guided_json"),
+        (
+            "[sampling.extra_body.chat_template_kwargs]\nenable_thinking = false\n",
+            r"give them in \[environment\]",
+        ),
         ('[[environments]]\nid = "a"\n[environments.loss]\ntype = "best"\n', "type"),
         (
             '[training]\ncontext_parallel = 2\n[[environments]]\nid = "a"\n[environments.loss]\n'

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
+from support.chat_model import IM_END, THINKING, UNDEFINED, USER, make_chat_model
 from support.counting_environment import shown_reply
 
 from primerl.node.config.chat_api import JudgeConfig
@@ -107,6 +107,33 @@ async def test_arithmetic_knows_its_results(start: Start) -> None:
         assert episode.score.metrics == {"exact": 1.0, "numeric": 1.0}
     wrong = await environment.run(await environment.task(0), says("soon"))
     assert wrong.score.metrics == {"exact": 0.0, "numeric": 0.0}
+
+
+async def test_prompts_are_made_with_the_environments_variables_of_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout of another prompt is none of the task."""
+    monkeypatch.syspath_prepend(TASKSETS)
+    make_chat_model(tmp_path, THINKING)
+
+    async def start(**variables: bool | int | float | str) -> Environment:
+        environment = VerifiersEnvironment(
+            EnvironmentConfig(id="arithmetic", chat_template_kwargs=variables),
+            model_dir=tmp_path,
+            seed=0,
+            max_tokens=9,
+            temperature=1.0,
+        )
+        await environment.start()
+        return environment
+
+    plain, short = await start(), await start(enable_thinking=False)
+    task = await short.task(0)
+    assert await short.prompt(task) == [*await plain.prompt(task), ord("x")]
+    episode = await short.run(task, says("1"))
+    assert (await short.score(task, episode.branches)).reward == episode.score.reward
+    with pytest.raises(ScoreMismatch, match="another prompt"):
+        await plain.score(task, episode.branches)
 
 
 @pytest.mark.parametrize("name", ["reverse_text", "arithmetic"])
