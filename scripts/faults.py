@@ -436,8 +436,8 @@ FAULTS = (
     Fault(
         "audits do not repeat what top_p and top_k leave",
         "node/inference/sampler.py",
-        "if limits and (narrowed := limits.narrowed(rows, tokens.device)):",
-        "if limits and (narrowed := None):",
+        "narrowed = limits and limits.narrowed(rows, tokens.device)",
+        "narrowed = None",
         ("test_replies_under_another_top_p_than_the_leases_are_rejected",),
     ),
     Fault(

@@ -48,6 +48,10 @@ class Narrowed:
     top_p: Tensor
     """Probability of the likeliest tokens to draw from (at least one), [N] fp32; 1 is all."""
 
+    def select(self, chosen: Tensor) -> "Narrowed":
+        """Return those that are `chosen` [N] bool."""
+        return Narrowed(self.rows[chosen], self.top_k[chosen], self.top_p[chosen])
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -124,13 +128,18 @@ def weigh(
         part = logits(rows)
         if part is None:
             continue
-        best = draw(part, temperature[rows], seeds[rows], positions[rows])
+        narrowed = limits and limits.narrowed(rows, tokens.device)
+        columns = temperature[rows], seeds[rows], positions[rows]
+        best = draw(part, *columns, narrowed)
         found[0, rows] = part.amax(-1).float() if greedy else best.scores
         found[1, rows] = best.logsumexp
         found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
-        if limits and (narrowed := limits.narrowed(rows, tokens.device)):
-            columns = temperature[rows], seeds[rows], positions[rows], tokens[rows]
-            replayed.append((narrowed.rows + start, narrowed_margins(part, *columns, narrowed)))
+        if narrowed is not None:
+            # Waits for the device: honest work has few others, and they cost much more.
+            other = narrowed.select(best.tokens[narrowed.rows] != tokens[rows][narrowed.rows])
+            if len(other.rows):
+                margins = narrowed_margins(part, *columns, tokens[rows], other)
+                replayed.append((other.rows + start, margins))
     scores, sums, claimed = found
     # the same operations as draw()
     scaled = claimed * temperature.reciprocal()
@@ -234,9 +243,9 @@ def narrowed_margins(
 ) -> Tensor:
     """Return the margins [N] fp32 of the claimed `tokens` in the rows of `narrowed`, at most MOST_MARGIN.
 
-    A margin is 0 if draw() draws the token. Otherwise it is the smallest m for which some logits draw it that
-    differ from these, divided by the temperature, by at most m / 2 each, as far as two necessary conditions
-    tell: the token may be among those that the limits leave, and its score is at most m below the best of
+    They are those that draw() does not draw. A margin is the smallest m for which logits may draw the token
+    that each differ from these by at most m / 2, after the division by the temperature. Two conditions are
+    necessary: the token may be among those that the limits leave, and its score is at most m below the best of
     those that they surely leave. Without limits that is the difference of scores. Rounding of logits therefore
     costs an honest draw no more at the edge of the limits than elsewhere. Other arguments are as in weigh().
     """
@@ -270,9 +279,7 @@ class _NarrowedReplay:
         self._falling = -self._ordered
         """Ascending, as searchsorted() needs it."""
         noisy = noisy.gather(1, order)
-        drawn = noisy.masked_fill(_beyond(self._ordered, top_k, top_p), -torch.inf)
         self._place = (order == tokens).byte().argmax(-1, keepdim=True)
-        self._is_drawn = drawn.argmax(-1, keepdim=True) == self._place
         self._own = noisy.gather(1, self._place)
         self._best = noisy.cummax(-1).values
         """Best score of the first tokens, by their number less one."""
@@ -287,14 +294,12 @@ class _NarrowedReplay:
     def margins(self) -> Tensor:
         """Return the smallest difference of logits that explains each claim [N], by halving intervals."""
         low = torch.zeros_like(self._own)
-        if not low.is_cuda and bool(self._is_drawn.all()):
-            return low[:, 0]  # as honest work mostly is; a GPU is not waited for
         high = torch.full_like(low, MOST_MARGIN)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             explains = self._explains(middle)
             low, high = low.where(explains, middle), middle.where(explains, high)
-        return torch.where(self._is_drawn, 0.0, high)[:, 0]
+        return high[:, 0]
 
     def _explains(self, m: Tensor) -> Tensor:
         """Return whether logits that differ by m / 2 may have drawn the claimed tokens."""
