@@ -78,6 +78,11 @@ class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Only the likeliest tokens that hold this probability together are drawn, of those that top_k leaves."""
     top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     """Only this many likeliest tokens are drawn; 0: all."""
+    stop: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], ...],
+        msgspec.Meta(max_length=8),
+    ] = ()
+    """Strings that end a reply, with the first token that completes one."""
 
 
 class EnvironmentContract(

@@ -434,6 +434,13 @@ FAULTS = (
         ("test_a_rollout_at_another_environments_temperature_is_fraud_and_at_its_own_is_not",),
     ),
     Fault(
+        "a reply may go on behind a stop string",
+        "node/environments/policies.py",
+        "completion = self._strings.cut(completion)",
+        "pass",
+        ("test_replies_end_at_their_first_stop_string_and_nowhere_else",),
+    ),
+    Fault(
         "audits do not repeat what top_p and top_k leave",
         "node/inference/sampler.py",
         "narrowed = limits and limits.narrowed(rows, tokens.device)",

@@ -153,6 +153,7 @@ train.sampling.top_p, .extra_body.top_p | sampling.top_p
 train.sampling.top_k, .extra_body.top_k | sampling.top_k | top_k
 train.sampling.extra_body.chat_template_kwargs | environment.chat_template_kwargs |
     table raw chat_template_kwargs | of every environment
+train.sampling.stop, .extra_body.stop | environment.stop | raw stop | of every environment
 train.sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 renderer.name | . | | prompts are made by the model's chat template
 renderer.* | - | | prompts are made by the model's chat template
@@ -165,6 +166,7 @@ eval.sampling.top_p | evaluation.environments[].sampling.top_p | raw eval_top_p
 eval.sampling.top_k | evaluation.environments[].sampling.top_k | raw eval_top_k
 eval.sampling.extra_body.chat_template_kwargs | evaluation.environments[].chat_template_kwargs |
     table raw eval_chat_template_kwargs | of every environment
+eval.sampling.stop, .extra_body.stop | evaluation.environments[].stop | raw eval_stop | of every environment
 eval.sampling.* | - | | evaluations beside training have temperature, max_tokens, top_p and top_k
 eval.* | - | | the first version and the last are always evaluated
 val.num_examples | evaluation.prompts
@@ -195,6 +197,7 @@ sampling.top_p, .extra_body.top_p | environments[].sampling.top_p, evaluation.en
 sampling.top_k, .extra_body.top_k | environments[].sampling.top_k, evaluation.environments[].sampling.top_k
 sampling.extra_body.chat_template_kwargs |
     environments[].chat_template_kwargs, evaluation.environments[].chat_template_kwargs
+sampling.stop, .extra_body.stop | environments[].stop, evaluation.environments[].stop
 sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
@@ -1058,10 +1061,14 @@ class _Conversion:
             made["args"] = args
         if drawn := self._source_sampling(source, f"{place}.sampling"):
             made["sampling"] = drawn
-        runs = self._raw.get(f"{'eval_' if place.startswith('eval') else ''}chat_template_kwargs")
-        extra = _table(_table(source.values, "sampling"), "extra_body")
-        if variables := (runs or {}) | _table(extra, "chat_template_kwargs"):
+        prefix = "eval_" if place.startswith("eval") else ""
+        sampling = _table(source.values, "sampling")
+        own = sampling | _table(sampling, "extra_body")
+        runs = self._raw.get(f"{prefix}chat_template_kwargs") or {}
+        if variables := runs | _table(own, "chat_template_kwargs"):
             made["chat_template_kwargs"] = variables
+        if stop := _list(own.get("stop") or self._raw.get(f"{prefix}stop") or []):
+            made["stop"] = stop
         made |= {key: source.values[key] for key in keys if source.values.get(key)}
         for key, value in source.values.items():
             if key not in USED:
@@ -1083,7 +1090,7 @@ class _Conversion:
         for key, value in _leaves(_table(source.values, "sampling")):
             name = "max_tokens" if key == "max_completion_tokens" else key
             name = name.removeprefix("extra_body.")
-            if name.startswith("chat_template_kwargs."):
+            if name == "stop" or name.startswith("chat_template_kwargs."):
                 continue  # of the environment
             if not has_key(COMMANDS[self._config.command], f"{place}.{name}"):
                 rule = RULES["source.sampling.*"]

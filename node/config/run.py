@@ -215,6 +215,9 @@ class ModelConfig(BaseConfig):
     """Make the model and a byte-level tokenizer here instead of loading one."""
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
+
+
 class EnvironmentConfig(BaseConfig):
     """One `verifiers` v1 taskset."""
 
@@ -240,10 +243,21 @@ class EnvironmentConfig(BaseConfig):
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them."""
+    stop: Annotated[list[StopString], Field(max_length=8)] = []
+    """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True
     """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
     Set false for tools that search, draw or look at a clock: then such a rollout cannot be checked, and a
     worker's tool results and rewards are believed."""
+
+    @model_validator(mode="after")
+    def _can_find_stops(self) -> Self:
+        if self.stop and not self.deterministic_tools:
+            raise ValueError(
+                "stop: where replies end is checked by playing a rollout again, and with deterministic_tools = "
+                "false it cannot be; leave stop out"
+            )
+        return self
 
     def options(self) -> "EnvironmentConfig":
         """Return what of it decides how tasks are made and scored."""
@@ -258,7 +272,7 @@ class EnvironmentConfig(BaseConfig):
 
 
 UNPROVED = frozenset(
-    "min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "min_p min_tokens stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
 """Options of engines that no lease has."""
@@ -276,10 +290,10 @@ class ProvedSamplingConfig(BaseConfig):
         if isinstance(extra := given.get("extra_body"), dict):
             given = given | cast("dict[str, Any]", extra)
             del given["extra_body"]
-        if "chat_template_kwargs" in given:
+        if of_text := sorted({"chat_template_kwargs", "stop"}.intersection(given)):
             raise ValueError(
-                "chat_template_kwargs decide how prompts are made: give them in [environment] or "
-                "[[environments]], where evaluations take them, too"
+                f"{' and '.join(of_text)} depend on the text: give them in [environment] or [[environments]], "
+                "where evaluations take them, too"
             )
         if refused := sorted(UNPROVED.intersection(given)):
             raise ValueError(

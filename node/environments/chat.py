@@ -91,6 +91,10 @@ class Chat(Protocol):
         """Return the ids of a reply with this `text`, stop token included."""
         ...
 
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of a token in the middle of a text."""
+        ...
+
 
 class ChatFormat:
     """A tokenizer, a compiled template and the tokens that end a reply."""
@@ -114,6 +118,7 @@ class ChatFormat:
         self.options = options
         """Variables of the template besides the conversation, such as `enable_thinking`."""
         self._defaults = dict(defaults or {})
+        self._pieces: dict[int, bytes] = {}
 
     @classmethod
     def load(
@@ -235,6 +240,21 @@ class ChatFormat:
         if all(char in _BYTE_OF for char in name):
             return bytes(_BYTE_OF[char] for char in name)
         return text.encode("utf-8", "replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of one token after another one: with its space, where that stands before words."""
+        if token_id not in self._pieces:
+            before = self.shown([self._letter], special=True)
+            text = self.shown([self._letter, token_id], special=True)
+            alone = UNREADABLE in text or not text.startswith(before)
+            found = self.spelled(token_id) if alone else text[len(before) :].encode()
+            self._pieces[token_id] = found
+        return self._pieces[token_id]
+
+    @cached_property
+    def _letter(self) -> int:
+        """A token that is followed by others."""
+        return self.encode("a")[-1]
 
     def reply(self, text: str) -> list[int]:
         """Return the token ids of a reply with this `text`, stop token included."""
@@ -448,6 +468,10 @@ class Transcript:
     def reply(self, text: str) -> list[int]:
         """See Chat."""
         return [*map(ord, text), END]
+
+    def piece(self, token_id: int) -> bytes:
+        """See Chat."""
+        return chr(token_id).encode() if token_id < CHARACTERS else b""
 
     def messages(self, prompt: Sequence[int]) -> list[dict[str, str]]:
         """Return the conversation before the next reply, in the form that APIs take."""

@@ -106,18 +106,21 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
         )
     for own, one in zip(config.mixture, run.environments, strict=True):
         wanted_sampling = config.sampling_of(own)
-        signed = wanted_sampling.model_copy(update=structs.asdict(one.sampling))
+        drawn = {name: getattr(one.sampling, name) for name in SamplingConfig.model_fields}
+        signed = wanted_sampling.model_copy(update=drawn)
         if wanted_sampling != signed:  # the trainer would compute logprobs of another policy
             raise UsageError(
                 f"this run samples {one.name} with {_described(signed)}, now it is "
                 f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
                 "--name NEW --resume.dir DIRECTORY"
             )
-        if own.chat_template_kwargs != options_of(one).chat_template_kwargs:
-            raise UsageError(  # no worker's prompts would be the trainer's
-                f"this run makes the prompts of {one.name} with other chat_template_kwargs: change them back, "
-                "or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
-            )
+        options = options_of(one)
+        for key in ("chat_template_kwargs", "stop"):
+            if getattr(own, key) != getattr(options, key):  # workers' rollouts would be refused
+                raise UsageError(
+                    f"this run began with another {key} of {one.name}: change it back, or begin another run "
+                    "from its checkpoint, --name NEW --resume.dir DIRECTORY"
+                )
 
 
 def _described(sampling: SamplingConfig) -> str:

@@ -285,10 +285,10 @@ def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_variables_of_the_chat_template_go_to_the_environments(tmp_path: Path) -> None:
-    body = "extra_body = { chat_template_kwargs = { enable_thinking = false } }\n"
+def test_stops_and_variables_of_the_chat_template_go_to_the_environments(tmp_path: Path) -> None:
+    body = "stop = '!'\nextra_body = { chat_template_kwargs = { enable_thinking = false } }\n"
     runs = f"[orchestrator.train.sampling]\n{body}[orchestrator.eval.sampling]\n{body}"
-    own = "sampling = { extra_body = { chat_template_kwargs = { effort = 'low' } } }\n"
+    own = "sampling = { stop = ['a', 'b'], extra_body = { chat_template_kwargs = { effort = 'low' } } }\n"
     played = '[[orchestrator.eval.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
     config = convert(
         tmp_path, ONE_SOURCE + own + ONE_SOURCE.replace("reverse-text", "x") + played + runs
@@ -298,6 +298,7 @@ def test_variables_of_the_chat_template_go_to_the_environments(tmp_path: Path) -
     (evaluated,) = config.values["evaluation"]["environments"]
     shared = {"enable_thinking": False}
     assert second["chat_template_kwargs"] == evaluated["chat_template_kwargs"] == shared
+    assert (first["stop"], second["stop"], evaluated["stop"]) == (["a", "b"], ["!"], ["!"])
     assert config.missing == []
     alone = convert(tmp_path, ONE_SOURCE + runs)
     assert alone.values["environment"]["chat_template_kwargs"] == shared

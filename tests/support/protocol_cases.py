@@ -145,8 +145,8 @@ def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
     return structs.replace(run, environments=(one, *others))
 
 
-NARROWED = played_otherwise(MANIFEST, top_p=0.9, top_k=40)
-"""A run that draws from its likeliest tokens only."""
+NARROWED = played_otherwise(MANIFEST, top_p=0.9, top_k=40, stop=("</answer>", "\n\n"))
+"""A run that draws from its likeliest tokens only, and ends replies by strings."""
 ADAPTED = structs.replace(
     MANIFEST,
     adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
