@@ -55,13 +55,19 @@ def init(
     tools: Annotated[
         bool, typer.Option("--tools", help="Write one with a tool that the model calls.")
     ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Write one with tools that search pages of yours.")
+    ] = False,
 ) -> None:
     """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
     from ..node.environments.allowed import NAME, module_of, name_taken, root_of
     from ..node.ops.errors import UsageError, file_error
 
-    if multi_turn and tools:
-        raise UsageError("--multi-turn and --tools are two templates: choose one")
+    kinds = {"multi_turn": multi_turn, "tools": tools, "search": search}
+    chosen = [one for one, given in kinds.items() if given] or ["single_turn"]
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{one.replace('_', '-')}" for one in chosen)
+        raise UsageError(f"{flags} are templates of their own: choose one")
     module = module_of(name)
     if not NAME.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
         raise UsageError(f"{name[:80]!r} is no name of a package: use letters, digits and -")
@@ -73,7 +79,7 @@ def init(
     if directory.exists():
         raise UsageError(f"{directory} exists already: choose another name or another --path")
     title = "".join(word.capitalize() for word in module.split("_"))
-    kind = "multi_turn" if multi_turn else "tools" if tools else "single_turn"
+    (kind,) = chosen
     files = {
         "pyproject.toml": "pyproject.toml",
         "README.md": "README.md",
@@ -81,7 +87,9 @@ def init(
         f"tests/test_{module}.py": f"{kind}_test.py.txt",
     }
     if not multi_turn:
-        files["rl.toml"] = "tools_rl.toml" if tools else "rl.toml"
+        files["rl.toml"] = "rl.toml" if kind == "single_turn" else f"{kind}_rl.toml"
+    if search:
+        files |= {f"{module}/{one}.jsonl": f"search_{one}.jsonl" for one in ("pages", "questions")}
     for file, template in files.items():
         text = (TEMPLATE / template).read_text(encoding="utf-8")
         text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)

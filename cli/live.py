@@ -46,6 +46,7 @@ from .tables import (
     state_of,
     status_lines,
     traffic,
+    trust,
     version,
 )
 
@@ -210,7 +211,9 @@ Cells = Mapping[str, str]
 
 
 def _column(name: str, importance: int) -> Column[Cells]:
-    return Column(name, lambda cells: cells.get(name, NONE), importance, elastic=name == "PHASE")
+    return Column(
+        name, lambda cells: cells.get(name, NONE), importance, elastic=name in ("PHASE", "TRUST")
+    )
 
 
 IMPORTANCE = {
@@ -334,7 +337,7 @@ def _service(row: PeerRow) -> dict[str, str]:
     return {
         "PATH": row.path,
         "OK/REJ": f"{row.accepted}/{row.rejected}",
-        "TRUST": f"{row.trust:.2f}",
+        "TRUST": trust(row.trust, row.trusts),
     }
 
 

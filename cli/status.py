@@ -35,8 +35,8 @@ def peers(
 
     One line a peer: how it is reached and how fast, bytes to and from it, the policy version that it
     holds and how far that lags, leases, accepted and rejected rollouts with the commonest reason, trust
-    (did its work check out) and reliability (does it answer). A narrow terminal shows the columns that
-    matter most; peers that are gone come last.
+    (did its work check out, for each environment) and reliability (does it answer). A narrow terminal shows
+    the columns that matter most; peers that are gone come last.
 
     \b
     Examples:

@@ -301,7 +301,14 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
         lambda row: -row.accepted,
     ),
     _figure("AUDITED", "audited", 20),
-    _figure("TRUST", "trust", 65, lambda trust: f"{trust:.2f}", least=True),
+    Column(
+        "TRUST",
+        lambda row: trust(row.trust, row.trusts),
+        65,
+        lambda row: row.trust,
+        right=True,
+        elastic=True,
+    ),
     _figure("REL", "reliability", 10, lambda share: f"{share:.2f}", least=True),
     _figure("SEEN", "last_seen_s", 50, lambda ago: f"{duration(ago)} ago", least=True),
     Column("SOFTWARE", lambda row: row.software or NONE, 5),
@@ -387,8 +394,17 @@ def bounds_in_one(rows: Sequence[BoundsRow]) -> str:
 
 def outcomes(status: Status) -> str:
     """Count accepted and rejected rollouts, with the trust that a worker has for them."""
-    trust = "" if status.trust is None else f", trust {status.trust:.2f}"
-    return f"{status.accepted} accepted, {rejected(status.rejected)}{trust}"
+    judged = f"{status.accepted} accepted, {rejected(status.rejected)}"
+    return (
+        judged if status.trust is None else f"{judged}, trust {trust(status.trust, status.trusts)}"
+    )
+
+
+def trust(lowest: float, trusts: Mapping[str, float]) -> str:
+    """Show one figure, or where there is work of several environments one for each."""
+    if len(trusts) < 2:
+        return f"{lowest:.2f}"
+    return ", ".join(f"{name} {value:.2f}" for name, value in trusts.items())
 
 
 def traffic(status: Status) -> str:

@@ -19,7 +19,7 @@ from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Name, Version
 from .pipelines import MAX_STAGES
-from .reputation import Reputation
+from .reputation import Trust
 
 MAX_CHOSEN = 2048
 """Rollouts of one job; a report on that many stays below MAX_REPORT."""
@@ -112,9 +112,9 @@ def rows_by_place(report: AuditReport) -> dict[tuple[int, int], MeasuredRow | Un
 
 CHALLENGE_BYTES = 32
 NEWCOMER = 64.0
-"""Verified rollouts, as they are remembered, below which everything is audited."""
+"""Verified rollouts of an environment, as they are remembered, below which all of it is audited."""
 DOUBT = 0.045
-"""1 - trust_low of a clean record of NEWCOMER rollouts: from here on the rate falls."""
+"""1 - trust.low of a clean record of NEWCOMER rollouts: from here on the rate falls."""
 
 WINDOW = 32
 """Groups that a running mean remembers, about."""
@@ -128,21 +128,21 @@ MAX_PEERS = 1024
 MAX_ENVIRONMENTS = 16
 
 
-def audit_rate(
-    reputation: Reputation, base: float, outlierness: float, recent_fault: bool
-) -> float:
-    """Share of a peer's next rollouts that is audited; `base` is contract.audit_rate, outlierness in [0, 1].
+def audit_rate(trust: Trust, base: float, outlierness: float, recent_fault: bool) -> float:
+    """Share of a peer's next rollouts of an environment that is audited.
 
-        rate = 1                                   newcomers, and after a recent fault
-        r    = max(base, min(1, (1 - trust_low) / DOUBT))
+    `trust` is the one in that environment, `base` is contract.audit_rate, outlierness in [0, 1].
+
+        rate = 1                                   newcomers to it, and after a recent fault in any
+        r    = max(base, min(1, (1 - trust.low) / DOUBT))
         rate = r + (1 - r) * outlierness           everybody else
 
-    After n clean rollouts 1 - trust_low is about 3 / n, so r is about 64 / n until it meets the base: each
+    After n clean rollouts 1 - trust.low is about 3 / n, so r is about 64 / n until it meets the base: each
     doubling of a record is bought with some 44 more audits. For the base see docs/proofs.md.
     """
-    if recent_fault or reputation.good < NEWCOMER:
+    if recent_fault or trust.good < NEWCOMER:
         return 1.0
-    rate = max(base, min(1.0, (1.0 - reputation.trust_low) / DOUBT))
+    rate = max(base, min(1.0, (1.0 - trust.low) / DOUBT))
     return rate + (1.0 - rate) * min(1.0, max(0.0, outlierness))
 
 

@@ -13,7 +13,7 @@ either, and check_assignment() tells whether the tasks are the environment's own
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any
@@ -359,15 +359,27 @@ class LeasePolicy:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What a node's work in one environment allows it to hold of that environment."""
+
+    trust: float
+    """Trust.low, 0 to 1."""
+    earned: float
+    """Its accepted groups."""
+
+
+@dataclass(frozen=True)
 class LeaseShare:
     """The inputs of a node's share of the work, besides its record in the book."""
 
     trust: float = 1.0
-    """Reputation.trust_low, 0 to 1."""
+    """Limits what it holds of all environments together."""
     waiting: frozenset[bytes] = frozenset()
     """Proven nodes that wait for a lease now."""
     earned: float = math.inf
-    """Its accepted groups."""
+    """Its accepted groups of all environments: limits what it holds of them together."""
+    standings: Mapping[int, Standing] = field(default_factory=dict[int, Standing])
+    """Limits what it holds of each environment."""
     newcomer: Origin | None = None
     """Origin of a node without accepted work: it holds one lease at a time."""
     playable: Collection[int] = range(MAX_ENVIRONMENTS)
@@ -658,13 +670,20 @@ class LeaseBook:
 
         `digest_of` maps (environment, task) to the task's digest.
         """
-        size = self._size(node, capacity, share, now)
-        environment = self._owed_most(share.playable)
-        if size < 1 or environment is None:
+        mine = [held.lease for held in self.held.values() if held.node == node]
+        most = self._size(node, mine, capacity, share, now)
+        sizes = {
+            number: min(most, self._room(node, number, mine, share))
+            for number in range(len(self.tasks))
+            if most >= 1 and number in share.playable
+        }
+        able = [number for number, size in sizes.items() if size >= 1]
+        environment = max(able, key=lambda number: self.tasks[number].owed, default=None)
+        if environment is None:
             return None
         # Nothing is taken before every digest is known: a task that cannot be made is not lost.
         queue = self.tasks[environment]
-        indices = queue.upcoming(size, self._on_lease(environment))
+        indices = queue.upcoming(sizes[environment], self._on_lease(environment))
         tasks = tuple(TaskRef(index, digest_of(environment, index)) for index in indices)
         if not tasks:
             return None
@@ -691,11 +710,6 @@ class LeaseBook:
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
 
-    def _owed_most(self, playable: Collection[int]) -> int | None:
-        """Find the environment to lease next, of those that can be played; None if there is none."""
-        found = [number for number in range(len(self.tasks)) if number in playable]
-        return max(found, key=lambda number: self.tasks[number].owed, default=None)
-
     def _charges(self, environment: int, groups: int, staffed: Collection[int]) -> dict[int, float]:
         """Divide `groups` that an environment is leased among what environments are owed; the sum is 0."""
         most = self.policy.groups_per_batch
@@ -714,18 +728,30 @@ class LeaseBook:
         for number, groups in charges.items():
             self.tasks[number].owed += sign * groups
 
-    def _size(self, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
-        """Size the next lease for `node`, in groups; below 1 if there is none."""
+    def _size(
+        self, node: bytes, mine: Sequence[Lease], capacity: int, share: LeaseShare, now: float
+    ) -> int:
+        """Size the next lease for `node`, which holds `mine`, in groups; below 1 if there is none."""
         if self.resting(node, now):
             return 0
-        mine = [len(held.lease.tasks) for held in self.held.values() if held.node == node]
         whole = max(1, self.policy.groups_per_lease >> self.record(node).missed)
         if share.newcomer is not None:
             return self._newcomer_size(bool(mine), whole, capacity, now)
-        leases, groups = self.quota(node, share.trust, share.earned)
-        if len(mine) >= leases:
-            return 0
-        return min(self._fair(bool(mine), node, capacity, share, now), whole, groups - sum(mine))
+        left = self._left(node, mine, share.trust, share.earned)
+        return min(self._fair(bool(mine), node, capacity, share, now), whole, left)
+
+    def _room(self, node: bytes, environment: int, mine: Sequence[Lease], share: LeaseShare) -> int:
+        """Count the groups of an environment that a node's work in it allows beside `mine`."""
+        standing = share.standings.get(environment)
+        if share.newcomer is not None or standing is None:
+            return self.policy.groups_per_lease
+        own = [lease for lease in mine if lease.environment == environment]
+        return self._left(node, own, standing.trust, standing.earned)
+
+    def _left(self, node: bytes, held: Sequence[Lease], trust: float, earned: float) -> int:
+        """Count the groups that are left of a quota of which `held` are taken; none if its leases are."""
+        leases, groups = self.quota(node, trust, earned)
+        return groups - sum(len(one.tasks) for one in held) if len(held) < leases else 0
 
     def _newcomer_size(self, holds: bool, whole: int, capacity: int, now: float) -> int:
         """Grant one group to see whether a node works; without proven nodes, newcomers divide all there is."""

@@ -1,13 +1,15 @@
 """Evidence about a peer: trust that heals, and a sequential test with a budget of false bans. Sans I/O.
 
-Two instruments, never mixed: trust (a Beta posterior) decides how much a peer is leased and audited, the test
-decides bans. A long good record buys no room for fraud: the test starts anew at 0 every moment. Reliability
-(bytes/s, latency, success) is another score and lives with the peers (node/p2p).
+Two instruments, never mixed: trust (a Beta posterior for each environment) decides how much of that environment
+a peer is leased, and how much of it is audited; the test, one for the peer, decides bans. A long good record
+buys no room for fraud: the test starts anew at 0 every moment. Reliability (bytes/s, latency, success) is
+another score and lives with the peers (node/p2p).
 """
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -222,14 +224,26 @@ def outcome_of(reason: Reason | None, suspect: bool) -> Outcome | None:
     return "rejected" if reason in AUDIT_FAULTS else None
 
 
-class ReputationSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Reputation as it is stored."""
+UNKNOWN = ""
+"""Name for the evidence of a state that did not tell environments apart: it is trust in none of them."""
+
+
+class TrustSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Trust as it is stored."""
 
     good: float
     bad: float
     updated: float
     accepted: int
     rejected: dict[str, int]
+
+
+class ReputationSnapshot(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True
+):
+    """A Reputation as it is stored."""
+
+    environments: dict[str, TrustSnapshot] = {}
     audited: int
     clean_streak: int
     faults: int
@@ -239,17 +253,89 @@ class ReputationSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     banned: str
     accusers: tuple[str, ...] = ()
     placement: Placement = Placement()
+    good: float = 0.0
+    bad: float = 0.0
+    updated: float = 0.0
+    accepted: int = 0
+    rejected: dict[str, int] = {}
+    """These five are of states that did not tell environments apart."""
+
+    def trusts(self, names: Sequence[str]) -> dict[str, TrustSnapshot]:
+        """Return the evidence by environment; `names` are the environments of the run that stored this."""
+        if not self.updated:
+            return self.environments
+        name = names[0] if len(names) == 1 else UNKNOWN
+        old = TrustSnapshot(self.good, self.bad, self.updated, self.accepted, self.rejected)
+        return {**self.environments, name: old}
 
 
 @dataclass
-class Reputation:
-    """Evidence about one peer. `good` and `bad` decay with a half-life of six hours; a ban does not."""
+class Trust:
+    """Evidence about a peer's work in one environment. `good` and `bad` decay with a half-life of six hours."""
 
     good: float = 0.0
     bad: float = 0.0
     updated: float = 0.0
     accepted: int = 0
     rejected: Counter[Reason] = field(default_factory=Counter[Reason])
+
+    def age(self, now: float) -> None:
+        """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
+        decay = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE_S) if self.updated else 1.0
+        self.updated = max(now, self.updated)
+        self.good *= decay
+        self.bad *= decay
+
+    def record(
+        self, accepted: int, rejected: Counter[Reason], now: float, *, spared: int = 0
+    ) -> None:
+        """Count the outcome of one submission; see Reputation.record()."""
+        self.age(now)
+        self.good += accepted
+        weight = sum(
+            count * (FRAUD_WEIGHT if reason in FRAUD else 1.0)
+            for reason, count in rejected.items()
+            if reason not in HARMLESS
+        )
+        self.bad += max(0.0, weight - spared * FRAUD_WEIGHT)
+        self.accepted += accepted
+        self.rejected.update(rejected)
+
+    @property
+    def mean(self) -> float:
+        """Mean of Beta(1 + good, 1 + bad): 0.5 for a stranger."""
+        return (1.0 + self.good) / (2.0 + self.good + self.bad)
+
+    @property
+    def low(self) -> float:
+        """Lower 5 % quantile of Beta(1 + good, 1 + bad): what can be counted on; 0.05 for a stranger."""
+        return beta_low(1.0 + self.good, 1.0 + self.bad)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether the evidence says to lease the peer nothing of this environment until it heals."""
+        return self.good + self.bad >= MIN_EVIDENCE and self.mean < QUARANTINE_BELOW
+
+    def snapshot(self) -> TrustSnapshot:
+        """Copy the state into plain types for msgspec; see restore()."""
+        rejected = {reason.value: count for reason, count in self.rejected.items()}
+        return TrustSnapshot(self.good, self.bad, self.updated, self.accepted, rejected)
+
+    @staticmethod
+    def restore(snapshot: TrustSnapshot) -> "Trust":
+        """Restore a snapshot; a reason of other software that is unknown here is left out."""
+        known = {reason.value: reason for reason in Reason}
+        counts = {known[name]: count for name, count in snapshot.rejected.items() if name in known}
+        fields: dict[str, Any] = {**msgspec.structs.asdict(snapshot), "rejected": Counter(counts)}
+        return Trust(**fields)
+
+
+@dataclass
+class Reputation:
+    """Evidence about one peer. What an environment's trust is about decays; a ban does not."""
+
+    environments: dict[str, Trust] = field(default_factory=dict[str, Trust])
+    """By name, those that some work of the peer was of; see of()."""
     audited: int = 0
     """Rollouts that an audit came to an end on."""
     clean_streak: int = 0
@@ -270,30 +356,30 @@ class Reputation:
     placement: Placement = field(default_factory=Placement)
     """Placement in a run that measures its bounds."""
 
+    def of(self, environment: str) -> Trust:
+        """Return the evidence about its work in an environment; that of a stranger where there is none."""
+        return self.environments.get(environment) or Trust()
+
     def age(self, now: float) -> None:
-        """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
-        decay = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE_S) if self.updated else 1.0
-        self.updated = max(now, self.updated)
-        self.good *= decay
-        self.bad *= decay
+        """Let the evidence of all environments decay until `now` (Unix seconds)."""
+        for trust in self.environments.values():
+            trust.age(now)
 
     def record(
-        self, accepted: int, rejected: Counter[Reason], now: float, *, spared: int = 0
+        self,
+        environment: str,
+        accepted: int,
+        rejected: Counter[Reason],
+        now: float,
+        *,
+        spared: int = 0,
     ) -> None:
         """Count the outcome of one submission. `now` in Unix seconds.
 
         `spared` of the rollouts rejected for FRAUD need not be of this peer: they weigh nothing.
         """
-        self.age(now)
-        self.good += accepted
-        weight = sum(
-            count * (FRAUD_WEIGHT if reason in FRAUD else 1.0)
-            for reason, count in rejected.items()
-            if reason not in HARMLESS
-        )
-        self.bad += max(0.0, weight - spared * FRAUD_WEIGHT)
-        self.accepted += accepted
-        self.rejected.update(rejected)
+        trust = self.environments.setdefault(environment, Trust())
+        trust.record(accepted, rejected, now, spared=spared)
         faults = sum(count for reason, count in rejected.items() if reason in FRAUD)
         if faults:
             self.faults += faults
@@ -346,34 +432,31 @@ class Reputation:
         self.cheat_nats = max(0.0, self.cheat_nats + step)
 
     @property
-    def trust(self) -> float:
-        """Mean of Beta(1 + good, 1 + bad): 0.5 for a stranger."""
-        return (1.0 + self.good) / (2.0 + self.good + self.bad)
+    def accepted(self) -> int:
+        """Accepted rollouts of all environments."""
+        return sum(trust.accepted for trust in self.environments.values())
 
     @property
-    def trust_low(self) -> float:
-        """Lower 5 % quantile of Beta(1 + good, 1 + bad): what can be counted on; 0.05 for a stranger."""
-        return beta_low(1.0 + self.good, 1.0 + self.bad)
-
-    @property
-    def quarantined(self) -> bool:
-        """Whether the evidence says to lease this peer nothing until it heals."""
-        return self.good + self.bad >= MIN_EVIDENCE and self.trust < QUARANTINE_BELOW
+    def rejected(self) -> Counter[Reason]:
+        """Rejected rollouts of all environments, by reason."""
+        counts: Counter[Reason] = Counter()
+        for trust in self.environments.values():
+            counts.update(trust.rejected)
+        return counts
 
     @property
     def refused(self) -> str:
-        """Reason why this peer is leased nothing now, in a sentence; empty if it is leased work."""
+        """Reason why this peer is leased nothing of any environment, in a sentence; empty if it may be."""
         if self.banned:
             return f"banned: {self.banned}"
-        if self.quarantined:
-            return f"too much was rejected: {self.top_reason()}"
         refused = self.placement.refused
         return f"wrong numerics class: {refused}" if refused else ""
 
     @property
     def proven(self) -> bool:
         """Whether work of this peer was accepted and stood an audit; all work of newcomers is audited."""
-        caught = sum(self.rejected[reason] for reason in AUDIT_FAULTS)
+        rejected = self.rejected
+        caught = sum(rejected[reason] for reason in AUDIT_FAULTS)
         return self.accepted > 0 and self.audited > caught
 
     @property
@@ -381,22 +464,27 @@ class Reputation:
         """Whether it was caught within its last FAULT_MEMORY audits, or is half-way to a ban."""
         return (self.faults > 0 and self.clean_streak < FAULT_MEMORY) or self.suspicion >= 0.5
 
-    def top_reason(self) -> str:
-        """The commonest rejection, or an empty string."""
-        return self.rejected.most_common(1)[0][0].value if self.rejected else ""
+    def top_reason(self, environments: Iterable[str] | None = None) -> str:
+        """The commonest rejection, in all or in these environments, or an empty string."""
+        counts: Counter[Reason] = Counter()
+        for name in self.environments if environments is None else environments:
+            counts.update(self.of(name).rejected)
+        return counts.most_common(1)[0][0].value if counts else ""
 
     def snapshot(self) -> ReputationSnapshot:
         """Copy the state into plain types for msgspec; see restore()."""
-        rejected = {reason.value: count for reason, count in self.rejected.items()}
-        fields: dict[str, Any] = {**vars(self), "rejected": rejected}
+        trusts = {name: trust.snapshot() for name, trust in self.environments.items()}
+        fields: dict[str, Any] = {**vars(self), "environments": trusts}
         return ReputationSnapshot(**fields)
 
     @staticmethod
-    def restore(snapshot: ReputationSnapshot) -> "Reputation":
-        """Make the peer of a snapshot; a reason of other software that is unknown here is left out."""
-        known = {reason.value: reason for reason in Reason}
-        counts = {known[name]: count for name, count in snapshot.rejected.items() if name in known}
-        fields: dict[str, Any] = {**msgspec.structs.asdict(snapshot), "rejected": Counter(counts)}
+    def restore(snapshot: ReputationSnapshot, environments: Sequence[str]) -> "Reputation":
+        """Make the peer of a snapshot. `environments` are the names of those of the run that stored it."""
+        fields: dict[str, Any] = {
+            one.name: getattr(snapshot, one.name) for one in dataclasses.fields(Reputation)
+        }
+        trusts = snapshot.trusts(environments).items()
+        fields["environments"] = {name: Trust.restore(one) for name, one in trusts}
         return Reputation(**fields)
 
     def _sentence(self, what: str, nats: float, test: BanTest) -> str:

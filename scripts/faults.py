@@ -173,9 +173,16 @@ FAULTS = (
     Fault(
         "a worker is leased environments that it cannot play",
         "protocol/leases.py",
-        "found = [number for number in range(len(self.tasks)) if number in playable]",
-        "found = list(range(len(self.tasks))) if playable else []",
+        "if most >= 1 and number in share.playable",
+        "if most >= 1",
         ("test_a_worker_is_leased_only_what_it_can_play",),
+    ),
+    Fault(
+        "trust in one environment is trust in another",
+        "node/trainer/submissions.py",
+        "return audit_rate(reputation.of(environment), base, odd, reputation.recent_fault)",
+        'return audit_rate(reputation.of("sums"), base, odd, reputation.recent_fault)',
+        ("test_a_worker_that_earned_trust_in_one_environment_is_audited_as_a_newcomer_in_another",),
     ),
     Fault(
         "work of a lease that is over is taken",
@@ -313,6 +320,13 @@ FAULTS = (
         "return before == before[np.arange(len(wrong)) - drafts]",
         "return before <= before",
         ("test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kept",),
+    ),
+    Fault(
+        "draft is drawn with the noise of another position",
+        "node/inference/vllm_sampling.py",
+        "drafting = self._drafting = self._new_batch(ids, step.positions[first] + drawn)",
+        "drafting = self._drafting = self._new_batch(ids, step.positions[first])",
+        ("test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn",),
     ),
     Fault(
         "log-probability ignores the temperature",

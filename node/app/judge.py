@@ -247,7 +247,8 @@ class JudgeNode(IssuingNode):
         )
         for node, (_, snapshot) in ledger.reputations().items():
             found = msgspec.json.decode(snapshot, type=ReputationSnapshot)
-            registry.reputations[node] = Reputation.restore(found)
+            names = [one.name for one in run.environments]
+            registry.reputations[node] = Reputation.restore(found, names)
         progress = self._progress
         progress.verified_up_to = ledger.judged_up_to()
         supply = PromptSupply(prompts, book)

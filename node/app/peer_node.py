@@ -326,9 +326,16 @@ class PeerNode(Node):
         on_policy: OnPolicy = lambda policy, changed: None,
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
+        ready: asyncio.Event | None = None,
     ) -> WeightSync:
         self._weights = WeightSync(
-            joined.services, engine, joined.upstreams, share=share, goal=goal, on_policy=on_policy
+            joined.services,
+            engine,
+            joined.upstreams,
+            share=share,
+            goal=goal,
+            on_policy=on_policy,
+            ready=ready,
         )
         return self._weights
 
@@ -469,6 +476,11 @@ def node_metrics(status: Status) -> dict[str, object]:
         "rollouts/rejected": sum(status.rejected.values()),
         "leases/held": status.leases,
         "trust": status.trust,
+        **{
+            f"trust/{name}": value
+            for name, value in status.trusts.items()
+            if len(status.trusts) > 1
+        },
         "network/bytes_sent": status.bytes_sent,
         "network/bytes_received": status.bytes_received,
         **{f"inference/{name}": value for name, value in engine.items()},

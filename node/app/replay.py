@@ -235,7 +235,7 @@ class KeptRun:
             own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
             if training.sft is not None:
                 raise _Lost("its demonstrations are not kept (training.sft)")
-            if training.loss.endpoint is not None:
+            if any(one.loss.endpoint is not None for one in (training, *own.values())):
                 raise _Lost("its teacher's logprobs are not kept (training.loss.endpoint)")
             if training.loss.hint:
                 raise _Lost("its hints are not kept (training.loss.hint)")

@@ -233,7 +233,7 @@ class TrainerNode(IssuingNode):
         self._environments: Sequence[Environment] = ()
         self._mixed: MixedReader | None = None
         self._hints: Hints | None = None
-        self._teacher: Teacher | None = None
+        self._teachers: Sequence[Teacher] = ()
         self._encoders = Encoders()
         self._backend = self._factories.backend(config)
 
@@ -280,7 +280,7 @@ class TrainerNode(IssuingNode):
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
                 cleanup.push_async_callback(asyncio.to_thread, metrics.close)
-                self._teacher = await self._open_teacher(model_dir, cleanup)
+                self._teachers = await self._open_teachers(model_dir, cleanup)
                 await self._train(services, documents, environments, metrics, model_dir)
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:
@@ -295,21 +295,21 @@ class TrainerNode(IssuingNode):
         names = [one.name for one in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
 
-    async def _open_teacher(self, model_dir: Path, cleanup: AsyncExitStack) -> Teacher | None:
-        """Open training.loss.endpoint, if it is set, until `cleanup`. Raises UsageError."""
-        config = self._config.training.loss.endpoint
-        if config is None:
-            return None
-        taught = [
-            name for name, one in self._config.training_on().items() if one.loss.needs_reference
-        ]
-        api = await cleanup.enter_async_context(open_api(config, read_key(config, os.environ)))
-        teacher = Teacher(config, api, taught)
-        try:
-            await teacher.check(await asyncio.to_thread(ChatFormat.load, model_dir))
-        except EnvironmentFailed as error:
-            raise UsageError(str(error)) from error
-        return teacher
+    async def _open_teachers(self, model_dir: Path, cleanup: AsyncExitStack) -> list[Teacher]:
+        """Open the endpoints of losses, if there are any, until `cleanup`. Raises UsageError."""
+        losses = {name: one.loss for name, one in self._config.training_on().items()}
+        found: list[Teacher] = []
+        for config in [one.endpoint for one in losses.values() if one.endpoint]:
+            taught = [name for name, one in losses.items() if one.endpoint == config]
+            if any(teacher.teaches(taught[0]) for teacher in found):
+                continue  # of several environments
+            api = await cleanup.enter_async_context(open_api(config, read_key(config, os.environ)))
+            found.append(Teacher(config, api, taught))
+            try:
+                await found[-1].check(await asyncio.to_thread(ChatFormat.load, model_dir))
+            except EnvironmentFailed as error:
+                raise UsageError(str(error)) from error
+        return found
 
     async def _open_hints(
         self, environments: Sequence[Environment], model_dir: Path
@@ -471,7 +471,7 @@ class TrainerNode(IssuingNode):
             publisher,
             metrics,
             evaluation,
-            Demonstrations(self._mixed, self._hints, self._teacher),
+            Demonstrations(self._mixed, self._hints, self._teachers),
         )
         startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
         async with evaluation, asyncio.TaskGroup() as group:

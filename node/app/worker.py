@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ from ..storage import run_files
 from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
-from ..worker.pipelined_engine import Order, PipelinedEngine
+from ..worker.pipelined_engine import Order
 from ..worker.weight_sync import WeightSync, stand
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
@@ -85,41 +85,7 @@ class WorkerNode(PeerNode):
             await self._follow_while(joined, stages.run)
             return
         engine = adapted(self._factories.engine(config), run)
-        await self._infer(
-            joined,
-            engine,
-            config,
-            lambda role: self._follow_while(joined, role.run),
-        )
-
-    async def _infer(
-        self,
-        joined: JoinedRun,
-        engine: Engine,
-        config: EngineConfig,
-        work: Callable[[InferenceRole], Awaitable[None]],
-        share: TensorShare = everything,
-    ) -> None:
-        """Start the parts of an inference worker, and do its work."""
-        run = joined.documents.manifest
-        environments = self._make_environments(run, joined.model_dir)
-        self._obstacle = "starting the engine and the environments"
-        self._stops = await asyncio.to_thread(self._make_stops, run, joined.model_dir)
-        try:
-            _, self._environments = await asyncio.gather(
-                engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
-                start_environments(run, environments),
-            )
-            self._obstacle = ""
-            role = self._role = self._build(joined, engine, config, share)
-            await work(role)
-        finally:
-            # a worker that only changes its stage in a pipeline does not leave the run
-            if self._stages is None and self._role is not None and not joined.services.heads.ended:
-                await joined.services.say_goodbye()
-            for environment in environments.values():
-                await environment.close()
-            await engine.close()
+        await self._follow_while(joined, lambda: self.infer(joined, engine, config, everything))
 
     # -- pipelines -----------------------------------------------------------------------------------
 
@@ -174,10 +140,37 @@ class WorkerNode(PeerNode):
         return self._weights.writing if self._weights else None
 
     async def infer(
-        self, joined: JoinedRun, engine: PipelinedEngine, config: EngineConfig, share: TensorShare
+        self, joined: JoinedRun, engine: Engine, config: EngineConfig, share: TensorShare
     ) -> None:
-        """Be an inference worker with that engine until the run ends."""
-        await self._infer(joined, engine, config, InferenceRole.run, share)
+        """Be an inference worker with that engine until the run ends.
+
+        The newest version is fetched and proved while the engine starts.
+        """
+        run, ready = joined.documents.manifest, asyncio.Event()
+        environments = self._make_environments(run, joined.model_dir)
+        weights = self._make_weights(joined, engine, share=share, ready=ready)
+        self._obstacle = "starting the engine and the environments"
+        self._stops = await asyncio.to_thread(self._make_stops, run, joined.model_dir)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(weights.run())
+                _, self._environments = await asyncio.gather(
+                    engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
+                    start_environments(run, environments),
+                )
+                self._obstacle = ""
+                ready.set()
+                await joined.services.heads.wake()
+                role = self._role = self._build(joined, weights, engine, config)
+                await role.run()
+                following.cancel()
+        finally:
+            # a worker that only changes its stage in a pipeline does not leave the run
+            if self._stages is None and self._role is not None and not joined.services.heads.ended:
+                await joined.services.say_goodbye()
+            for environment in environments.values():
+                await environment.close()
+            await engine.close()
 
     def stage_weights(
         self, joined: JoinedRun, engine: StageEngine, share: TensorShare
@@ -225,9 +218,9 @@ class WorkerNode(PeerNode):
     def _build(
         self,
         joined: JoinedRun,
+        weights: WeightSync,
         engine: Engine,
         config: EngineConfig,
-        share: TensorShare,
     ) -> InferenceRole:
         if self._verdicts is None:
             explain = f"primerl-node explain --data-dir {self.data_dir}"
@@ -235,7 +228,7 @@ class WorkerNode(PeerNode):
         role = InferenceRole(
             joined.services,
             joined.documents.manifest,
-            self._make_weights(joined, engine, share=share),
+            weights,
             engine,
             config,
             self._environments,
@@ -256,7 +249,8 @@ class WorkerNode(PeerNode):
     async def _status(self) -> Status:
         status = await super()._status()
         if self._role is not None and (self._stages is None or self._stages.leads):
-            status.trust = self._role.verdicts.trust
+            status.trusts = self._role.verdicts.trusts()
+            status.trust = min(status.trusts.values(), default=None)
             status.leases = self._role.held
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)

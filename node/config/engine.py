@@ -116,7 +116,8 @@ class EngineConfig(BaseConfig):
     """Further engine arguments for vLLM; those that would break proofs or versions are refused. Speculative
     decoding is `speculative_config = {method = "ngram", num_speculative_tokens = 4, prompt_lookup_min = 2,
     prompt_lookup_max = 5}`: the same tokens and proofs, faster if replies repeat parts of themselves or of the
-    prompt and few sequences run at once."""
+    prompt and few sequences run at once. With method `mtp` the model's own MTP head drafts; `model` is then a
+    directory with its published checkpoint."""
 
     @property
     def draft_tokens(self) -> int:
@@ -124,6 +125,14 @@ class EngineConfig(BaseConfig):
         config = self.vllm.get(SPECULATIVE)
         count = config.get("num_speculative_tokens") if isinstance(config, dict) else None
         return count if isinstance(count, int) else 0
+
+    @property
+    def draft_head(self) -> str | None:
+        """Directory of the checkpoint whose MTP head drafts; None without one."""
+        config = self.vllm.get(SPECULATIVE)
+        if not isinstance(config, dict) or config.get("method") != "mtp":
+            return None
+        return str(config.get("model"))
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:

@@ -189,7 +189,8 @@ group_size | rollouts.group_size, environments[].group_size, evaluation.environm
 num_examples | evaluation.environments[].prompts
 interval | evaluation.environments[].interval
 curriculum | training.curriculum.gates | gate | one for all environments; a difficulty_pool needs num_tasks
-algo | - | | nearest: environments[].advantage and .loss
+algo.* | environments[].advantage, environments[].loss, environments[].length_penalty | | a teacher of its own
+    has a base_url
 sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
 sampling.max_completion_tokens |
     environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
@@ -425,7 +426,7 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
 }
 OTHER_ALGORITHMS = {
-    "sft": "trained as grpo: rollouts are the policy's own; primerl-node sft learns those of others",
+    "sft": "trained as grpo: rollouts are the policy's own. Another model's: docs/sft.md, or training.sft",
 }
 
 
@@ -879,6 +880,8 @@ class _Conversion:
         self._ours: dict[str, Any] = {}
         self._raw: dict[str, Any] = {}
         self._origin: dict[str, str] = {}
+        self._own: list[tuple[_Source, Tree, Tree]] = []
+        """Environments with an algorithm of their own: source, ours, and [training] as if it were the run's."""
         self._title = title
 
     def result(self) -> ImportedConfig:
@@ -1003,11 +1006,18 @@ class _Conversion:
     def _environments(self) -> None:
         """Convert a run's environments: to [environment], or [[environments]] if there are several."""
         sources = self._sources(*TRAINED)
+        if len(sources) == 1 and (own := self._algorithm(sources[0])):
+            shared = [key for key, shown in self._origin.items() if ".algo." in f".{shown}"]
+            self._ours = {key: one for key, one in self._ours.items() if key not in shared} | own
         if len(sources) > 1:
             self._ours["environments"] = [
                 self._environment(one, "name", "ratio", "group_size", place="environments[]")
                 for one in sources
             ]
+            for source, made in zip(sources, self._ours["environments"], strict=True):
+                if own := self._algorithm(source):
+                    tree = _nested({key.removeprefix("training."): own[key] for key in own})
+                    self._own.append((source, made, tree))
         elif sources:
             made = self._environment(sources[0], place="environments[]")
             drawn = made.pop("sampling", {})
@@ -1084,6 +1094,40 @@ class _Conversion:
                     self._apply(rule, f"{source.path}.{agent}.{path}", rule.key, value)
         return made
 
+    def _algorithm(self, source: _Source) -> dict[str, Any]:
+        """Convert a source's own algorithm to our keys, as if it were the run's."""
+        kept = self._ours, self._raw, self._origin
+        self._ours, self._raw, self._origin = {}, {}, {}
+        for path, value in _leaves(_table(source.values, "algo")):
+            self._key(f"{source.path}.algo.{path}", f"orchestrator.algo.{path}", value)
+        self._credit()
+        own = self._ours
+        self._ours, self._raw, self._origin = kept
+        return own
+
+    def _own_training(self) -> None:
+        """Give environments their own advantages and losses; a run holds one model as a teacher."""
+        training = _nested({key: self._ours[key] for key in self._ours if key[:9] == "training."})
+        common = _table(training.get("training", {}), "loss")
+        held = common.get("type") == "reverse_kl" and "endpoint" not in common
+        for source, made, own in self._own:
+            loss = own.pop("loss", {})
+            for key in ("advantage", "length_penalty"):
+                if key in own:
+                    made[key] = own.pop(key)
+            for key, value in own.items():
+                self._note("missing", f"{source.path}.algo", value, f"training.{key} is the run's")
+            if loss.get("type") == "reverse_kl":
+                if loss != common and (held or "endpoint" not in loss):
+                    why = "a run holds one teacher; others have a base_url"
+                    self._note("missing", f"{source.path}.algo", loss, why)
+                elif loss != common:
+                    made["loss"] = loss
+            elif common.get("type") == "reverse_kl":
+                made["loss"] = {"type": "dppo_kl", **loss}
+            elif loss.get("echo_alpha", 0.0) != common.get("echo_alpha", 0.0):
+                made["loss"] = {**common, "echo_alpha": 0.0, **loss}
+
     def _source_sampling(self, source: _Source, place: str) -> Tree:
         """What a source samples otherwise, by the names of `place`."""
         made: Tree = {}
@@ -1147,6 +1191,11 @@ class _Conversion:
         self._lengths()
         self._learner()
         self._gpus()
+        self._credit()
+        self._own_training()
+
+    def _credit(self) -> None:
+        """Finish an algorithm: its advantage, its teacher and its hint."""
         if self._raw.get("length_penalty"):
             self._ours["training.advantage"] = "grpo_length"
         self._teacher()
@@ -1311,9 +1360,7 @@ class _Conversion:
         """
         cls = COMMANDS[self._config.command]
         while True:
-            values: Tree = {}
-            for key, value in self._ours.items():
-                values = merge(values, nest(key.split("."), value))
+            values = _nested(self._ours)
             try:
                 cls.model_validate(values)
             except ValidationError as error:
@@ -1342,7 +1389,10 @@ EVALUATED = ("orchestrator.eval.env", "orchestrator.eval.source")
 SOURCES = frozenset({*TRAINED, *EVALUATED, "evals.env", "evals.source"})
 """Keys of lists of environments, which _sources() reads."""
 USED = frozenset(
-    {"name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval", "sampling"}
+    {
+        *("name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval"),
+        *("sampling", "algo"),
+    }
 )
 """Keys of a source that _environments() reads."""
 
@@ -1396,6 +1446,14 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(cast(Mapping[str, Any], value), f"{path}{key}.")
         else:
             yield f"{path}{key}", value
+
+
+def _nested(keys: Mapping[str, Any]) -> Tree:
+    """Return the sections of keys with dots."""
+    found: Tree = {}
+    for key, value in keys.items():
+        found = merge(found, nest(key.split("."), value))
+    return found
 
 
 def _short(value: Any) -> str:

@@ -337,7 +337,7 @@ class TrainedEnvironment(EnvironmentConfig):
     length_penalty: LengthPenaltyConfig | None = None
     """Default: training.length_penalty."""
     loss: LossConfig | None = None
-    """Default: training.loss, which alone names the teacher, where there is one."""
+    """Default: training.loss. A teacher is the one that training.loss names, or an endpoint of its own."""
 
     @property
     def title(self) -> str:
@@ -762,15 +762,19 @@ class RunConfig(NodeConfig, OwnRunConfig):
                     f"environment {name!r} draws at {temperatures[name]:g}: set sampling.temperature = 1, or a "
                     "reference"
                 )
-            if (
-                own.loss.needs_reference
-                and own.loss.reference_key != self.training.loss.reference_key
-            ):
+            if own.loss.needs_reference and not self._has_teacher(own.loss):
                 raise ValueError(
                     f"the loss of the environment {name!r} compares with a reference that is not "
-                    "training.loss's: set reference, endpoint, teacher and hint there, too; a run has one "
-                    "teacher"
+                    "training.loss's: set reference, teacher and hint there, too, as a run holds one teacher, "
+                    "or give each loss that has one an endpoint of its own"
                 )
+
+    def _has_teacher(self, loss: LossConfig) -> bool:
+        """Whether a run with this [training] has the teacher of an environment's loss."""
+        common = self.training.loss
+        held = common.needs_reference and common.endpoint is None
+        endpoints = loss.endpoint is not None and not held
+        return endpoints or loss.reference_key == common.reference_key
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
@@ -801,6 +805,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
                 raise ValueError(
                     "FP8 products may depend on the batch: leave engine.quantization out, or set "
                     "verification.numerics to calibrated"
+                )
+            if self.engine.draft_head is not None:
+                raise ValueError(
+                    "drafts of an MTP head were not tried with exact numerics: remove "
+                    "engine.vllm.speculative_config, or set verification.numerics to calibrated"
                 )
         staged = self.engine.type == "vllm" and self.engine.pp > 1
         if self.training.enable_router_replay and staged:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import MAX_LABEL, NumericsClass
-from ..config.engine import STAGES_WITHOUT_ROUTES, EngineConfig
+from ..config.engine import SPECULATIVE, STAGES_WITHOUT_ROUTES, EngineConfig
 from ..ops.errors import UsageError
 from ..ops.gpus import visible_memory
 from .vllm_arguments import installed_release, tensor_parallel_on, visible_gpus
@@ -141,6 +141,11 @@ def check_exact(config: EngineConfig, run: RunManifest) -> None:
     if run.proofs.numerics != "exact":
         return
     wanted = run.proofs.engine_class
+    if config.draft_head is not None:
+        raise UsageError(
+            "this run's numerics are exact, and drafts of an MTP head were not tried with them: remove "
+            f"engine.vllm.{SPECULATIVE}"
+        )
     if config.type != "vllm":
         raise UsageError(f"this run's numerics are exact: set engine.type to vllm, of {wanted}")
     if (own := engine_class(config)) != wanted:

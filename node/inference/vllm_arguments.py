@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.engine import SPECULATIVE
+from ..config.paths import expand_home
 from ..config.run import EngineConfig
 from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
 from ..ops.errors import EngineError, UsageError
@@ -198,19 +199,25 @@ _PLAIN = {
 }
 _OFFLOADING = "OffloadingConnector"
 
-_NGRAM = {"num_speculative_tokens": 128, "prompt_lookup_min": 128, "prompt_lookup_max": 128}
-"""Keys of speculative_config beside its method -> largest value of each.
-
-The limit of draft tokens is vLLM's own.
-"""
+_DRAFTS = {
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "mtp": ("num_speculative_tokens", "model"),
+}
+"""Methods of speculative_config -> its other keys."""
+_MOST_DRAFTS = 128
+"""Largest number in speculative_config; vLLM's own limit of draft tokens."""
 _DRAFTERS = {
-    "draft_model": "a draft model is a second model, which no version of the run updates",
-    "mtp": "an MTP head has weights of its own, which no version of the run updates",
-    "eagle": "an EAGLE head has weights of its own, which no version of the run updates",
+    "draft_model": "a draft model is a second model, whose drafts were never compared",
+    "eagle": "drafts of an EAGLE head were never compared",
     "ngram_gpu": "it drafts for asynchronous scheduling, whose positions this package's sampler does not know",
+    "mtp": 'vLLM calls every MTP head "mtp"',
 }
 """Beginning or end of vLLM's method names -> reason for their refusal."""
-_ONLY_NGRAM = 'set method = "ngram", which drafts from the text so far and has no weights'
+_OTHER_DRAFTS = (
+    'set method = "ngram" (drafts from the text so far) or "mtp" (the model\'s own head)'
+)
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Model types whose MTP head is one more layer of the published checkpoint."""
 
 
 def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> None:
@@ -220,6 +227,11 @@ def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> Non
     The value None is vLLM's default for any argument.
     """
     _check_speculation(overrides.get(SPECULATIVE))
+    if overrides.get(SPECULATIVE) and overrides.get("async_scheduling"):
+        raise UsageError(
+            f"engine.vllm.async_scheduling and {SPECULATIVE} cannot be combined, as this package's sampler "
+            "would not know the positions of tokens: remove one"
+        )
     for name, value in overrides.items():
         refusal = REFUSED.get(name)
         if refusal is None or _harmless(name, value) or (name in UNPROVEN and not proven):
@@ -228,7 +240,7 @@ def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> Non
 
 
 def _check_speculation(config: Any) -> None:
-    """Raise UsageError unless `engine.vllm.speculative_config` is None or for n-gram drafts."""
+    """Raise UsageError unless `engine.vllm.speculative_config` is None or drafts with a known method."""
     if config is None:
         return
     key = f"engine.vllm.{SPECULATIVE}"
@@ -237,27 +249,34 @@ def _check_speculation(config: Any) -> None:
             f'{key} must be a table: {{"method": "ngram", "num_speculative_tokens": 4}}'
         )
     method = config.get("method") or ("draft_model" if config.get("model") else None)
-    if method != "ngram":
+    names = _DRAFTS.get(method) if isinstance(method, str) else None
+    if names is None:
         named = str(method)
         reason = next(
             (why for one, why in _DRAFTERS.items() if named.startswith(one) or named.endswith(one)),
-            "drafts of n-grams are all that this package verifies",
+            "drafts of n-grams and of an MTP head are all that this package verifies",
         )
-        raise UsageError(f"{key}: method {method!r} is refused ({reason}): {_ONLY_NGRAM}")
-    for name in config:
-        if name != "method" and name not in _NGRAM:
+        raise UsageError(f"{key}: method {method!r} is refused ({reason}): {_OTHER_DRAFTS}")
+    for name, value in config.items():
+        if name == "method":
+            continue
+        if name not in names:
             raise UsageError(
-                f"{key}: {name} is refused (n-gram drafts have {', '.join(_NGRAM)}): remove it"
+                f"{key}: {name} is refused (method {method} has {', '.join(names)}): remove it"
             )
-    for name, most in _NGRAM.items():
-        value = config.get(name)
-        if name in config and (type(value) is not int or not 1 <= value <= most):
-            raise UsageError(f"{key}: {name} must be a whole number from 1 to {most}")
+        if name != "model" and (type(value) is not int or not 1 <= value <= _MOST_DRAFTS):
+            raise UsageError(f"{key}: {name} must be a whole number from 1 to {_MOST_DRAFTS}")
     if "num_speculative_tokens" not in config:
         raise UsageError(f"{key}: num_speculative_tokens is missing: set it, to 4 for a start")
     least, longest = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
     if least is not None and longest is not None and least > longest:
         raise UsageError(f"{key}: prompt_lookup_min {least} is above prompt_lookup_max {longest}")
+    model = config.get("model")
+    if method == "mtp" and not (isinstance(model, str) and expand_home(model).is_dir()):
+        raise UsageError(
+            f"{key}: model {model!r} is not a directory: set it to one with the published checkpoint of the "
+            "run's model, which has the MTP head"
+        )
 
 
 def check_names(overrides: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -512,6 +531,8 @@ def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
             f"engine.vllm.{SPECULATIVE}"
         )
+    if config.draft_head is not None:
+        _check_draft_head(expand_home(config.draft_head), shape)
     if not cpu:
         _check_kernels(config, shape)
         return
@@ -526,6 +547,37 @@ def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -
     if shape.get("kv_lora_rank"):
         raise EngineError(
             "the model has latent attention, which was never tried in vLLM without a GPU: set engine.type to hf"
+        )
+
+
+def _check_draft_head(directory: Path, shape: Mapping[str, Any]) -> None:
+    """Raise EngineError unless `directory` is a checkpoint of a model of this `shape` with an MTP head."""
+    from ..models.model_files import tensor_names
+
+    key, family = f"engine.vllm.{SPECULATIVE}", shape.get("model_type")
+    if family not in MTP_FAMILIES:
+        raise EngineError(
+            f"{key}: an MTP head drafts for {' and '.join(MTP_FAMILIES)} only, not for "
+            f'{family or "this model"}: set method = "ngram"'
+        )
+    found = read_shape(directory)
+    for name in (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_nextn_predict_layers",
+    ):
+        if found.get(name) != shape.get(name):
+            raise EngineError(
+                f"{key}: {directory} has {name} {found.get(name)}, and the run's model {shape.get(name)}: set "
+                "model to a checkpoint of the run's model"
+            )
+    head = f"model.layers.{shape['num_hidden_layers']}.eh_proj.weight"
+    if shape.get("num_nextn_predict_layers") != 1 or head not in tensor_names(directory):
+        raise EngineError(
+            f"{key}: {directory} has no MTP head ({head}), which transformers drops when it saves a model: set "
+            "model to a copy of the published checkpoint"
         )
 
 
@@ -756,6 +808,14 @@ def engine_arguments(
             "allowed_media_domains": [NO_DOMAIN],
         }
     arguments |= config.vllm
+    if config.draft_head is not None:
+        # vLLM would draft asynchronously, and the head's weights come with no version
+        arguments["async_scheduling"] = False
+        arguments[SPECULATIVE] = {
+            **config.vllm[SPECULATIVE],
+            "model": str(expand_home(config.draft_head).absolute()),
+            "draft_load_config": {"load_format": "safetensors"},
+        }
     if cpu:
         return arguments
     given = arguments.get("compilation_config") or {}
@@ -791,4 +851,5 @@ def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
     heads = -(-kv_heads(shape) // tensor_parallel(config))
     token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return rank_cache_bytes(config, int(shape["num_hidden_layers"]), token, machine)
+    layers = int(shape["num_hidden_layers"]) + (config.draft_head is not None)
+    return rank_cache_bytes(config, layers, token, machine)

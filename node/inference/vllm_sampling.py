@@ -9,7 +9,9 @@ raises. Two runners are known (vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the
 With speculative decoding (V1 only) a request has one row of logits for each draft token and one more. Every row
 is drawn with the noise of its own position; a draft is accepted if it is the token drawn there. So the
 rejection sampler's forward() is replaced as well, and no draft is rejected at random. Requests of one group
-still have to draw in step (see engine.py): none gets ahead of one that began before it.
+still have to draw in step (see engine.py): none gets ahead of one that began before it. A drafter that is a
+model draws a draft as the sampler draws the token, with the noise of its position: the closer its logits are,
+the more drafts are right, at any temperature.
 
 Nothing here imports vLLM, so tests use a runner of their own.
 """
@@ -206,7 +208,7 @@ class RouteBuffer:
     """Device buffer of the experts that read each token of the latest step.
 
     vLLM's routers write it through hook(), also inside vLLM's graphs, so it has its full size before they are
-    captured.
+    captured. Routers of a drafter come after those of the model, and are not read.
     """
 
     def __init__(self, *, keeps_logits: bool = False) -> None:
@@ -265,15 +267,15 @@ class RouteBuffer:
                 chosen[layer, places].long(),
                 claimed[:, layer].long(),
             )
-            for layer, router in enumerate(self._routers)
+            for layer, router in enumerate(self._routers[: shape.layers])
         ]
         return off_routes(*zip(*found, strict=True), top_k=shape.top_k)
 
     def _told(self, shape: RouteShape) -> Tensor:
         held = self._chosen
-        if held is None or (len(held), held.shape[2]) != (shape.layers, shape.top_k):
+        if held is None or len(held) < shape.layers or held.shape[2] != shape.top_k:
             raise RuntimeError(f"vLLM's routers do not tell what they choose: {_USE}")
-        return held
+        return held[: shape.layers]
 
 
 class Recorder:
@@ -312,6 +314,9 @@ class Recorder:
         self._pending: deque[PendingCopy] = deque()
         self._batch: StepRequests | None = None
         self._step: SampledStep | None = None
+        self._ended: tuple[SampledStep, Ints] | None = None
+        """The latest step and the number of tokens that each request drew in it."""
+        self._drafting: StepRequests | None = None
         self.version = -1
         """Policy version that draws."""
         self.collecting = True
@@ -369,19 +374,21 @@ class Recorder:
         self.settle()
         batch = self._batch
         if batch is None or batch.ids != step.ids:
-            batch = self._batch = self._new_batch(step)
+            batch = self._batch = self._new_batch(step.ids, step.positions)
         elif bool((step.positions == batch.last + 1).all()):
             batch.positions.add_(1)
         else:
             batch.positions = upload_array(step.positions, self._device)
         batch.last = step.positions
         self._step = step
+        self._ended = self._drafting = None
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the tokens [n] int64 of the batch from `logits` [n, vocabulary], without waiting."""
         batch, step, drawn = self._drawn(logits)
         if not step.first.all():
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
+        self._ended = step, np.ones(len(step.ids), np.int64)
         with torch.inference_mode():
             self._record(batch, step, drawn.logprobs)
         return drawn.tokens
@@ -404,9 +411,35 @@ class Recorder:
             told = np.full(shape, -1, np.int32)
             request = np.cumsum(step.first) - 1
             told[request[accepted], step.drafts[accepted]] = tokens[accepted]
+            self._ended = step, np.bincount(request[accepted], minlength=len(told))
             kept = step._replace(sampling=step.sampling & accepted)
             self._record(batch, kept, drawn.logprobs)
         return upload_array(told, self._device)
+
+    def draft(self, logits: Tensor) -> Tensor:
+        """Draw a draft [requests] int64 for each request from a drafter's `logits`, without waiting.
+
+        The first call after a step drafts the tokens that come after those drawn in it, the second call the
+        tokens after these, and so on.
+        """
+        drafting, ended = self._drafting, self._ended
+        if drafting is not None:
+            drafting.positions.add_(1)
+        elif ended is not None:
+            step, drawn = ended
+            first = np.flatnonzero(step.first)
+            ids = [step.ids[row] for row in first.tolist()]
+            drafting = self._drafting = self._new_batch(ids, step.positions[first] + drawn)
+        if drafting is None or len(logits) != len(drafting.ids):
+            raise RuntimeError(f"vLLM drafts for other requests than it computed: {_USE}")
+        with torch.inference_mode():
+            return draw(
+                logits,
+                drafting.temperatures,
+                drafting.seeds,
+                drafting.positions,
+                drafting.narrowed,
+            ).tokens
 
     def _in_step(
         self, batch: StepRequests, step: SampledStep, accepted: NDArray[np.bool_]
@@ -434,21 +467,19 @@ class Recorder:
         if self._step is not None:
             raise RuntimeError(f"vLLM sampled past this node's sampler: {_USE}")
 
-    def _new_batch(self, step: SampledStep) -> StepRequests:
+    def _new_batch(self, ids: list[str], lengths: Ints) -> StepRequests:
         slots = self._slots
-        if not slots.of.keys() >= set(step.ids):
+        if not slots.of.keys() >= set(ids):
             raise RuntimeError(
                 "vLLM computes a request that is not this node's: restart the engine"
             )
-        where = np.fromiter((slots.of[one] for one in step.ids), np.int64, len(step.ids))
-        columns = np.stack(
-            [slots.seeds[where], step.positions, slots.temperatures[where].view(np.int64)]
-        )
+        where = np.fromiter((slots.of[one] for one in ids), np.int64, len(ids))
+        columns = np.stack([slots.seeds[where], lengths, slots.temperatures[where].view(np.int64)])
         seeds, positions, temperatures = upload_array(columns, self._device)
         return StepRequests(
-            ids=step.ids,
+            ids=ids,
             slots=where,
-            last=step.positions,
+            last=lengths,
             seeds=seeds,
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
@@ -632,6 +663,7 @@ class Hooks:
         self._sample_tokens: Any = None
         self._sample: Any = None
         self._verify: Any = None
+        self._draft: Any = None
 
     @property
     def second(self) -> bool:
@@ -651,7 +683,10 @@ class Hooks:
         if drafts_of(runner):
             judge = runner.rejection_sampler
             self._verify, judge.forward = judge.forward, self._verified
-            if runner.device.type == "cuda":
+            if drafts_by_model(runner):
+                self._draft = runner.drafter._sample_draft_tokens
+                runner.drafter._sample_draft_tokens = self._drafted
+            elif runner.device.type == "cuda":
                 runner.drafter.propose = equal_drafts(runner.drafter.propose, drafts_of(runner))
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
@@ -732,6 +767,19 @@ class Hooks:
             )
             return VerifiedTokens(tokens, told)
 
+    def _drafted(self, hidden: Tensor, metadata: Any) -> tuple[Tensor, None]:
+        """Replace the choice of a draft of each request by a drafter that is a model.
+
+        `hidden` [requests, width] are the drafter's own states.
+        """
+        if not self._inside:  # one of vLLM's dummy runs
+            return self._draft(hidden, metadata)
+        with torch.inference_mode():
+            logits = self._runner.drafter.model.compute_logits(hidden)
+            if self._serves:
+                logits = _scaled(logits, metadata)
+            return self._recording.draft(logits), None
+
 
 def read_step(runner: Any, state: Any) -> SampledStep:
     """Return the batch that a runner has computed and not sampled yet."""
@@ -784,6 +832,12 @@ def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
 def drafts_of(runner: Any) -> int:
     """Return the most draft tokens of a request in a step of this runner."""
     return int(getattr(runner, "num_spec_tokens", 0))
+
+
+def drafts_by_model(runner: Any) -> bool:
+    """Return whether this runner's drafts come of a model, such as an MTP head."""
+    drafter = getattr(runner, "drafter", None)
+    return drafts_of(runner) > 0 and hasattr(drafter, "_sample_draft_tokens")
 
 
 def equal_drafts(propose: Callable[..., list[list[int]]], count: int) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from .vllm_sampling import (
     RankPlace,
     Recorder,
     RouteBuffer,
+    drafts_by_model,
     drafts_of,
 )
 
@@ -205,10 +206,11 @@ class WorkerExtension:
         Returns the reason why that is impossible; "" if there is none.
         """
         wanted = msgspec.msgpack.decode(shape, type=RouteShape)
-        if wanted.layers != ROUTE_BUFFER.layers:
+        more = ROUTE_BUFFER.layers - wanted.layers  # of a drafter
+        if more < 0 or (more > 0 and not drafts_by_model(self.model_runner)):
             return (
                 f"{ROUTE_BUFFER.layers} routers of vLLM tell what they choose, and the model has "
-                f"{wanted.layers}: use vLLM 0.25 to 0.33, without drafts by a model"
+                f"{wanted.layers}: use vLLM 0.25 to 0.33"
             )
         self._primerl_routes = ROUTE_BUFFER, wanted
         if self._primerl_recorder is not None:
@@ -249,6 +251,7 @@ class WorkerExtension:
             return one_line(error)
         kinds = {model.dtype if hooks.second else torch.float32}
         kinds |= {torch.float32} if served else set()  # vLLM converts the logits of these to fp32
+        kinds |= {model.dtype} if drafts_by_model(runner) else set()
         for rows, kind in itertools.product((1, 2, 16), kinds):  # triton compiles for each of these
             recorder.warm_up(
                 torch.zeros((rows, model.get_vocab_size()), dtype=kind, device=runner.device),

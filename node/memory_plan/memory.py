@@ -193,7 +193,8 @@ def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
 
     2 (key and value) x layers x key-value heads x head size x element size.
     """
-    layers = -(-(shape.layers - shape.windowed_layers - shape.linear.layers) // config.pp)
+    full = shape.layers - shape.windowed_layers - shape.linear.layers
+    layers = -(-full // config.pp) + (config.draft_head is not None)
     return layers * _layer_token_bytes(config, shape)
 
 
@@ -342,6 +343,9 @@ def _step_items(
     if vllm:
         step = ranks * tokens * width * element
         found.insert(1, MemoryItem("activations", step, f"a step of {tokens} tokens", True))
+    if vllm and config.draft_head is not None:
+        head = shape.layer_parameters() // tp + 2 * shape.hidden**2
+        found.append(MemoryItem("draft head", ranks * head * element, "the MTP layer", True))
     return found
 
 

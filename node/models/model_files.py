@@ -96,6 +96,22 @@ def _count(directory: Path, key: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+def tensor_names(directory: Path) -> set[str]:
+    """Return the names of all tensors in a directory's safetensors files. Raises EngineError."""
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names.update(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise EngineError(
+                f"{path} cannot be read ({one_line(error)}): download the model again"
+            ) from error
+    return names
+
+
 def read_state(directory: Path) -> State:
     """Read all tensors of a directory's safetensors files, bit for bit. Raises EngineError."""
     from safetensors import SafetensorError, safe_open

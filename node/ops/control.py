@@ -50,6 +50,7 @@ class PeerRow(msgspec.Struct):
     rejected: int
     top_reason: str
     trust: float
+    """The lowest of `trusts`; 0.5 for a node without judged work."""
     reliability: float
     last_seen_s: float | None
     """Seconds ago."""
@@ -59,7 +60,8 @@ class PeerRow(msgspec.Struct):
     suspicion: float = 0.0
     """How far the evidence of audits has come on the way to a ban: 1 is one."""
     refused: str = ""
-    """Why it gets no leases, or its audits no longer count; empty while all is well."""
+    """Why it gets no leases, or none of some environments, or its audits no longer count; empty while all is
+    well."""
     audits: int = 0
     """Audits that it made for the trainer, as a validator."""
     stage: str = ""
@@ -70,6 +72,8 @@ class PeerRow(msgspec.Struct):
     """Seconds since its last message, where one was due; 0 while all is well."""
     left: bool = False
     """Whether it said goodbye before it fell silent."""
+    trusts: dict[str, float] = {}
+    """By environment, of those that it sent work of."""
 
 
 class EngineRow(msgspec.Struct):
@@ -213,7 +217,9 @@ class Status(msgspec.Struct, kw_only=True):
     accepted: int = 0
     rejected: dict[str, int] = {}
     trust: float | None = None
-    """Trust by the verdicts since its start, as the trainer counts it (worker); None before the first."""
+    """The lowest of `trusts` (worker); None before the first verdict."""
+    trusts: dict[str, float] = {}
+    """Trust by environment, by the verdicts on leases since its start, as the trainer counts it (worker)."""
     bytes_sent: int = 0
     bytes_received: int = 0
     chunk_bytes_by_source: dict[str, int] = {}

@@ -58,7 +58,10 @@ class TemplateTokenizer:
     def _raw(self, row: RawText) -> Tokens:
         tokens = Tokens()
         tokens.add(self._chat.encode(row.prompt), mask=False)
-        tokens.add([*self._chat.encode(row.completion), self._chat.stop_token_ids[0]], mask=True)
+        reply, stops = self._chat.encode(row.completion), self._chat.stop_token_ids
+        if reply[-1:] not in [[stop] for stop in stops]:  # an exported rollout has its own
+            reply = [*reply, stops[0]]
+        tokens.add(reply, mask=True)
         return tokens
 
     def _conversation(self, talk: Conversation) -> Tokens:

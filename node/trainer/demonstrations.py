@@ -98,6 +98,10 @@ class Teacher:
         self._pauses_s = pauses_s
         self._room = asyncio.Semaphore(config.concurrency)
 
+    def teaches(self, environment: str) -> bool:
+        """Return whether it teaches on an environment."""
+        return environment in self._environments
+
     async def check(self, chat: ChatFormat) -> None:
         """Raise UsageError for an endpoint that does not score tokens, or has others than the model's."""
         try:
@@ -116,7 +120,7 @@ class Teacher:
         return [*await asyncio.gather(*map(self._scored, samples))]
 
     async def _scored(self, sample: Sample) -> Sample:
-        if sample.environment not in self._environments:
+        if not self.teaches(sample.environment):
             return sample
         failures = 0
         while True:
@@ -145,11 +149,11 @@ class Demonstrations:
         self,
         mixed: MixedReader | None = None,
         hints: Hints | None = None,
-        teacher: Teacher | None = None,
+        teachers: Sequence[Teacher] = (),
     ) -> None:
         self._mixed = mixed
         self._hints = hints
-        self._teacher = teacher
+        self._teachers = teachers
         self.cursor = DataCursor()
         """Position in `mixed`."""
 
@@ -180,8 +184,8 @@ class Demonstrations:
         Raises RunFailed, UsageError.
         """
         found = await self._hinted(samples, groups)
-        if self._teacher is not None:
-            found = await self._teacher.scored(found)
+        for teacher in self._teachers:
+            found = await teacher.scored(found)
         if self._mixed is None:
             return found
         tokens = sum(len(sample.token_ids) for sample in samples)

@@ -182,7 +182,7 @@ def _why_refused(registry: WorkerRegistry, node: bytes) -> str:
     known = registry.reputations.get(node)
     if known is None:
         return "not known"
-    if known.placement.refused and not (known.banned or known.quarantined):
+    if known.placement.refused and not known.banned:
         return WRONG_CLASS
     return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
 

@@ -271,8 +271,8 @@ class LeaseScheduler:
         reputation = self.registry.reputations.get(peer)
         if reputation is not None:
             reputation.age(now)
-            if reputation.refused:
-                raise RemoteProtocolError(Reason.BANNED, reputation.banned or reputation.refused)
+            if refusal := self.registry.refusal(peer):
+                raise RemoteProtocolError(Reason.BANNED, refusal)
         if self.registry.proven(peer):
             self.book.present(peer, now)
         holding = request.holding
@@ -280,7 +280,8 @@ class LeaseScheduler:
             await self.work_changed()
         if request.wanted:
             leases = min(request.wanted, self.book.policy.leases_per_worker)
-            ready = (self.tasks[number].make_ready(leases) for number in worker.playable)
+            able = self.registry.leasable(peer)
+            ready = (self.tasks[number].make_ready(leases) for number in able)
             await asyncio.gather(*ready)
         leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
         before, after = self.registry.sources(peer)
@@ -338,7 +339,8 @@ class LeaseScheduler:
         """Lease to newcomers in turn, as long as there is a slot."""
         while len(self.book.newcomers):
             free, ready = self.demand.capacity(None), self._ready()
-            able = (node for node, one in self.registry.workers.items() if one.playable & ready)
+            leasable = self.registry.leasable
+            able = (node for node in self.registry.pending if leasable(node) & ready)
             node = self.book.next_newcomer(free, time.time(), frozenset(able))
             if node is None or not (leases := self._grant(node, 1)):
                 return
@@ -353,7 +355,7 @@ class LeaseScheduler:
             return f"this node rests {rest:.0f} s, as leases of it did not come back"
         if any(held.node == peer for held in self.book.held.values()):
             return "it holds as many leases as its record allows"
-        playable = self.registry.workers[peer].playable
+        playable = self.registry.leasable(peer)
         if not playable:
             return "it can play none of the run's environments"
         if self._ready().isdisjoint(playable):
@@ -376,13 +378,13 @@ class LeaseScheduler:
         epoch, version = self._publisher.order
         proven = self.registry.proven(peer)
         reputation = self.registry.reputations.get(peer) or Reputation()
-        playable = self.registry.workers[peer].playable
+        playable = self.registry.leasable(peer)
         named = self.registry.named(peer)
         share = LeaseShare(
-            1.0 if named else reputation.trust_low,
-            frozenset(node for node in self.registry.pending if self.registry.proven(node)),
-            math.inf if named else reputation.accepted / self.book.policy.largest_group,
-            None if proven else self.registry.origin(peer),
+            waiting=frozenset(node for node in self.registry.pending if self.registry.proven(node)),
+            earned=math.inf if named else reputation.accepted / self.book.policy.largest_group,
+            standings={} if named else self.registry.standings(peer),
+            newcomer=None if proven else self.registry.origin(peer),
             staffed=self.registry.staffed(),
         )
         while len(sealed) < wanted and version >= 0 and sum(map(len, sealed)) <= LEASE_BYTES:

@@ -157,13 +157,15 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
         """Restore the evidence about every worker, bans included; the ledger's if it is newer."""
+        names = tuple(self.tasks)
         known = {
-            bytes.fromhex(node): Reputation.restore(one) for node, one in self.reputations.items()
+            bytes.fromhex(node): Reputation.restore(one, names)
+            for node, one in self.reputations.items()
         }
         for node, (arrival, snapshot) in ledger.reputations().items():
             if arrival > self.verified_up_to:
                 newer = msgspec.json.decode(snapshot, type=ReputationSnapshot)
-                known[node] = Reputation.restore(newer)
+                known[node] = Reputation.restore(newer, names)
         return known
 
     def positions(self, environments: Sequence[str]) -> dict[str, TaskPosition]:

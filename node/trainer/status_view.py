@@ -1,6 +1,7 @@
 """Show a trainer's training, environments and workers to the operator (`status`, `peers`)."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ...protocol.reputation import Reputation
 from ..ops.control import EnvironmentRow, PeerRow, Status
@@ -9,6 +10,7 @@ from ..p2p.status_view import peer_rows, shown_silence
 from .loop import TrainerRole
 from .scheduler import LeaseScheduler
 from .state import Progress
+from .workers import WorkerRegistry
 
 
 def show_leases(status: Status, scheduler: LeaseScheduler, progress: Progress) -> None:
@@ -53,6 +55,21 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
     ]
 
 
+def trusts(known: Reputation, environments: Sequence[str]) -> dict[str, float]:
+    """Map the environments that a node sent work of to the trust in it there."""
+    judged = (name for name in environments if name in known.environments)
+    return {name: round(known.environments[name].mean, 3) for name in judged}
+
+
+def _refused(registry: WorkerRegistry, node: bytes) -> str:
+    """Return why a node is leased nothing, or nothing of some environments; "" if neither."""
+    if refusal := registry.refusal(node):
+        return refusal
+    names = [registry.environments[number].name for number in sorted(registry.quarantined(node))]
+    reason = registry.reputation(node).top_reason(names)
+    return f"no leases of {', '.join(names)}: too much was rejected: {reason}" if names else ""
+
+
 def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
     """Make the rows of `peers` for a trainer, with leases, reputations and audits."""
     registry, newest = scheduler.registry, scheduler.version
@@ -68,8 +85,9 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
         row.stage = registry.pipelines.place(node)
         known = registry.reputations.get(node) or Reputation()
         row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
-        row.top_reason, row.refused = known.top_reason(), known.refused
-        row.trust, row.suspicion = round(known.trust, 3), round(known.suspicion, 3)
+        row.top_reason, row.refused = known.top_reason(), _refused(registry, node)
+        row.trusts = trusts(known, [one.name for one in registry.environments])
+        row.trust, row.suspicion = min(row.trusts.values(), default=0.5), round(known.suspicion, 3)
         row.audited = known.audited
         if (validator := validators.get(node)) is not None:
             row.audits = validator.jobs

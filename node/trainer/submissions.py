@@ -162,27 +162,32 @@ class VerificationQueue:
         arrived = one.arrived
         self.progress.verified_up_to = arrived.arrival
         measured = MeasuredRows()
+        environment = self._environment(one.lease)
         if arrived.arrival > self._counted_up_to:
-            self._remember(arrived.node, verified)
+            self._remember(arrived.node, environment, verified)
             measured = self._bounds.judged(arrived.node, verified)
         self._note_rewards(arrived.node, verified)
         reasons = verified.reasons()
         progress = self.progress
         progress.received += verified.verdict.accepted + sum(reasons.values())
         progress.accepted += verified.verdict.accepted
-        environment = self._registry.environments[one.lease.environment].name
         progress.accepted_of[environment] += verified.verdict.accepted
         progress.rejected_of[environment] += sum(reasons.values())
         progress.rejected.update({reason.value: count for reason, count in reasons.items()})
         self.take(arrived.node, one.submission, one.lease, verified)
         self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
 
-    def _remember(self, node: bytes, verified: Verified) -> None:
+    def _environment(self, lease: Lease) -> str:
+        """Return the name of the environment that a lease is of."""
+        return self._registry.environments[lease.environment].name
+
+    def _remember(self, node: bytes, environment: str, verified: Verified) -> None:
         """Add the result to the worker's reputation."""
         reputation = self._registry.reputation(node)
         before = reputation.banned
         reasons, accepted = verified.reasons(), verified.verdict.accepted
-        reputation.record(accepted, reasons, time.time(), spared=spared(verified.audited))
+        now, others = time.time(), spared(verified.audited)
+        reputation.record(environment, accepted, reasons, now, spared=others)
         self._stages.note(node, verified)
         if reputation.banned != before:
             logger.warning("%s is banned: %s", short(node), reputation.banned)
@@ -196,11 +201,11 @@ class VerificationQueue:
                 [sum(map(sum, (b.mask for b in rollout.branches))) for rollout in group.rollouts],
             )
 
-    def _rate(self, node: bytes) -> float:
-        """Return the share of this worker's rollouts to audit now."""
+    def _rate(self, node: bytes, environment: str) -> float:
+        """Return the share of this worker's rollouts of an environment to audit now."""
         reputation = self._registry.reputation(node)
         base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
-        return audit_rate(reputation, base, odd, reputation.recent_fault)
+        return audit_rate(reputation.of(environment), base, odd, reputation.recent_fault)
 
     async def _verify(
         self, arrived: QueuedSubmission, submission: Submission, lease: Lease, told: bytes | None
@@ -214,7 +219,8 @@ class VerificationQueue:
         if self.epoch.voids(submission, lease):
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
             return refuse_all(arrival, lease, error)
-        version, rate = self._scheduler.version, self._rate(arrived.node)
+        version = self._scheduler.version
+        rate = self._rate(arrived.node, self._environment(lease))
         conditions = self._bounds.conditions(arrived.node, submission)
         if conditions is not None and conditions.all_audited:
             rate = 1.0

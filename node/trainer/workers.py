@@ -18,7 +18,7 @@ from ...crypto.hashing import short
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import LeaseBook, Origin
+from ...protocol.leases import LeaseBook, Origin, Standing
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
@@ -272,10 +272,18 @@ class WorkerRegistry:
         ]
         staffed = self.staffed()
         return failing + [
-            _unplayed(one)
+            _unplayed(one, quarantined=self._barred(number))
             for number, one in enumerate(self.environments)
             if staffed and number not in staffed
         ]
+
+    def _barred(self, environment: int) -> bool:
+        """Return whether a worker that is here is quarantined in an environment that it can play."""
+        return any(
+            environment in worker.playable & self.quarantined(node)
+            for node, worker in self.workers.items()
+            if not worker.left
+        )
 
     def note_playable(self, worker: WorkerState, environments: frozenset[int]) -> None:
         """Record the environments that a worker says it can play."""
@@ -283,7 +291,7 @@ class WorkerRegistry:
             worker.playable, self._able_at = environments, -math.inf
 
     def able(self) -> Counter[int]:
-        """Count the present workers by the environments that they can play, at most ABLE_S ago."""
+        """Count the present workers by the environments that they are leased, at most ABLE_S ago."""
         now = self.clock()
         if now - self._able_at >= ABLE_S:
             self._able_at = now
@@ -291,7 +299,7 @@ class WorkerRegistry:
                 number
                 for node, worker in self.workers.items()
                 if not worker.left and worker.heard >= now - GONE_S and not self.refusal(node)
-                for number in worker.playable
+                for number in self.leasable(node)
             )
         return self._able
 
@@ -364,7 +372,36 @@ class WorkerRegistry:
     def refusal(self, node: bytes) -> str:
         """Return the reason why a node is given no work, or ""."""
         known = self.reputations.get(node)
-        return (known.banned or known.refused) if known else ""
+        if known is None:
+            return ""
+        worker, barred = self.workers.get(node), self.quarantined(node)
+        asked = worker.playable if worker and worker.playable else range(len(self.environments))
+        if not known.refused and barred and barred.issuperset(asked):
+            names = [self.environments[number].name for number in barred]
+            return f"too much was rejected: {known.top_reason(names)}"
+        return known.banned or known.refused
+
+    def quarantined(self, node: bytes) -> frozenset[int]:
+        """Return the environments that a worker is leased nothing of until time has healed its trust."""
+        known = self.reputations.get(node)
+        if known is None:
+            return frozenset()
+        names = enumerate(one.name for one in self.environments)
+        return frozenset(number for number, name in names if known.of(name).quarantined)
+
+    def leasable(self, node: bytes) -> frozenset[int]:
+        """Return the environments that an admitted worker can play and is not quarantined in."""
+        return self.workers[node].playable - self.quarantined(node)
+
+    def standings(self, node: bytes) -> dict[int, Standing]:
+        """Return by environment what a worker's accepted work allows it to hold."""
+        known, shares = self.reputation(node), self.book.policy.environments
+        named = zip(self.environments, shares, strict=True) if self.environments else ()
+        found: dict[int, Standing] = {}
+        for number, (one, share) in enumerate(named):
+            trust = known.of(one.name)
+            found[number] = Standing(trust.low, trust.accepted / share.group_size)
+        return found
 
     def _tier(self, peer: bytes) -> Tier:
         """Rank a node for keeping its connections when there are too many."""
@@ -457,10 +494,16 @@ class WorkerRegistry:
         return sorted(found, key=lambda one: one.rank)
 
 
-def _unplayed(environment: EnvironmentContract) -> str:
+def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:
     """Return the warning that no worker plays an environment, with the remedy."""
     id = environment.id
     package = f" ({environment.package})" if environment.package else ""
+    if quarantined:
+        return (
+            f"too much of the environment {environment.name!r}{package} was rejected, so workers are leased "
+            "none of it for some hours, and the others have its part of the batches: `primerl-node explain` "
+            "on one says why"
+        )
     return (
         f"no worker can play the environment {environment.name!r}{package}, so the others have its part of the "
         f"batches: install it on a worker and start that with --allow-environment {id}"

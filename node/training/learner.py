@@ -428,7 +428,7 @@ class Learner:
 
     def _reference_logprobs(self, row: MicroBatch) -> torch.Tensor | None:
         """Return the reference's logprobs of a row's trained tokens; None without a reference."""
-        if self._config.loss.endpoint is not None:
+        if any(loss.endpoint is not None for loss in self._losses):
             own = row.part(self._world.context_rank, self._world.context_size)
             return torch.from_numpy(own.reference).to(self._world.device)
         itself = self._config.loss.teacher == "policy"

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -29,7 +29,7 @@ from ...protocol.messages import (
     WorkerStats,
 )
 from ...protocol.numerics import ClassBounds, NumericsClass
-from ...protocol.reputation import Reputation
+from ...protocol.reputation import Trust
 from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
 from ..config.engine import EngineConfig
@@ -59,6 +59,8 @@ CURSOR = "verdicts"
 """Ledger key of the number of the last verdict that was fetched."""
 BAN_PAUSE_S = 60.0
 MAX_BAN_PAUSE_S = 900.0
+MAX_LEASES_KNOWN = 4096
+"""Most leases whose verdict is waited for: far more than a node holds."""
 
 
 class VerdictLog:
@@ -69,19 +71,25 @@ class VerdictLog:
         self._services = services
         self._explain = explain
         self._refusals = 0
-        self._record = Reputation()
+        self._leases: OrderedDict[int, str] = OrderedDict()
+        """Environment of each lease that is not judged yet, by name."""
+        self._trusts: dict[str, Trust] = {}
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
         self.bounds: ClassBounds | None = None
         """Noise bounds that judge this node, in a run that measures them; None until known."""
 
-    @property
-    def trust(self) -> float | None:
-        """Trust that the trainer derives from these verdicts; None before the first."""
-        if not self._record.updated:
-            return None
-        self._record.age(time.time())
-        return self._record.trust
+    def leased(self, lease: int, environment: str) -> None:
+        """Note of which environment a lease is: a verdict names only the lease."""
+        self._leases[lease] = environment
+        if len(self._leases) > MAX_LEASES_KNOWN:
+            self._leases.popitem(last=False)
+
+    def trusts(self) -> dict[str, float]:
+        """Return the trust that the trainer derives from verdicts on noted leases, by environment."""
+        for trust in self._trusts.values():
+            trust.age(time.time())
+        return {name: trust.mean for name, trust in sorted(self._trusts.items())}
 
     async def take(self, sealed: bytes) -> None:
         """Record a verdict; a repeated one is ignored.
@@ -190,7 +198,10 @@ class VerdictLog:
             reasons[verdict.rejections[-1].reason] += max(0, unlisted)
         self.accepted += verdict.accepted
         self.rejected.update({reason.value: count for reason, count in reasons.items()})
-        self._record.record(verdict.accepted, reasons, time.time())
+        environment = self._leases.pop(verdict.lease_id, None)
+        if environment is not None:
+            trust = self._trusts.setdefault(environment, Trust())
+            trust.record(verdict.accepted, reasons, time.time())
         if not verdict.rejections:
             return
         first = verdict.rejections[0]
@@ -305,7 +316,10 @@ class InferenceRole:
         self._generator.stops.update(stops)
 
     async def run(self) -> None:
-        """Work until the run ends. Raises EngineError when the engine cannot be restarted."""
+        """Work until the run ends, beside WeightSync.run().
+
+        Raises EngineError when the engine cannot be restarted.
+        """
         self._uploads.open()
         if self._run.proofs.bounds == "measured":
             pipeline = isinstance(self._engine, PipelinedEngine)
@@ -314,7 +328,6 @@ class InferenceRole:
             loops = [
                 tasks.create_task(self.verdicts.fetch()),
                 tasks.create_task(self.verdicts.fetch_bounds(self._numerics)),
-                tasks.create_task(self._weights.run()),
                 tasks.create_task(self._admission.run()),
                 tasks.create_task(self._uploads.run()),
             ]
@@ -450,8 +463,9 @@ class InferenceRole:
             signer=self._run.trainer,
             recipient=self._services.key.node_id,
         ).body
+        name = environment_of(self._run, lease).name
+        self.verdicts.leased(lease.lease_id, name)
         if lease.environment not in self._environments:
-            name = environment_of(self._run, lease).name
             logger.warning("lease %d is of %r, which this node cannot play", lease.lease_id, name)
             self._given_up = True
             return

@@ -289,11 +289,13 @@ class WeightSync:
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
         on_policy: OnPolicy = lambda policy, changed: None,
+        ready: asyncio.Event | None = None,
     ) -> None:
         """Fetch, prove and load only the tensors of `share`.
 
-        `goal` returns the head to go to, unless reach() asked for a newer one; by default the newest head.
-        `on_policy` is called in a thread with every proved policy, also the intermediate ones.
+        `ready` is set, and the book woken, once the engine has started; None: it has. `goal` returns the head
+        to go to, unless reach() asked for a newer one; by default the newest head. `on_policy` is called in a
+        thread with every proved policy, also the intermediate ones.
         """
         self._services = services
         self._book = services.heads
@@ -302,6 +304,7 @@ class WeightSync:
         self._share = share
         self._goal = goal or services.heads.latest
         self._on_policy = on_policy
+        self._ready = ready
         self._asked = (0, NOTHING)
         """Newest (epoch, version) that reach() was asked for."""
         self.stored = (0, NOTHING)
@@ -468,8 +471,13 @@ class WeightSync:
             await self._apply(version, artifact)
         self._services.holdings.tell(*head.order, self._share is everything)
         policy = self._replica.policy
-        self._writing = head.order
         proved = time.monotonic()
+        if not self._can_write():  # newer versions are proved meanwhile
+            await self._book.wait(lambda: self._can_write() or self._is_old(head), IDLE_S)
+            if not self._can_write():
+                return self._order
+            proved = start = fetched = time.monotonic()
+        self._writing = head.order
         await self._write(policy)
         self._order = head.order
         self._book.trusted.commit(head)
@@ -491,6 +499,13 @@ class WeightSync:
             self._loaded.notify_all()
         await self._collect()
         return head.order
+
+    def _can_write(self) -> bool:
+        return self._ready is None or self._ready.is_set()
+
+    def _is_old(self, head: AdmittedHead) -> bool:
+        target = self._target()
+        return target is not None and target.order > head.order
 
     async def _fetch(self, steps: Sequence[Step], order: tuple[int, int]) -> None:
         """Fetch the missing chunks of `steps`, which lead to (epoch, version) `order`."""

@@ -30,7 +30,14 @@ from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import FalsePositives, bands, false_positives, upper_bound
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.manifests import ProofContract
-from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
+from primerl.protocol.reputation import (
+    Audited,
+    BanTest,
+    Reputation,
+    Trust,
+    ban_test,
+    outcome_of,
+)
 from primerl.scripts.bench.cheats_measure import (
     Sample,
     Setting,
@@ -64,6 +71,7 @@ SUBMISSION = 8
 """Rollouts that arrive together."""
 PATIENCE = 8192
 """Rollouts after which a simulated worker counts as never banned."""
+ENVIRONMENT = "sums"
 RECORD = 1000.0
 """Good rollouts of a proven worker before it begins to cheat."""
 DRAWS = 2000
@@ -265,19 +273,20 @@ def _live(
 ) -> tuple[float, float]:
     """Return the rollouts sent until the ban, and until quarantine or ban."""
     test = ban_test(contract, EXPECTED_AUDITS)
-    reputation = Reputation(good=RECORD if proven else 0.0, clean_streak=10**6 if proven else 0)
+    reputation = Reputation(clean_streak=10**6 if proven else 0)
+    trust = reputation.environments[ENVIRONMENT] = Trust(good=RECORD if proven else 0.0)
     quarantined = float("inf")
     for sent in range(SUBMISSION, PATIENCE + 1, SUBMISSION):
         rate = 1.0
         if proven:
-            rate = audit_rate(reputation, contract.audit_rate, 0.0, reputation.recent_fault)
+            rate = audit_rate(trust, contract.audit_rate, 0.0, reputation.recent_fault)
         batch = chance.choices(outcomes, k=SUBMISSION)
         audited = _audited(batch, rate, chance)
         seen = [one for one in batch if one.caught and one.evidence is None]
         rejected = Counter(one.reason for one in [*seen, *audited] if one.reason is not None)
-        reputation.record(SUBMISSION - rejected.total(), rejected, now=1.0)
+        reputation.record(ENVIRONMENT, SUBMISSION - rejected.total(), rejected, now=1.0)
         reputation.observe(observed(audited), test)
-        if reputation.refused:
+        if reputation.refused or trust.quarantined:
             quarantined = min(quarantined, sent)
         if reputation.banned:
             return sent, quarantined

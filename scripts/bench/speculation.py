@@ -1,12 +1,14 @@
 """Compare tokens/s of vLLM with and without speculative decoding, on repetitive replies.
 
-    bash scripts/bench/gpu.sh speculation [--shape tiny|0.6b|4b] [--sequences N ...] [--chance P] [--drafts N]
-        [--rounds N] [--invariant] [--quick] [--json FILE]
+    bash scripts/bench/gpu.sh speculation [--shape tiny|0.6b|4b] [--draft ngram|mtp] [--sequences N ...]
+        [--chance P] [--drafts N] [--rounds N] [--invariant] [--quick] [--json FILE]
 
 Two engines with this package's sampler and proofs are up all the time and take turns; each round sends both the
 same requests. The model's layers compute as usual but add nothing to the residual stream; its head follows
 cycles of 16 tokens, with the given chance at each token, and the prompt contains all cycles. n-grams of 2 to 4
-tokens are looked up. The figures say nothing about a model whose replies never repeat. The last column counts
+tokens are looked up. The figures say nothing about a model whose replies never repeat. With --draft mtp the
+model is a glm4_moe, whose MTP head gives the next token of the cycle another chance (--head-chance): as many
+drafts are right as if its distribution were that far from a model's that never repeats. The last column counts
 replies that are the same, token by token: all of them on a CPU and with --invariant; otherwise kernels for
 several rows of a sequence round differently from those for one row, which may flip a near tie. Each number of
 sequences is requested as single requests, which the goal is for, and as one group of a lease, whose samples
@@ -26,12 +28,14 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.engine_cases import repeating
+from support.engine_cases import log_odds, repeating, write_draft_head
+from support.family_cases import make_family
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
+from primerl.node.weights.state import State
 from primerl.scripts.bench.models import SHAPES
 from primerl.scripts.bench.report import at_least, conclude, make_parser
 
@@ -51,9 +55,14 @@ def requests(sequences: int, tokens: int, seed: int, group: bytes) -> list[Gener
 class Drafting:
     """The two engines."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        ngram = {"method": "ngram", "num_speculative_tokens": options.drafts}
-        ngram |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        """`directory`: of the model, made by start()."""
+        self._model, self._base = directory / "model", directory / "base"
+        drafts = {"method": options.draft, "num_speculative_tokens": options.drafts}
+        if options.draft == "mtp":
+            drafts |= {"model": str(self._base)}
+        else:
+            drafts |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
         memory: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
         if options.cuda:
             memory = {"gpu_memory_utilization": MEMORY}
@@ -65,19 +74,38 @@ class Drafting:
             batch_invariant=options.invariant,
             vllm=memory,
         )
-        speculative = config.model_copy(update={"vllm": memory | {"speculative_config": ngram}})
+        speculative = config.model_copy(update={"vllm": memory | {"speculative_config": drafts}})
         self.plain, self.drafting = HostedEngine(config), HostedEngine(speculative)
         self._options = options
 
-    async def start(self, directory: Path) -> None:
-        """Start the engines one after the other: vLLM measures free memory while it starts."""
-        shape = dict(SHAPES[self._options.shape])
-        if self._options.shape == "tiny":
+    def _make(self) -> State:
+        """Write the model without weights and, for an MTP head, its checkpoint; return the policy."""
+        options, directory = self._options, self._model
+        shape = dict(SHAPES[options.shape])
+        if options.shape == "tiny":
             shape["head_dim"] = 32
         made = ModelCreateConfig.model_validate(shape | {"tie_word_embeddings": False})
-        huggingface.create(directory, made, 0)
-        state = huggingface.policy_state(huggingface.load_model(directory))
-        state = repeating(state, CIRCLES, self._options.chance, PERIOD)
+        if options.draft == "mtp":
+            sizes = made.shape() | {
+                # experts in the last layer and in the head, with as much work for a token as the others
+                "first_k_dense_replace": made.num_hidden_layers - 1,
+                "moe_intermediate_size": made.intermediate_size // 2,
+                "num_experts_per_tok": 1,
+            }
+            del sizes["rope_theta"]
+            state = make_family("glm4_moe", directory, **sizes)
+        else:
+            huggingface.create(directory, made, 0)
+            state = huggingface.policy_state(huggingface.load_model(directory))
+        state = repeating(state, CIRCLES, options.chance, PERIOD)
+        if options.draft == "mtp":
+            sharpness = log_odds(CIRCLES, options.head_chance) / log_odds(CIRCLES, options.chance)
+            write_draft_head(self._base, directory, state, sharpness)
+        return state
+
+    async def start(self) -> None:
+        """Start the engines one after the other: vLLM measures free memory while it starts."""
+        directory, state = self._model, self._make()
         for engine in (self.plain, self.drafting):
             began = time.perf_counter()
             await engine.start(directory, fingerprint="projection")
@@ -126,10 +154,10 @@ class Drafting:
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of sequences."""
     rows: list[dict[str, Any]] = []
-    drafting = Drafting(options)
     with tempfile.TemporaryDirectory() as name:
+        drafting = Drafting(options, Path(name))
         try:
-            await drafting.start(Path(name))
+            await drafting.start()
             print("sequences             tokens/s  with drafts   ratio  accepted  same replies")
             asked = [(one, grouped) for one in options.sequences for grouped in (False, one > 1)]
             for sequences, grouped in dict.fromkeys(asked):
@@ -152,12 +180,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", default="0.6b" if cuda else "50m", choices=list(SHAPES))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--chance", type=float, default=0.9, help="of the next in the circle")
-    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--draft", default="ngram", choices=["ngram", "mtp"], help="method")
+    parser.add_argument(
+        "--head-chance",
+        type=float,
+        default=0.8,
+        help="that the MTP head gives the next in the circle",
+    )
+    parser.add_argument("--drafts", type=int, help="num_speculative_tokens; 4, with mtp 2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512 if cuda else 128, help="of a reply")
     parser.add_argument("--invariant", action="store_true", help="engine.batch_invariant")
     options = parser.parse_args()
     options.cuda = cuda
+    options.drafts = options.drafts or (2 if options.draft == "mtp" else 4)
     if options.quick:
         options.rounds, options.tokens = 2, min(options.tokens, 96)
         options.shape = options.shape if cuda else "tiny"
@@ -170,8 +206,8 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     where = torch.cuda.get_device_name() if options.cuda else "the CPU"
     print(
-        f"shape {options.shape} on {where}, {options.drafts} drafts, chance {options.chance}, replies of "
-        f"{options.tokens} tokens"
+        f"shape {options.shape} on {where}, {options.drafts} drafts by {options.draft}, chance "
+        f"{options.chance}, replies of {options.tokens} tokens"
     )
     rows = asyncio.run(run(options))
     goals = [

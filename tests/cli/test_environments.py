@@ -53,13 +53,13 @@ def wheel(directory: Path, module: str, source: str) -> Path:
 # -- a package from nothing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["single", "multi", "tools"])
+@pytest.mark.parametrize("kind", ["single", "multi", "tools", "search"])
 @pytest.mark.slow
 def test_a_new_package_installs_passes_and_is_trusted(
     cli: Cli, home: Path, site: Path, kind: str
 ) -> None:
     name = f"first-{kind}-env"  # a name of its own: a module that was imported stays imported
-    flags = {"single": [], "multi": ["--multi-turn"], "tools": ["--tools"]}
+    flags = {"single": [], "multi": ["--multi-turn"], "tools": ["--tools"], "search": ["--search"]}
     made = cli("env", "init", name, *flags[kind])
     assert made.code == 0, made.err
     installed = cli("env", "install", f"./{name}", "--json")
@@ -73,11 +73,15 @@ def test_a_new_package_installs_passes_and_is_trusted(
 
     found = checks(cli("env", "test", name, "--tasks", "3", "--json"))
     assert [problem for _, problem in found.values()] == [""] * len(found)
-    assert found["tasks"][0].startswith("train at least")
+    train = "train 29, held out 7" if kind == "search" else "train at least"
+    assert found["tasks"][0].startswith(train)
     if kind == "single":
         assert "right answer 1, empty 0" in found["rewards"][0]
         assert found["prompts"][0].startswith("10 characters")
     elif kind == "tools":
+        assert "right answer 1, empty 0" in found["rewards"][0]
+        assert "right answer 2, empty 0" in found["tools"][0]
+    elif kind == "search":
         assert "right answer 1, empty 0" in found["rewards"][0]
         assert "right answer 2, empty 0" in found["tools"][0]
     else:
@@ -117,6 +121,7 @@ def test_a_name_that_would_never_be_played_is_not_taken(
 
 def test_a_new_environment_is_of_one_kind(cli: Cli, home: Path) -> None:
     cli("env", "init", "third-env", "--tools", "--multi-turn").refused(2, "choose one")
+    cli("env", "init", "third-env", "--search", "--tools").refused(2, "--tools and --search")
     assert list(home.iterdir()) == []
 
 

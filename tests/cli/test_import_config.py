@@ -324,7 +324,7 @@ def test_limits_of_sampling_are_those_of_the_run(tmp_path: Path) -> None:
         ('env = { taskset = { id = "reverse-text", colour = "red" } }', "no such option here"),
         ('env = { taskset = { id = "wordle" } }', "bundled: word-game"),
         ('curriculum = { sampler = { type = "difficulty_pool" } }\nid = "a"', "needs num_tasks"),
-        ('algo = { type = "opd" }\nid = "a"', "nearest: environments[].advantage and .loss"),
+        ('algo = { type = "sft" }\nid = "a"', "Another model's: docs/sft.md, or training.sft"),
     ],
 )  # fmt: skip
 def test_what_an_environment_asks_for_in_vain_is_reported(
@@ -380,6 +380,74 @@ def test_algorithms_are_advantages_and_losses(
     config = convert(tmp_path, f"[orchestrator]\n{text}\n{ONE_SOURCE}")
     training = {key: value for key, value in config.values["training"].items() if key != "seq_len"}
     assert training == expected
+    assert not config.missing
+
+
+TEACHER = 'teacher = { name = "big", base_url = "http://h/v1" }'
+ENDPOINT = {"url": "http://h/v1", "model": "big"}
+TAUGHT = {"type": "reverse_kl", "endpoint": ENDPOINT}
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "expected"),
+    [
+        ("type = 'grpo'", f"type = 'opd', {TEACHER}", {"loss": TAUGHT}),
+        ("type = 'grpo'", "type = 'max_rl'", {"advantage": "max_rl"}),
+        ("type = 'grpo'", "type = 'echo'", {"advantage": "grpo", "loss": {"echo_alpha": 0.1}}),
+        ("type = 'echo'", "type = 'grpo'", {"advantage": "grpo", "loss": {"echo_alpha": 0.0}}),
+        (
+            "type = 'max_rl'",
+            "type = 'grpo', length_penalty = { type = 'linear', num_turns_weight = 0.5 }",
+            {"advantage": "grpo_length", "length_penalty": {"num_turns_weight": 0.5}},
+        ),
+        (
+            f"type = 'opd', {TEACHER}",
+            "type = 'grpo'",
+            {"advantage": "grpo", "loss": {"type": "dppo_kl"}},
+        ),
+        (
+            "type = 'opd', teacher = { name = 'small', base_url = 'http://h/v2' }",
+            f"type = 'opd', {TEACHER}",
+            {"loss": TAUGHT},
+        ),
+        ("type = 'opsd', demo_key = 'answer'", "type = 'opsd', demo_key = 'answer'", {}),
+    ],
+)
+def test_an_environment_keeps_an_algorithm_of_its_own(
+    tmp_path: Path, run: str, own: str, expected: dict[str, Any]
+) -> None:
+    source = f"[[orchestrator.train.source]]\nname = 'b'\nid = 'reverse-text'\nalgo = {{ {own} }}\n"
+    text = f"[orchestrator]\nalgo = {{ {run} }}\n{ONE_SOURCE}name = 'a'\n{source}"
+    config = convert(tmp_path, text)
+    first, second = config.values["environments"]
+    assert {key: one for key, one in second.items() if key not in ("id", "name")} == expected
+    assert not {"advantage", "loss"} & set(first)
+    assert not config.missing
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "reason"),
+    [
+        ("type = 'opsd'", f"type = 'opd', {TEACHER}", "a run holds one teacher"),
+        ("type = 'grpo'", "type = 'opd', teacher = { name = 'big' }", "a run holds one teacher"),
+        ("type = 'grpo'", "type = 'rae', decay = 0.9", "training.rae_decay is the run's"),
+    ],
+)
+def test_what_an_environment_cannot_have_of_its_own_is_reported(
+    tmp_path: Path, run: str, own: str, reason: str
+) -> None:
+    source = f"[[orchestrator.train.source]]\nname = 'b'\nid = 'reverse-text'\nalgo = {{ {own} }}\n"
+    text = f"[orchestrator]\nalgo = {{ {run} }}\n{ONE_SOURCE}name = 'a'\n{source}"
+    config = convert(tmp_path, text)
+    assert reason in notes(config)
+    assert "loss" not in config.values["environments"][1]
+
+
+def test_the_algorithm_of_the_only_environment_is_the_runs(tmp_path: Path) -> None:
+    own = f"{ONE_SOURCE}algo = {{ type = 'opd', {TEACHER} }}\n"
+    config = convert(tmp_path, f"[orchestrator]\nalgo = {{ type = 'max_rl' }}\n{own}")
+    training = {key: value for key, value in config.values["training"].items() if key != "seq_len"}
+    assert training == {"loss": TAUGHT}
     assert not config.missing
 
 

@@ -194,6 +194,21 @@ def test_a_mistake_in_a_mixture_is_named(text: str, said: str, tmp_path: Path) -
         load(RunConfig, ["@", written(tmp_path / "wrong.toml", text)], {})
 
 
+def test_losses_may_have_endpoints_of_their_own_but_no_second_model_that_is_held(
+    tmp_path: Path,
+) -> None:
+    url = 'endpoint = { url = "http://h/v1", model = "%s" }\n'
+    own = '[[environments]]\nid = "%s"\n[environments.loss]\ntype = "reverse_kl"\n'
+    two = own % "a" + url % "big" + own % "b" + url % "small" + '[[environments]]\nid = "c"\n'
+    found = load(RunConfig, ["@", written(tmp_path / "two.toml", two)], {}).training_on()
+    assert [one.loss.endpoint and one.loss.endpoint.model for one in found.values()] == [
+        *("big", "small", None)
+    ]
+    for held in ('[training.loss]\ntype = "reverse_kl"\n' + two, two + own % "d"):
+        with pytest.raises(UsageError, match="compares with a reference that is not"):
+            load(RunConfig, ["@", written(tmp_path / "held.toml", held)], {})
+
+
 def test_a_dry_run_of_a_mixture_reads_back_and_names_what_is_not_installed(
     cli: Callable[..., Ran], tmp_path: Path
 ) -> None:

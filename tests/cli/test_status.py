@@ -109,6 +109,14 @@ def test_a_peer_says_what_an_operator_should_notice(more: dict[str, Any], state:
     assert (" 321 " in row) == ("audited" in more)
 
 
+def test_trust_is_one_figure_or_where_a_peer_works_for_several_environments_one_for_each() -> None:
+    assert " 0.90 " in drawn(replace(PEER, trusts={"sums": 0.9}))[1]
+    several = replace(PEER, trusts={"sums": 0.98, "words": 0.9})
+    assert " sums 0.98, words 0.90 " in drawn(several)[1]
+    worker = lines_of(role="inference", trust=0.9, trusts={"sums": 0.98, "words": 0.9})
+    assert worker["rollouts"].endswith("trust sums 0.98, words 0.90")
+
+
 def test_a_narrow_terminal_shows_whole_ids_and_versions_and_leaves_out_what_matters_least() -> None:
     rows = [PEER, replace(PEER, short="0123456789", refused="banned: " + "because " * 20)]
     for width in (60, 80, 100, 160):

@@ -34,7 +34,7 @@ def test_short_flags_are_the_config_s_keys(cli: Cli, command: tuple[str, ...]) -
         ("--dp 2 --pp 2", "dp and pp cannot be combined: start one node per pipeline"),
         ("--engine.vllm.quantization fp8", "would fail every audit"),
         ("--engine.vllm.tensor_parallel_size 2", "set engine.tp"),
-        ('--engine.vllm.speculative_config {"method":"mtp"}', "an MTP head has weights of its own"),
+        ('--engine.vllm.speculative_config {"method":"eagle"}', "drafts of an EAGLE head"),
         (
             '--pp 2 --engine.vllm.speculative_config {"method":"ngram","num_speculative_tokens":4}',
             "pp and vllm.speculative_config cannot be combined",

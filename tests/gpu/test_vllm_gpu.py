@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support.engine_cases import blended, repeating
+from support.engine_cases import blended, repeating, write_draft_head
+from support.family_cases import make_family
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -178,18 +179,34 @@ async def test_a_hundred_updates_beside_generation_lose_no_request(
     assert any(one.policy_first < one.policy_last for one in itertools.chain(*found))
 
 
-async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path: Path) -> None:
-    """To the last bit, by batch-invariant kernels, and after an update in place."""
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(
+    tmp_path: Path, method: str
+) -> None:
+    """To the last bit with n-grams and batch-invariant kernels, most replies with an MTP head and others.
+
+    And after an update in place.
+    """
     # other head sizes than 128: FlashAttention-3 takes keys in other blocks for one row than for several
-    shape = SHAPE.model_copy(update={"tie_word_embeddings": False, "head_dim": 128})
-    huggingface.create(tmp_path, shape, 0)
-    random = huggingface.policy_state(huggingface.load_model(tmp_path))
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    if method == "mtp":
+        random = make_family("glm4_moe", tmp_path, head_dim=128)
+        drafts["model"] = str(tmp_path / "base")
+        write_draft_head(tmp_path / "base", tmp_path, repeating(random, 64, 0.9))
+    else:
+        shape = SHAPE.model_copy(update={"tie_word_embeddings": False, "head_dim": 128})
+        huggingface.create(tmp_path, shape, 0)
+        random = huggingface.policy_state(huggingface.load_model(tmp_path))
+        drafts["prompt_lookup_min"] = 1
     states = [random, repeating(random, 64, 0.9)]
-    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     found: list[list[Completion]] = []
-    for more in ({}, {"speculative_config": ngram}):
+    for more in ({}, {"speculative_config": drafts}):
         config = CONFIG.model_copy(
-            update={"batch_invariant": True, "vllm": CONFIG.vllm | more, "max_batch": 8}
+            update={
+                "batch_invariant": method == "ngram",
+                "vllm": CONFIG.vllm | more,
+                "max_batch": 8,
+            }
         )
         drafting = HostedEngine(config)
         try:
@@ -207,6 +224,13 @@ async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(tmp_path
         finally:
             await drafting.close()
         assert (stats.accepted_tokens > 1000) == bool(more)
+    if method == "mtp":
+        assert (
+            stats.accepted_tokens >= 0.6 * stats.drafted_tokens
+        )  # the first state is not the head's
+        same = [one.token_ids == other.token_ids for one, other in zip(*found, strict=True)]
+        assert sum(same) >= 0.8 * len(same)
+        return
     for one, other in zip(*found, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs

@@ -15,14 +15,14 @@ from primerl.protocol.audits import (
     is_audited,
 )
 from primerl.protocol.errors import Reason
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Reputation, Trust
 
 CHALLENGE = digest(b"challenge")
 ME, B, C, D = (bytes([n]) * 32 for n in (10, 11, 12, 13))
 
 
-def known(good: float, bad: float = 0.0) -> Reputation:
-    return Reputation(good=good, bad=bad)
+def known(good: float, bad: float = 0.0) -> Trust:
+    return Trust(good=good, bad=bad)
 
 
 # -- how much ----------------------------------------------------------------------------------------
@@ -48,9 +48,9 @@ def test_failures_in_the_record_keep_the_rate_up() -> None:
 
 def test_after_a_recent_fault_everything_is_audited() -> None:
     assert audit_rate(known(1e6), 0.1, 0.0, True) == 1.0
-    peer = known(1e6)
-    peer.record(100, Counter({Reason.BAD_SAMPLING: 1}), NOW)
-    assert audit_rate(peer, 0.1, 0.0, peer.recent_fault) == 1.0
+    peer = Reputation({"sums": known(1e6)})
+    peer.record("sums", 100, Counter({Reason.BAD_SAMPLING: 1}), NOW)
+    assert audit_rate(peer.of("sums"), 0.1, 0.0, peer.recent_fault) == 1.0
 
 
 @pytest.mark.parametrize(("odd", "rate"), [(0, 0.1), (0.5, 0.55), (1, 1), (7, 1), (-1, 0.1)])

@@ -3,7 +3,7 @@ from support.lease_cases import STRANGER, A, B, C, grant, granted, policy
 from support.protocol_cases import NOW
 
 from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Trust
 
 # -- nodes that do not honour their leases -----------------------------------------------------------
 
@@ -130,10 +130,10 @@ def test_a_newcomer_starts_with_one_lease() -> None:
     first = granted(book, A, share=STRANGER)
     assert grant(book, A, share=STRANGER) is None
     book.settle(first.lease_id, A, NOW + 1)
-    known = Reputation(good=12.0)  # its first lease was verified
+    known = Trust(good=12.0)  # its first lease was verified
     for _ in range(2):
-        granted(book, A, now=NOW + 1, share=LeaseShare(known.trust_low))
-    assert grant(book, A, now=NOW + 1, share=LeaseShare(known.trust_low)) is None
+        granted(book, A, now=NOW + 1, share=LeaseShare(known.low))
+    assert grant(book, A, now=NOW + 1, share=LeaseShare(known.low)) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from primerl.protocol.leases import (
     Origin,
     pool,
 )
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Reputation, Trust
 
 ONE, TWO = Origin(b"one"), Origin(b"two")
 
@@ -237,8 +237,9 @@ def test_groups_that_were_dropped_are_paid_for_before_as_many_are_held_again() -
 
 def test_a_node_is_proven_by_work_that_was_accepted_and_stood_an_audit() -> None:
     assert not Reputation().proven
-    assert not Reputation(accepted=4).proven, "audited by nobody"
-    assert Reputation(accepted=4, audited=4).proven
+    accepted = {"sums": Trust(accepted=4)}
+    assert not Reputation(accepted).proven, "audited by nobody"
+    assert Reputation(accepted, audited=4).proven
 
 
 # -- what is remembered ------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from primerl.protocol.reputation import (
     Placement,
     Reputation,
     ReputationSnapshot,
+    Trust,
     ban_test,
     beta_low,
     outcome_of,
@@ -44,40 +45,45 @@ TEST = ban_test(msgspec.structs.replace(PROOFS, false_bans=1e-3), expected_audit
 def after(accepted: int = 0, **rejected: int) -> Reputation:
     """A peer after one submission; reasons by name in lower case."""
     peer = Reputation()
-    peer.record(accepted, Counter({Reason(name): n for name, n in rejected.items()}), NOW)
+    peer.record("sums", accepted, Counter({Reason(name): n for name, n in rejected.items()}), NOW)
     return peer
+
+
+def trust(accepted: int = 0, **rejected: int) -> Trust:
+    """Trust in that peer, in the environment that the submission was of."""
+    return after(accepted, **rejected).of("sums")
 
 
 def test_a_stranger_is_neither_trusted_nor_quarantined() -> None:
     peer = Reputation()
-    assert peer.trust == 0.5
-    assert not peer.quarantined
+    assert peer.of("sums").mean == 0.5
+    assert not peer.of("sums").quarantined
     assert peer.top_reason() == ""
 
 
 def test_only_evidence_moves_trust() -> None:
-    assert after(accepted=9).trust == pytest.approx(10 / 11)
-    assert after(accepted=9, malformed=1).trust == pytest.approx(10 / 12)
-    assert after(malformed=3).trust == pytest.approx(1 / 5)
+    assert trust(accepted=9).mean == pytest.approx(10 / 11)
+    assert trust(accepted=9, malformed=1).mean == pytest.approx(10 / 12)
+    assert trust(malformed=3).mean == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize("reason", sorted(HARMLESS))
 def test_what_costs_the_rollout_only_never_costs_the_peer(reason: Reason) -> None:
     peer = after(**{reason.value: 1000})
-    assert peer.trust == 0.5
-    assert not peer.quarantined
+    assert peer.of("sums").mean == 0.5
+    assert not peer.of("sums").quarantined
     assert peer.top_reason() == reason.value  # still shown
 
 
 @pytest.mark.parametrize("reason", sorted(FRAUD))
 def test_fraud_weighs_more_than_a_failure(reason: Reason) -> None:
-    assert after(**{reason.value: 1}).bad == FRAUD_WEIGHT
-    assert after(**{reason.value: 1}).trust < after(malformed=1).trust
+    assert trust(**{reason.value: 1}).bad == FRAUD_WEIGHT
+    assert trust(**{reason.value: 1}).mean < trust(malformed=1).mean
 
 
 @pytest.mark.parametrize("reason", sorted(OTHERS))
 def test_any_other_reason_is_one_failure(reason: Reason) -> None:
-    assert after(**{reason.value: 3}).bad == 3
+    assert trust(**{reason.value: 3}).bad == 3
 
 
 def test_a_reason_is_harmless_or_fraud_but_not_both() -> None:
@@ -87,18 +93,18 @@ def test_a_reason_is_harmless_or_fraud_but_not_both() -> None:
 
 def test_quarantine_needs_evidence() -> None:
     few = int(MIN_EVIDENCE) - 1
-    assert not after(malformed=few).quarantined
-    assert after(malformed=few + 1).quarantined
-    assert after(bad_reward=int(MIN_EVIDENCE / FRAUD_WEIGHT)).quarantined
+    assert not trust(malformed=few).quarantined
+    assert trust(malformed=few + 1).quarantined
+    assert trust(bad_reward=int(MIN_EVIDENCE / FRAUD_WEIGHT)).quarantined
 
 
 def test_quarantine_needs_more_bad_than_good() -> None:
-    assert not after(accepted=20, malformed=20).quarantined
-    assert after(accepted=20, malformed=21).quarantined
+    assert not trust(accepted=20, malformed=20).quarantined
+    assert trust(accepted=20, malformed=21).quarantined
 
 
 def test_evidence_halves_in_half_a_life() -> None:
-    peer = after(accepted=8, malformed=16)
+    peer = trust(accepted=8, malformed=16)
     peer.age(NOW + HALF_LIFE_S)
     assert (peer.good, peer.bad) == pytest.approx((4, 8))
     peer.record(1, Counter({Reason.MALFORMED: 2}), NOW + 2 * HALF_LIFE_S)
@@ -108,17 +114,17 @@ def test_evidence_halves_in_half_a_life() -> None:
 
 def test_a_quarantined_peer_recovers_by_time_alone() -> None:
     """It is leased nothing, so no record() ever comes: age() must do it."""
-    peer = after(malformed=20)
+    peer = trust(malformed=20)
     assert peer.quarantined
     peer.age(NOW + 60)
     assert peer.quarantined
     peer.age(NOW + HALF_LIFE_S)
     assert not peer.quarantined
-    assert peer.trust < 0.5  # let in again, not forgiven
+    assert peer.mean < 0.5  # let in again, not forgiven
 
 
 def test_a_clock_that_is_set_back_neither_adds_nor_decays_evidence() -> None:
-    peer = after(malformed=10)
+    peer = trust(malformed=10)
     peer.age(NOW - 10 * HALF_LIFE_S)
     assert peer.bad == 10
     peer.age(NOW)
@@ -143,11 +149,11 @@ def test_the_lower_quantile_is_that_of_the_beta_posterior(good: float, bad: floa
 
 
 def test_what_can_be_counted_on_grows_with_the_record_and_is_small_for_a_stranger() -> None:
-    lows = [after(accepted=n).trust_low for n in (0, 1, 8, 64, 640)]
+    lows = [trust(accepted=n).low for n in (0, 1, 8, 64, 640)]
     assert lows == sorted(lows)
     assert (lows[0], lows[3]) == pytest.approx((0.05, 0.955), abs=1e-3)
-    assert after(accepted=64, malformed=8).trust_low < after(accepted=64).trust_low
-    assert all(low < after(accepted=n).trust for n, low in zip((0, 1, 8, 64), lows, strict=False))
+    assert trust(accepted=64, malformed=8).low < trust(accepted=64).low
+    assert all(low < trust(accepted=n).mean for n, low in zip((0, 1, 8, 64), lows, strict=False))
 
 
 # -- the sequential test -----------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def test_a_cheater_is_banned_soon_whatever_its_record(
     before.observe(audits("clean", record), TEST)
     counts: list[int] = []
     for _ in range(400):
-        peer = Reputation.restore(before.snapshot())
+        peer = Reputation.restore(before.snapshot(), ())
         counts.append(until_ban(peer, cheating(rng, 100, detected)))
     assert np.mean(np.array(counts) <= within) >= 0.99
 
@@ -248,15 +254,15 @@ def test_a_worker_that_forges_a_small_share_after_a_long_honest_record_is_banned
             peer.age(now)
             if peer.banned:
                 break
-            if peer.refused:
+            if peer.of("sums").quarantined:
                 continue
             bad = (rng.random(8) < share) & (submission >= 250)
-            drawn = rng.random(8) < audit_rate(peer, 0.1, 0.0, peer.recent_fault)
+            drawn = rng.random(8) < audit_rate(peer.of("sums"), 0.1, 0.0, peer.recent_fault)
             drawn |= bool((bad & drawn).any())  # one guilty has them all audited
             caught = int((bad & drawn).sum())
             forged += int(bad.sum()) - caught
             faults = Counter({Reason.BAD_SAMPLING: caught}) if caught else Counter[Reason]()
-            peer.record(8 - caught, faults, now)
+            peer.record("sums", 8 - caught, faults, now)
             peer.observe(
                 [Audited("rejected" if one else "clean", -1.0) for one in bad[drawn].tolist()], TEST
             )
@@ -306,7 +312,7 @@ def test_a_ban_says_which_test_its_value_and_the_bar() -> None:
         "(after 3 audited rollouts)"
     )
     assert peer.refused == f"banned: {peer.banned}"
-    peer.record(1000, Counter(), NOW)
+    peer.record("sums", 1000, Counter(), NOW)
     peer.age(NOW + 100 * HALF_LIFE_S)
     assert peer.refused  # neither work nor time lifts it
 
@@ -336,7 +342,7 @@ def test_a_rollout_that_holds_is_clean_or_suspect() -> None:
 def test_a_fault_is_recent_until_enough_audits_were_clean() -> None:
     peer = after(accepted=100)
     assert not peer.recent_fault
-    peer.record(0, Counter({Reason.BAD_SAMPLING: 1}), NOW)
+    peer.record("sums", 0, Counter({Reason.BAD_SAMPLING: 1}), NOW)
     peer.observe(audits("clean", FAULT_MEMORY - 1), TEST)
     assert peer.recent_fault
     peer.observe(audits("clean", 1), TEST)
@@ -355,17 +361,17 @@ def test_a_reputation_restored_from_bytes_goes_on_as_before() -> None:
     peer = after(accepted=40, bad_sampling=1, stale=3)
     peer.observe([*audits("rejected", 2), *audits("clean", 2, nats=3.0)], TEST)
     stored = msgspec.msgpack.encode(peer.snapshot())
-    again = Reputation.restore(msgspec.msgpack.decode(stored, type=ReputationSnapshot))
+    again = Reputation.restore(msgspec.msgpack.decode(stored, type=ReputationSnapshot), ())
     assert again == peer
     for one in (peer, again):
         one.observe(audits("rejected", 1), TEST)
     assert again.banned == peer.banned != ""
-    assert Reputation.restore(again.snapshot()).banned == peer.banned
+    assert Reputation.restore(again.snapshot(), ()).banned == peer.banned
 
 
 def test_a_stored_reason_of_newer_software_is_left_out() -> None:
-    stored = msgspec.structs.replace(after(malformed=2).snapshot(), rejected={"newer": 3})
-    assert Reputation.restore(stored).rejected == {}
+    stored = msgspec.structs.replace(trust(malformed=2).snapshot(), rejected={"newer": 3})
+    assert Trust.restore(stored).rejected == {}
 
 
 # -- numerics classes --------------------------------------------------------------------------------
@@ -397,5 +403,5 @@ def test_a_refused_claim_stays_refused_and_another_one_starts_anew() -> None:
     assert peer.placement.canaries == 0
     peer.placement = peer.placement.claim(ONE)
     assert "as it was found before" in peer.refused
-    again = Reputation.restore(peer.snapshot())
+    again = Reputation.restore(peer.snapshot(), ())
     assert again == peer

@@ -180,6 +180,52 @@ async def test_a_worker_that_was_killed_comes_back_with_its_directory_and_contri
 # -- weights -----------------------------------------------------------------------------------------
 
 
+class SlowStart(WitnessEngine):
+    """An engine that starts when it is told to."""
+
+    def __init__(self, fakes: Fakes, name: str) -> None:
+        super().__init__(fakes, name)
+        self.starts = asyncio.Event()
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine."""
+        await self.starts.wait()
+        await super().start(model_dir, fingerprint=fingerprint)
+
+
+async def test_a_worker_fetches_and_proves_versions_while_its_engine_starts(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fakes = Fakes()
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("early")
+        engine = SlowStart(fakes, "late")
+        late = swarm.add_worker("late", engine=engine)
+        await swarm.wait_step(1)
+
+        async def fetched() -> int:
+            with suppress(NetworkError):
+                return sum((await late.status())["chunk_bytes_by_source"].values())
+            return 0
+
+        for step in (2, 4):
+            before = await fetched()
+            async with asyncio.timeout(60.0):
+                while True:
+                    if await fetched() > before:
+                        break
+                    await asyncio.sleep(0.02)
+            await swarm.wait_step(step)
+        assert not fakes.loads("late")
+        assert (await late.status())["waiting_for"] == "starting the engine and the environments"
+        engine.starts.set()
+        await contributed(swarm, [late])
+        first, *_ = fakes.loads("late")
+        assert (first.version >= 2, first.in_place) == (True, False)
+
+
 async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_nothing_else(
     tmp_path: Path, model_dir: Path
 ) -> None:

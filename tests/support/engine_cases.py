@@ -1,6 +1,8 @@
 """Small models, states and requests for the tests of engines."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,8 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     for name, tensor in state.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             found[name] = from_torch(torch.zeros_like(to_torch(tensor)))
+    final = found["model.norm.weight"]
+    found["model.norm.weight"] = from_torch(torch.ones_like(to_torch(final)))
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     kind, width = to_torch(state[head]).dtype, state[head].shape[1]
     # a coordinate that all share makes the tokens beyond the first impossible
@@ -81,11 +85,45 @@ def repeating(state: State, tokens: int, chance: float, period: int = 16) -> Sta
     before = torch.arange(tokens)
     before += torch.where(before % period == 0, period - 1, -1)
     rows = torch.zeros_like(made)
-    likely = math.log((tokens - 1) * chance / (1 - chance))
+    likely = log_odds(tokens, chance)
     rows[:tokens] = likely * apart[before] / apart.square().sum(1).mean()
     rows[tokens:, 0] = -30.0
     found[table], found[head] = from_torch(made.to(kind)), from_torch(rows.to(kind))
     return found
+
+
+def log_odds(tokens: int, chance: float) -> float:
+    """Logit of a token that has this chance, where the others of `tokens` have the logit 0."""
+    return math.log((tokens - 1) * chance / (1 - chance))
+
+
+def write_draft_head(directory: Path, config: Path, state: State, sharpness: float = 1.0) -> None:
+    """A checkpoint of a repeating() `state` with an MTP head, whose logits are the model's x `sharpness`.
+
+    `config`: the model's directory. As in published checkpoints of glm4_moe the head is one more layer. It
+    reads the embedding of the latest token, and nothing of the state before it.
+    """
+    from safetensors.torch import save_file
+
+    from primerl.node.models.tensors import to_torch
+
+    directory.mkdir(parents=True)
+    shutil.copyfile(config / "config.json", directory / "config.json")
+    shape = json.loads((config / "config.json").read_text())
+    layers, width = shape["num_hidden_layers"], shape["hidden_size"]
+    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
+    last, head = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    tensors |= {
+        head + name.removeprefix(last): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    final = tensors["model.norm.weight"]
+    ones = torch.ones(width, dtype=final.dtype)
+    tensors[head + "eh_proj.weight"] = torch.eye(width, 2 * width, dtype=final.dtype)
+    tensors |= {head + f"{name}.weight": ones.clone() for name in ("enorm", "hnorm")}
+    tensors[head + "shared_head.norm.weight"] = sharpness * final
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 _reference: list[Any] = []

@@ -138,14 +138,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_family(name: str, directory: Path, seed: int = 0) -> State:
-    """A random model of a family in `directory`, with tokenizer; its bf16 state."""
+def make_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> State:
+    """A random model of a family in `directory`, with tokenizer; its bf16 state.
+
+    `changes` of its config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = SHAPE.model_copy(update={"num_hidden_layers": 1})
     huggingface.create(directory, small, seed)  # for the tokenizer
     make: Any = AutoConfig.for_model
-    config = make(name, **{**SIZES, **FAMILIES[name].changes})
+    config = make(name, **{**SIZES, **FAMILIES[name].changes, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

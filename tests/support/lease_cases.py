@@ -7,13 +7,13 @@ from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Trust
 
 A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))
 SEED = digest(b"seed")
 ALONE = LeaseShare()
 """Fully trusted, nobody waits."""
-STRANGER = LeaseShare(Reputation().trust_low)
+STRANGER = LeaseShare(Trust().low)
 
 
 def task_digest(index: int) -> bytes:

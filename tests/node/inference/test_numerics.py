@@ -160,6 +160,11 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
         check_exact(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"exact for .* tp 1, and this machine is .* tp 2"):
         check_exact(config(tp=2), run)
+    mtp = {"speculative_config": {"method": "mtp", "model": ".", "num_speculative_tokens": 1}}
+    with pytest.raises(UsageError, match=r"remove engine\.vllm\.speculative_config"):
+        check_exact(config(vllm=mtp), run)
+    with pytest.raises(ValueError, match=r"remove engine\.vllm\.speculative_config"):
+        RunConfig(engine=config(vllm=mtp), verification=VerificationConfig(numerics="exact"))
 
 
 def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() -> None:

@@ -1,9 +1,13 @@
 """What engine.vllm may say, and which vLLM it is said to: runs without vLLM."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference import vllm_arguments
@@ -16,6 +20,7 @@ from primerl.node.inference.vllm_arguments import (
     check_names,
     check_overrides,
     check_release,
+    engine_arguments,
     installed_arguments,
     installed_release,
     keeps_elsewhere,
@@ -58,6 +63,7 @@ def test_what_would_break_a_contract_is_refused_with_the_reason_and_what_to_do(n
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 2, "model": "."}
 
 
 @pytest.mark.parametrize(
@@ -67,9 +73,10 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
         NGRAM,
         NGRAM | {"prompt_lookup_min": 2, "prompt_lookup_max": 2},
         NGRAM | {"prompt_lookup_max": 5},
+        MTP,
     ],
 )
-def test_drafts_of_n_grams_pass(config: dict[str, Any] | None) -> None:
+def test_drafts_of_n_grams_and_of_the_models_own_head_pass(config: dict[str, Any] | None) -> None:
     check_overrides({"speculative_config": config})
 
 
@@ -78,12 +85,15 @@ def test_drafts_of_n_grams_pass(config: dict[str, Any] | None) -> None:
     [
         ({"model": "other/model", "num_speculative_tokens": 4}, "a draft model is a second model"),
         ({"method": "draft_model"}, "a draft model is a second model"),
-        ({"method": "mtp", "num_speculative_tokens": 1}, "an MTP head has weights of its own"),
-        ({"method": "qwen3_next_mtp"}, "an MTP head has weights of its own"),
-        ({"method": "eagle3", "model": "x"}, "an EAGLE head has weights of its own"),
+        ({"method": "mtp", "num_speculative_tokens": 1}, "model None is not a directory"),
+        (MTP | {"model": "some/model"}, "published checkpoint of the run's model"),
+        (MTP | {"prompt_lookup_max": 2}, "prompt_lookup_max is refused .method mtp has"),
+        (MTP | {"draft_sample_method": "probabilistic"}, "draft_sample_method is refused"),
+        ({"method": "qwen3_next_mtp"}, 'vLLM calls every MTP head "mtp"'),
+        ({"method": "eagle3", "model": "x"}, "drafts of an EAGLE head were never compared"),
         ({"method": "ngram_gpu"}, "asynchronous scheduling"),
-        ({"method": "suffix"}, "n-grams are all that this package verifies"),
-        ({"method": ["ngram"]}, "n-grams are all that this package verifies"),
+        ({"method": "suffix"}, "n-grams and of an MTP head are all that this package verifies"),
+        ({"method": ["ngram"]}, "n-grams and of an MTP head are all that this package verifies"),
         ({}, "method None is refused"),
         ("ngram", "must be a table"),
         (0, "must be a table"),
@@ -112,6 +122,42 @@ def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
     check_family(EngineConfig(), linear, cpu=False)
     with pytest.raises(EngineError, match=r"remove engine\.vllm\.speculative_config"):
         check_family(drafting, linear, cpu=False)
+    with pytest.raises(UsageError, match=r"async_scheduling and speculative_config"):
+        check_overrides({"speculative_config": NGRAM, "async_scheduling": True})
+
+
+def test_a_head_that_drafts_is_of_the_runs_model(tmp_path: Path) -> None:
+    """And vLLM reads it as safetensors, whatever it does with the weights of the run."""
+    small = {"hidden_size": 8, "vocab_size": 16, "num_attention_heads": 1, "num_hidden_layers": 2}
+    shape = {"model_type": "glm4_moe", "num_nextn_predict_layers": 1, **small}
+    base = tmp_path / "base"
+    config = EngineConfig(vllm={"speculative_config": MTP | {"model": str(base)}})
+
+    def write(shape: dict[str, Any], *names: str) -> None:
+        base.mkdir(exist_ok=True)
+        (base / "config.json").write_text(json.dumps(shape))
+        save_file({name: torch.zeros(1) for name in names}, base / "model.safetensors")
+
+    head = "model.layers.2.eh_proj.weight"
+    write(shape, "model.norm.weight", head)
+    check_family(config, shape, cpu=True)
+    arguments = engine_arguments(config, tmp_path, shape, cpu=False)
+    assert arguments["async_scheduling"] is False
+    assert arguments["speculative_config"] == {
+        **config.vllm["speculative_config"],
+        "draft_load_config": {"load_format": "safetensors"},
+    }
+    with pytest.raises(EngineError, match="deepseek_v3 and glm4_moe only, not for qwen3"):
+        check_family(config, shape | {"model_type": "qwen3"}, cpu=True)
+    with pytest.raises(EngineError, match="has vocab_size 16, and the run's model 32"):
+        check_family(config, shape | {"vocab_size": 32}, cpu=True)
+    write(shape, "model.norm.weight")  # as transformers saves it
+    with pytest.raises(EngineError, match=f"has no MTP head .{re.escape(head)}"):
+        check_family(config, shape, cpu=True)
+    none = shape | {"num_nextn_predict_layers": 0}
+    write(none, "model.norm.weight", head)
+    with pytest.raises(EngineError, match="has no MTP head"):
+        check_family(config, none, cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,20 @@ class Judge:
         return logits
 
 
+class Drafter:
+    """As V1's whose drafts come of a model: _sample_draft_tokens() is looked up on the instance."""
+
+    def __init__(self) -> None:
+        self.model = self
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Those of the model itself, for states [n, 2] of a request's name and a position."""
+        return torch.stack([logits_of(chr(name), place) for name, place in states.tolist()])
+
+    def _sample_draft_tokens(self, states: Tensor, metadata: Any) -> tuple[Tensor, None]:
+        return self.compute_logits(states).argmax(-1), None
+
+
 @dataclass
 class Request:
     """A request as a scheduler sees it."""
@@ -125,6 +139,9 @@ class Runner:
     device: torch.device = CPU
     routers: list[Any] = field(default_factory=list[Any])
     """What each router tells its logits and its choice."""
+    drafter: Drafter | None = None
+    drafted: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """By the drafter, after the latest step."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(second=self.second)
@@ -183,7 +200,32 @@ class Runner:
         self.execute_model_state = None
         if self._drafts:
             self._verify_drafts()
-            return
+        else:
+            self._draw()
+        if self.drafter is not None:
+            self.drafted = {one: [] for one, _, _ in self._rows}
+            for _ in range(self.num_spec_tokens):
+                self._draft(self.drafter)
+
+    def _draft(self, drafter: Drafter) -> None:
+        requests = [self.requests[one] for one in self.drafted]
+        ends = [one.prompt + len(one.tokens) for one in requests]
+        states = [
+            [ord(name), end + len(found)]
+            for (name, found), end in zip(self.drafted.items(), ends, strict=True)
+        ]
+        metadata = SimpleNamespace(
+            temperature=torch.tensor(
+                [self.sampler.temperatures.get(row, 0) for row in range(len(ends))]
+            ),
+            logitsprocs=SimpleNamespace(argmax_invariant=[]),
+        )
+        sample = drafter._sample_draft_tokens  # pyright: ignore[reportPrivateUsage]
+        tokens, _ = sample(torch.tensor(states), metadata)
+        for found, token in zip(self.drafted.values(), tokens.tolist(), strict=True):
+            found.append(token)
+
+    def _draw(self) -> None:
         logits = torch.stack([logits_of(one, end) for one, end, _ in self._rows])
         tokens = self.sampler(logits).tolist()
         for (one, end, samples), token in zip(self._rows, tokens, strict=True):
@@ -291,9 +333,14 @@ class Engine:
 
 
 def make_engine(
-    *, second: bool = False, fingerprint: str = "projection", requests: int = 4, drafts: int = 0
+    *,
+    second: bool = False,
+    fingerprint: str = "projection",
+    requests: int = 4,
+    drafts: int = 0,
+    drafter: Drafter | None = None,
 ) -> Engine:
-    runner = Runner(second, num_spec_tokens=drafts)
+    runner = Runner(second, num_spec_tokens=drafts, drafter=drafter)
     recorder = Recorder(
         torch.device("cpu"),
         width=WIDTH,
@@ -642,6 +689,35 @@ def test_requests_of_a_group_get_no_further_than_those_that_began_before_them() 
         expect_record(engine, name, 5)
 
 
+def test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn() -> None:
+    """At any temperature, which the likeliest token is not; after drafts that were right, wrong or missing."""
+    engine = make_engine(drafts=3, drafter=Drafter())
+    runner = engine.runner
+    engine.served = {"c"}
+    prompts = {"a": 5, "b": 9, "c": 3}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    engine.step({"a": 5, "b": 4})
+    engine.step({"a": 1, "b": 5}, {"a": runner.drafted["a"]})
+    assert [len(runner.requests[name].tokens) for name in "ab"] == [5, 1]
+    likeliest = [int(logits_of("a", 10 + ahead).argmax()) for ahead in range(3)]
+    assert runner.drafted["a"] != likeliest
+    wrong = [runner.drafted["b"][0], (runner.drafted["b"][1] + 1) % VOCABULARY]
+    engine.step({"a": 1, "b": 1}, {"b": wrong})
+    assert [len(runner.requests[name].tokens) for name in "ab"] == [6, 3]
+    guess = runner.drafted
+    engine.step({"a": 1, "b": 1}, guess)
+    for name in "ab":
+        assert runner.requests[name].tokens[-4:-1] == guess[name]
+        expect_record(engine, name, prompts[name])
+    runner.sampler.temperatures = {0: 0.7}  # vLLM's own server divides by it before the draw
+    engine.step({"c": 3})
+    [seed], positions = [2**63 - ord("c")], torch.arange(4, 7)
+    logits = torch.stack([logits_of("c", int(one)) for one in positions]) / 0.7
+    seeds = torch.tensor([seed]).expand(3)
+    assert runner.drafted["c"] == draw(logits, torch.ones(3), seeds, positions).tokens.tolist()
+
+
 # -- routes of a mixture of experts ----------------------------------------------------------------
 
 
@@ -650,10 +726,13 @@ def test_requests_of_a_group_get_no_further_than_those_that_began_before_them() 
 def test_the_route_of_the_token_before_is_kept_with_each_token(
     second: bool, drafts: int, experts: int
 ) -> None:
-    """In batches that mix prompts in parts, single tokens and drafts, and after the rows have grown."""
+    """In batches that mix prompts in parts, single tokens and drafts, and after the rows have grown.
+
+    With drafts, the last router is a drafter's.
+    """
     shape = RouteShape(layers=3, experts=experts, top_k=2)
     engine, buffer = make_engine(second=second, requests=2, drafts=drafts), RouteBuffer()
-    engine.runner.routers = [buffer.hook(None) for _ in range(shape.layers)]
+    engine.runner.routers = [buffer.hook(None) for _ in range(shape.layers + (drafts > 0))]
     engine.recorder.record_routes(buffer, shape)
     prompts = {"a": 5, "b": 9, "c": 3}
     for name, prompt in prompts.items():

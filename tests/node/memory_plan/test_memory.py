@@ -183,6 +183,15 @@ def test_each_draft_takes_a_row_of_logits_and_of_proofs() -> None:
     assert planned("proofs", vllm=drafts) - planned("proofs") == 4 * 256 * 8 * 4
 
 
+def test_a_head_that_drafts_is_a_layer_more_with_its_keys_and_values() -> None:
+    mtp = {"method": "mtp", "model": ".", "num_speculative_tokens": 1}
+    plain = plan_engine(vllm(), Q8B, CARD)
+    drafting = plan_engine(vllm(vllm={"speculative_config": mtp}), Q8B, CARD)
+    assert drafting.sequence * Q8B.layers == plain.sequence * (Q8B.layers + 1)
+    [head] = [item.nbytes for item in drafting.engine if item.name == "draft head"]
+    assert head == 2 * (Q8B.layer_parameters() + 2 * Q8B.hidden**2)
+
+
 def test_auto_has_to_be_a_number_first() -> None:
     with pytest.raises(UsageError, match="auto"):
         plan_engine(vllm(tp="auto"), Q8B, CARD)

@@ -98,6 +98,8 @@ def test_raw_text_has_no_template(chat: ChatFormat) -> None:
     tokens = TemplateTokenizer(chat, ASSISTANT).tokens(RawText("ab", "cd"))
     assert tokens.token_ids == [*b"abcd", IM_END]
     assert tokens.mask == [False, False, True, True, True]
+    exported = RawText("ab", "cd<|im_end|>")  # by `primerl-node rollouts --export`
+    assert TemplateTokenizer(chat, ASSISTANT).tokens(exported) == tokens
 
 
 def test_a_stop_token_inside_a_reply_is_refused(chat: ChatFormat) -> None:

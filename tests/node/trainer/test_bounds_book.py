@@ -278,7 +278,7 @@ def test_a_refused_worker_that_its_operator_names_makes_the_bounds_of_its_class(
     assert trainer.peers[OTHER].refused
     trainer.references.append(OTHER)
     trainer.restart()
-    trainer.peers[OTHER] = Reputation.restore(before)
+    trainer.peers[OTHER] = Reputation.restore(before, ())
     trainer.book.claim(OTHER, H100)
     assert trainer.peers[OTHER].refused == ""
     trainer.send(OTHER, H100, 2 * ENOUGH, scale=1.9)

@@ -99,9 +99,9 @@ def scores_of(tokens: list[int]) -> list[Any]:
 
 @asynccontextmanager
 async def teacher(
-    scores: Scores = scores_of, down: int = 0
+    scores: Scores = scores_of, down: int = 0, of: str = "sums"
 ) -> AsyncGenerator[tuple[Teacher, Server]]:
-    """A teacher of the samples of "sums"; its server fails `down` times first."""
+    """A teacher of the samples of one environment; its server fails `down` times first."""
     left = [down]
 
     def answer(body: dict[str, Any]) -> web.Response:
@@ -113,7 +113,7 @@ async def teacher(
     async with openai_server(answer) as server:
         config = ChatApiConfig(url=server.url, model="big", retries=0, concurrency=2)
         async with open_api(config, "") as api:
-            yield Teacher(config, api, {"sums"}, pauses_s=(0.001,)), server
+            yield Teacher(config, api, {of}, pauses_s=(0.001,)), server
 
 
 def drawn(*tokens: int, environment: str = "sums") -> Sample:
@@ -124,12 +124,21 @@ def drawn(*tokens: int, environment: str = "sums") -> Sample:
 async def test_a_teacher_says_the_logprobs_of_the_tokens_that_were_drawn_once_it_is_up() -> None:
     samples = [drawn(5, 6, 7), drawn(9, 8), drawn(3, 4, environment="words")]
     async with teacher(down=3) as (subject, server):
-        found = await Demonstrations(teacher=subject).added_to(samples, [])
+        found = await Demonstrations(teachers=[subject]).added_to(samples, [])
     assert [one.reference for one in found] == [[0.0, -0.006, -0.007], [0.0, -0.008], []]
     assert [replace(one, reference=[]) for one in found] == samples
     asked = {"model": "big", "prompt_logprobs": 0, "max_tokens": 1}
     assert all({k: v for k, v in one.items() if k != "prompt"} == asked for one in server.bodies)
     assert server.most <= 2
+
+
+async def test_each_environment_is_taught_by_its_own_teacher() -> None:
+    samples = [drawn(5, 6), drawn(3, 4, environment="words"), drawn(7, 8, environment="games")]
+    async with teacher() as (one, first), teacher(of="words") as (other, second):
+        found = await Demonstrations(teachers=[one, other]).added_to(samples, [])
+    assert [it.reference for it in found] == [[0.0, -0.006], [0.0, -0.004], []]
+    assert [it["prompt"] for it in first.bodies] == [[5, 6]]
+    assert [it["prompt"] for it in second.bodies] == [[3, 4]]
 
 
 def entries(*scores: tuple[int, object]) -> list[Any]:

@@ -20,11 +20,13 @@ from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
+from primerl.node.trainer.status_view import worker_rows
 from primerl.node.trainer.workers import ABLE_S, GONE_S, WorkerRegistry
 from primerl.protocol.envelope import Purpose, unseal
-from primerl.protocol.errors import Reason
+from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeaseShare, MixtureShare
 from primerl.protocol.messages import LeaseReply, LeaseRequest, WorkerStats
+from primerl.protocol.reputation import HALF_LIFE_S, Reputation
 
 NAMES = ("sums", "words", "games")
 GAMES = msgspec.structs.replace(MIXED.environments[1], name="games", id="games", package="games 2")
@@ -59,8 +61,9 @@ class Front:
         )
         for node in (A, B):
             known = self.registry.reputation(node)
-            known.record(1000, Counter(), time.time())
-            known.audited = 1000
+            for name in NAMES:
+                known.record(name, 1000, Counter(), time.time())
+            known.audited = 3000
         publisher = SimpleNamespace(order=(0, 7))
         demand = SimpleNamespace(capacity=lambda node: 100)  # pyright: ignore[reportUnknownLambdaType]
         kinds = (Slow if name == slow else CountingEnvironment for name in NAMES)
@@ -140,6 +143,93 @@ async def test_an_environment_that_no_worker_can_play_is_reported_until_one_can(
     front.registry.seen(A)
     front.now += 3
     assert len(front.registry.warnings()) == 1, "B is silent"
+
+
+def record(**good: float) -> Reputation:
+    """A worker with this many good rollouts by environment; below 0 they are bad rewards."""
+    known = Reputation(audited=1000)
+    for name, count in good.items():
+        bad = Counter({Reason.BAD_REWARD: int(-count)}) if count < 0 else Counter[Reason]()
+        known.record(name, max(0, int(count)), bad, time.time())
+    return known
+
+
+async def test_a_worker_holds_one_group_at_a_time_of_an_environment_that_is_new_to_it(
+    front: Front,
+) -> None:
+    front.registry.reputations[A] = record(sums=1000)
+    leases = await front.ask(A, None, wanted=8)
+    assert Counter(lease.environment for lease in leases) == {0: 6, 1: 1, 2: 1}
+    assert {len(lease.tasks) for lease in leases if lease.environment} == {1}
+    assert {len(lease.tasks) for lease in leases if not lease.environment} == {3}
+    front.registry.reputations[A] = record(sums=1000, words=100)
+    front.book.settle(next(lease.lease_id for lease in leases if lease.environment == 1), A, 0.0)
+    more = await front.ask(A, (1, 2), wanted=8)
+    assert {lease.environment for lease in more} == {1}
+    assert len(more) > 1
+
+
+async def test_a_worker_that_fails_in_one_environment_is_leased_the_others(front: Front) -> None:
+    known = front.registry.reputations[A] = record(sums=1000, words=-30, games=500)
+    assert {lease.environment for lease in await front.ask(A, None)} == {0, 2}
+    assert front.registry.able() == {0: 1, 2: 1}
+    (warning,) = front.registry.warnings()
+    assert "too much of the environment 'words' (words 1.2) was rejected" in warning
+    with pytest.raises(RemoteProtocolError, match="too much was rejected: bad_reward") as refused:
+        await front.ask(A, (1,))
+    assert refused.value.reason == Reason.BANNED
+    assert front.registry.refusal(A)
+    assert {lease.environment for lease in await front.ask(B, None)} == {0, 1, 2}
+    known.of("words").updated -= 3 * HALF_LIFE_S
+    front.book.release(A, 0.0)
+    assert {lease.environment for lease in await front.ask(A, None)} == {0, 1, 2}, "it has healed"
+
+
+async def test_a_worker_that_is_banned_is_leased_nothing_of_any_environment(front: Front) -> None:
+    front.registry.reputation(A).record("words", 0, Counter({Reason.BAD_PROOF: 1}), time.time())
+    with pytest.raises(RemoteProtocolError, match="bad_proof: no honest software"):
+        await front.ask(A, (0, 2))
+
+
+async def test_trust_is_shown_for_each_environment(front: Front) -> None:
+    front.registry.reputations[A] = record(sums=1000, words=-30)
+    await front.ask(A, None)
+    services = front.registry.services
+    row = next(row for row in worker_rows(services, front.scheduler) if row.id == A.hex())
+    assert row.trusts == pytest.approx({"sums": 0.999, "words": 0.008}, abs=2e-3)
+    assert row.trust == row.trusts["words"]
+    assert row.refused == "no leases of words: too much was rejected: bad_reward"
+
+
+OLD = {
+    **{"good": 900.0, "bad": 4.0, "updated": 1.0, "accepted": 900, "rejected": {"bad_reward": 1}},
+    **{"audited": 300, "clean_streak": 7, "faults": 1, "cheat_nats": 2.5, "other_nats": 0.5},
+    **{"suspicion": 0.1, "banned": "", "accusers": ["ab"], "placement": {"canaries": 3}},
+}
+"""As it was stored while trust was one for the run."""
+
+
+@pytest.mark.parametrize("names", [("sums",), ("sums", "words")])
+def test_a_state_from_before_trust_was_kept_by_environment_is_loaded(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """With several environments nobody can tell which it was earned in: then it is trust in none."""
+    document = msgspec.to_builtins(state(tasks={name: TaskPosition() for name in names}))
+    document["reputations"] = {A.hex(): OLD, B.hex(): OLD}
+    old = msgspec.json.decode(msgspec.json.encode(document), type=TrainerState)
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    newer = msgspec.json.encode({**OLD, "banned": "a lie", "accepted": 901})
+    ledger.add_verdict(B, b"sealed", 3, {B: newer}, (), {})
+    known = old.restore_reputations(ledger)
+    ledger.close()
+    assert (known[A].accepted, known[B].accepted) == (900, 901)
+    assert known[A].rejected == {Reason.BAD_REWARD: 1}
+    assert (known[A].cheat_nats, known[A].clean_streak, known[A].audited) == (2.5, 7, 300)
+    assert (known[A].accusers, known[A].placement.canaries) == (("ab",), 3)
+    assert (known[A].proven, known[A].banned, known[B].banned) == (True, "", "a lie")
+    assert known[A].of("sums").good == (900.0 if len(names) == 1 else 0.0)
+    again = Reputation.restore(known[A].snapshot(), names)
+    assert again == known[A]
 
 
 def test_a_checkpoint_holds_the_place_in_each_environment() -> None:

@@ -67,7 +67,7 @@ class Court:
         node = verified.plan.stages[0].node
         rejected = sum(one.reason is not None for one in verified.audited.judgements)
         reasons = Counter({Reason.WRONG_MODEL: rejected})
-        self.peers[node].record(0, reasons, NOW, spared=spared(verified.audited))
+        self.peers[node].record("sums", 0, reasons, NOW, spared=spared(verified.audited))
         self._faults.note(node, verified)
 
 
@@ -107,7 +107,7 @@ def test_a_node_that_signs_for_the_fault_of_another_bears_a_small_part_of_it_how
     first, before, liar = (court.peers[node] for node in NODES[:3])
     assert 0 < first.cheat_nats <= VOUCHED_MOST * TEST.bar
     assert 0 < before.cheat_nats <= VOUCHED_MOST * TEST.bar, "it sent what the liar got"
-    assert not first.quarantined
+    assert not first.of("sums").quarantined
     assert first.recent_fault, "all that it sends next is audited"
     assert liar.cheat_nats > 5 * first.cheat_nats
 
@@ -139,7 +139,7 @@ def test_a_fault_that_can_be_of_two_bans_neither_but_parts_them() -> None:
         court.take_in(submission(made_by, "rejected", 0, 1))
     assert set(court.parted) == {(made_by.group, NODES[1])}
     assert [court.peers[node].banned for node in NODES[:2]] == ["", ""]
-    assert not court.peers[NODES[0]].quarantined
+    assert not court.peers[NODES[0]].of("sums").quarantined
     # The one of the two that it was goes on with others.
     for partner in NODES[2:4]:
         court.take_in(submission(plan(NODES[0], partner), "rejected", 0, 1))
@@ -151,7 +151,7 @@ def test_a_first_stage_that_is_named_alone_is_treated_as_any_worker() -> None:
     court = Court()
     court.take_in(submission(plan(*NODES[:2]), "rejected", 0))
     assert court.peers[NODES[0]].banned
-    assert court.peers[NODES[0]].quarantined
+    assert court.peers[NODES[0]].of("sums").quarantined
     assert court.parted == []
 
 
@@ -205,12 +205,11 @@ def test_what_is_remembered_of_accusers_is_stored() -> None:
     court = Court()
     court.take_in(submission(plan(*NODES[:2]), "rejected", 1))
     liar = court.peers[NODES[1]]
-    assert Reputation.restore(liar.snapshot()).accusers == liar.accusers
-    old = msgspec.msgpack.encode(Reputation().snapshot())
-    fields = msgspec.msgpack.decode(old)
-    del fields["accusers"]
+    assert Reputation.restore(liar.snapshot(), ()).accusers == liar.accusers
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(Reputation().snapshot()))
+    assert "accusers" not in fields
     again = msgspec.convert(fields, type(liar.snapshot()))
-    assert Reputation.restore(again).accusers == ()
+    assert Reputation.restore(again, ()).accusers == ()
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("suspect", 0), ("rejected", 8), ("clean", 8)])

@@ -1,7 +1,8 @@
 """Submissions are verified several at a time, and judged as if it had been one after the other."""
 
 import asyncio
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
-from support.protocol_cases import LEASE, MANIFEST, PROOFS, RUN
+from support.protocol_cases import LEASE, MIXED, MIXED_LEASE, PROOFS, RUN
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
@@ -56,7 +57,8 @@ class Auditor:
         """Verdicts from before a restart."""
         self.free: dict[int, asyncio.Event] = {}
         self.broken: set[int] = set()
-        self.refused: set[int] = set()
+        self.refused: dict[int, Reason] = {}
+        self.rates: dict[int, float] = {}
 
     async def verify(
         self,
@@ -69,13 +71,15 @@ class Auditor:
         arrival = next(one for one in _ if isinstance(one, ReceivedSubmission))
         self.begun.append(arrival.number)
         self.challenges.append(arrival.challenge)
+        self.rates[arrival.number] = rate
         if before is not None:
             self.told.append(before)
         await self.free.setdefault(arrival.number, asyncio.Event()).wait()
         if arrival.number in self.broken:
             raise StorageError("no disk")
         if arrival.number in self.refused:
-            return refuse_all(arrival, LEASE, RemoteProtocolError(Reason.WRONG_TASK, "another"))
+            error = RemoteProtocolError(self.refused[arrival.number], "another")
+            return refuse_all(arrival, LEASE, error)
         verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), rate)
         return Verified(verdict, [], [])
 
@@ -84,11 +88,16 @@ class Auditor:
             self.free.setdefault(number, asyncio.Event()).set()
 
 
+WORDS = range(100, 200)
+"""Numbers of submissions of the second environment."""
+
+
 class Opened(SubmissionQueue):
     """Every submission of it is an empty one."""
 
     def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
-        return Submission(lease=b"", groups=(), engine="hf"), LEASE
+        lease = MIXED_LEASE if arrived.arrival in WORDS else LEASE
+        return Submission(lease=b"", groups=(), engine="hf"), lease
 
 
 class World:
@@ -118,7 +127,7 @@ class World:
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
-            environments=MANIFEST.environments,
+            environments=MIXED.environments,
         )
         scheduler = SimpleNamespace(registry=registry, work_changed=self.nothing, version=0)
         self.queue = Opened(
@@ -187,12 +196,31 @@ async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> Non
 
 async def test_a_bundle_that_is_refused_counts_for_the_environment_of_its_lease() -> None:
     world = World(before=[1, 2])
-    world.auditor.refused = {2}
+    world.auditor.refused = {2: Reason.WRONG_TASK}
     world.auditor.let_go([1, 2])
     async with running(world):
         await world.judged_are([1, 2])
     assert world.progress.accepted_of == {"sums": 1}
     assert world.progress.rejected_of == {"sums": len(LEASE.tasks) * LEASE.group_size}
+
+
+async def test_a_worker_that_earned_trust_in_one_environment_is_audited_as_a_newcomer_in_another() -> (
+    None
+):
+    """Attack: a thousand good rollouts of `sums`, then invented rewards of `words`."""
+    world = World(before=[1, WORDS[0]])
+    peer = world.reputation(WORKER)
+    peer.record("sums", 1000, Counter(), time.time())
+    peer.audited = 1000
+    world.auditor.refused = {WORDS[0]: Reason.BAD_REWARD}
+    world.auditor.let_go([1, WORDS[0]])
+    async with running(world):
+        await world.judged_are([1, WORDS[0]])
+    assert world.auditor.rates == {1: pytest.approx(PROOFS.audit_rate), WORDS[0]: 1.0}
+    assert peer.of("words").quarantined
+    assert not peer.of("sums").quarantined
+    assert (peer.accepted, peer.banned) == (1001, "")
+    assert peer.recent_fault, "for now everything of it is audited"
 
 
 async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:

@@ -568,6 +568,23 @@ def test_only_the_loss_that_has_a_teacher_compares_with_it(model_dir: Path, tmp_
     assert "ref_kl/all/mean" not in only
 
 
+def test_environments_may_have_teachers_of_their_own_behind_endpoints(model_dir: Path) -> None:
+    row = sample(random.Random(5), drawn=6)
+    said = replace(row, environment="taught", reference=[-0.5] * len(row.token_ids))
+    url = {"url": "http://127.0.0.1:1/v1", "model": "teacher"}
+    taught = LossConfig.model_validate(distilling(None).loss.model_dump() | {"endpoint": url})
+
+    def moved(config: TrainingConfig, own: dict[str, SampleTerms], row: Sample) -> dict[str, float]:
+        subject = Learner.build(model_dir, config, max_steps=9, seed=0, temperature=1.0, own=own)
+        return subject.step(TrainBatch(1, [row])).values
+
+    alone = moved(FAST.model_copy(update={"loss": taught}), {}, said)
+    beside = moved(FAST, {"taught": terms(1.0, taught)}, said)
+    for name in ("loss/mean", "ref_kl/all/mean", "optim/grad_norm"):
+        assert beside[name] == pytest.approx(alone[name], rel=1e-5)
+    assert "ref_kl/all/mean" not in moved(FAST, {"taught": terms(1.0, taught)}, row)
+
+
 def test_warm_up_leaves_no_moment_behind(model_dir: Path, tmp_path: Path) -> None:
     subject = learner(model_dir)
     subject.step(batch(1))

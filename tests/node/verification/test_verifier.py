@@ -45,7 +45,7 @@ from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Trust
 from primerl.protocol.rollouts import (
     BranchRecord,
     GroupRecord,
@@ -214,9 +214,9 @@ async def test_no_worker_is_blamed_for_a_reward_that_is_not_deterministic() -> N
     assert found == {Reason.ENVIRONMENT_ERROR: 6}
     assert "'sums' is not deterministic" in checked.fault
     assert "deterministic_rewards = false" in checked.fault
-    reputation = Reputation()
-    reputation.record(0, found, 0.0)
-    assert (reputation.bad, reputation.refused) == (0.0, "")
+    trust = Trust()
+    trust.record(0, found, 0.0)
+    assert trust.bad == 0.0
 
 
 async def test_of_rewards_that_are_said_to_vary_the_trainers_own_counts() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK
-from primerl.node.weights.codec import decode_full, encode_delta, encode_full
+from primerl.node.weights.codec import LARGE, decode_full, encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -121,3 +121,25 @@ def test_encoder_writes_the_golden_bytes() -> None:
     base, new = cases.golden_pair()
     assert full(new) == (VECTORS / "weights_full.bin").read_bytes()
     assert delta(base, new) == (VECTORS / "weights_delta.bin").read_bytes()
+
+
+def test_memory_of_a_large_tensor_is_used_again_only_once_no_view_of_it_is_left() -> None:
+    first, second = ({"w": cases.like_a_model(seed, LARGE // 2 + 4321)} for seed in (1, 2))
+    payloads, infos = [full(first), full(second)], cases.infos(first)
+
+    def decoded(number: int) -> tuple[Tensor, int]:
+        tensor = decode_full(payloads[number], infos)["w"]
+        return tensor, tensor.data.ctypes.data
+
+    tensor, place = decoded(0)
+    view = tensor.data[1000:2000].view(np.uint8)[1:]
+    expected = view.tobytes()
+    del tensor
+    other, elsewhere = decoded(1)
+    assert elsewhere != place
+    assert view.tobytes() == expected
+    del view
+    again, there = decoded(1)
+    assert there == place
+    assert cases.same({"w": again}, second)
+    assert cases.same({"w": other}, second)

@@ -80,6 +80,16 @@ async def test_a_verdict_is_kept_and_counted_once_however_often_it_comes(ledger:
     assert kept(ledger) == [signed(VERDICT), signed(CLEAN)]
 
 
+async def test_trust_is_derived_for_the_environment_of_the_lease(ledger: Ledger) -> None:
+    mine = box(ledger)
+    assert mine.trusts() == {}
+    mine.leased(VERDICT.lease_id, "words")
+    for sealed in (signed(VERDICT), signed(CLEAN)):  # the other lease is of an earlier start
+        await mine.take(sealed)
+    assert list(mine.trusts()) == ["words"]
+    assert mine.trusts()["words"] < 0.5
+
+
 async def test_rejections_that_the_verdict_has_no_room_for_are_counted(ledger: Ledger) -> None:
     mine = box(ledger)
     await mine.take(signed(msgspec.structs.replace(VERDICT, rejected=10)))

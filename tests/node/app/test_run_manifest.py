@@ -1,4 +1,4 @@
-"""A run of FP8 rollouts: who may take part, and what its trainer may change."""
+"""The manifest of a run: what a resumed trainer may change of it, and the nodes of a run of FP8 rollouts."""
 
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,24 @@ def test_a_worker_follows_the_manifest_and_forms_no_pipeline(tmp_path: Path) -> 
     check(MANIFEST, tmp_path, **pipeline)
     with pytest.raises(UsageError, match="which no pipeline does: remove pp"):
         check(QUANTIZED, tmp_path, **pipeline)
+
+
+async def test_a_run_has_no_more_steps_than_it_began_with(tmp_path: Path) -> None:
+    huggingface.create(tmp_path / "model", ModelCreateConfig(num_hidden_layers=1), 0)
+    key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
+    ledger = Ledger(tmp_path / "ledger.db")
+
+    async def last(steps: int) -> int:
+        config = RunConfig(max_steps=steps)
+        found = await run_manifest.documents(config, key, ledger, store, tmp_path / "model")
+        return found.manifest.max_steps
+
+    try:
+        assert [await last(20), await last(10), await last(20)] == [20, 20, 20]
+        with pytest.raises(UsageError, match=r"max_steps 20, .* now it is 21: lower it"):
+            await last(21)
+    finally:
+        ledger.close()
 
 
 async def test_a_run_keeps_its_quantization_and_a_mixture_of_experts_has_none(
