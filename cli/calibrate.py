@@ -73,14 +73,18 @@ def run(
       primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
-    from ..node.config.run import OwnSamplingConfig, RunConfig
+    from ..node.config.run import RunConfig
     from ..node.verification.calibration import CalibrationRequest
 
     longest = {"sampling.max-tokens": str(tokens) if tokens else None}
     config = read_config(RunConfig, arguments(ctx, longest))
     if tokens:
-        own = {"sampling": OwnSamplingConfig(max_tokens=tokens)}
-        listed = [one.model_copy(update=own) for one in config.environments]
+        listed = [
+            one.model_copy(
+                update={"sampling": one.sampling.model_copy(update={"max_tokens": tokens})}
+            )
+            for one in config.environments
+        ]
         config = config.model_copy(update={"environments": listed})
     wanted = CalibrationRequest(
         rollouts=64 if quick else rollouts,

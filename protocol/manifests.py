@@ -65,12 +65,24 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is the model contract's base_state."""
 
 
-class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How every token is drawn: softmax(logits / temperature), no top-k, no top-p."""
+class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How every token is drawn: from softmax(logits / temperature), limited to its likeliest tokens.
+
+    Logprobs are of all tokens, whatever the limits. Defaults, which limit nothing, are left out.
+    """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)]
     """0 takes the likeliest token; its logprob is that at temperature 1."""
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    """Only the likeliest tokens that hold this probability together are drawn, of those that top_k leaves."""
+    top_k: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+    """Only this many likeliest tokens are drawn; 0: all."""
+    stop: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], ...],
+        msgspec.Meta(max_length=8),
+    ] = ()
+    """Strings that end a reply, with the first token that completes one."""
 
 
 class EnvironmentContract(

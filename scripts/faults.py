@@ -450,6 +450,20 @@ FAULTS = (
         ("test_a_rollout_at_another_environments_temperature_is_fraud_and_at_its_own_is_not",),
     ),
     Fault(
+        "a reply may go on behind a stop string",
+        "node/environments/policies.py",
+        "completion = self._strings.cut(completion)",
+        "pass",
+        ("test_replies_end_at_their_first_stop_string_and_nowhere_else",),
+    ),
+    Fault(
+        "audits do not repeat what top_p and top_k leave",
+        "node/inference/sampler.py",
+        "narrowed = limits and limits.narrowed(rows, tokens.device)",
+        "narrowed = None",
+        ("test_replies_under_another_top_p_than_the_leases_are_rejected",),
+    ),
+    Fault(
         "experts that a router did not choose are no fault of a route",
         "node/models/routers.py",
         "outside = ~(claimed[:, :, None] == own[:, None, :]).any(2) & (claimed >= 0)",

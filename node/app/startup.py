@@ -162,7 +162,9 @@ def own_tasks(
     samples, found = config.evaluation.samples, list[EvalTask]()
     for own, one in zip(config.mixture, environments, strict=True):
         told = config.sampling_of(own)
-        sampling = EvalSampling(told.max_tokens, told.temperature)
+        sampling = EvalSampling(
+            told.max_tokens, told.temperature, top_p=told.top_p, top_k=told.top_k
+        )
         found.append(EvalTask(own.name, one, prompts, samples, sampling=sampling))
     return found
 

@@ -12,7 +12,9 @@ from ...crypto.keys import SecretKey
 from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig
 from ..environments.allowed import check_allowed, options_of
+from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
+from ..environments.stop_strings import StopStrings
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.numerics import exact_engine
@@ -51,6 +53,7 @@ class WorkerNode(PeerNode):
         self._allowed: dict[int, EnvironmentConfig] = {}
         """Environments of the run that may be played here, by place."""
         self._environments: dict[int, Environment] = {}
+        self._stops: dict[int, StopStrings] = {}
         self._acceptor: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None
 
@@ -147,6 +150,7 @@ class WorkerNode(PeerNode):
         environments = self._make_environments(run, joined.model_dir)
         weights = self._make_weights(joined, engine, share=share, ready=ready)
         self._obstacle = "starting the engine and the environments"
+        self._stops = await asyncio.to_thread(self._make_stops, run, joined.model_dir)
         try:
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(weights.run())
@@ -203,6 +207,14 @@ class WorkerNode(PeerNode):
             for number, options in self._allowed.items()
         }
 
+    def _make_stops(self, run: RunManifest, model_dir: Path) -> dict[int, StopStrings]:
+        """Read the tokenizer if strings end replies. Raises EnvironmentFailed."""
+        strings = {number: run.environments[number].sampling.stop for number in self._allowed}
+        if not any(strings.values()):
+            return {}
+        chat = ChatFormat.load(model_dir, needs_template=False)
+        return {number: StopStrings(one, chat.piece) for number, one in strings.items() if one}
+
     def _build(
         self,
         joined: JoinedRun,
@@ -213,7 +225,7 @@ class WorkerNode(PeerNode):
         if self._verdicts is None:
             explain = f"primerl-node explain --data-dir {self.data_dir}"
             self._verdicts = VerdictLog(joined.services, explain)
-        return InferenceRole(
+        role = InferenceRole(
             joined.services,
             joined.documents.manifest,
             weights,
@@ -223,6 +235,8 @@ class WorkerNode(PeerNode):
             self._verdicts,
             self._config.leases,
         )
+        role.end_replies_by(self._stops)
+        return role
 
     def _waits_for(self) -> str:
         stages, role = self._stages, self._role

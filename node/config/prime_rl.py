@@ -149,7 +149,12 @@ buffer.online_difficulty_filtering | training.filter_zero_advantages
 buffer.* | - | | tasks are leased in order; only groups without a signal are left out
 train.sampling.temperature | sampling.temperature
 train.sampling.max_completion_tokens | sampling.max_tokens | raw max_tokens | default: what a prompt leaves
-train.sampling.* | - | | the seed of a lease fixes each token: temperature alone is free
+train.sampling.top_p, .extra_body.top_p | sampling.top_p
+train.sampling.top_k, .extra_body.top_k | sampling.top_k | top_k
+train.sampling.extra_body.chat_template_kwargs | environment.chat_template_kwargs |
+    table raw chat_template_kwargs | of every environment
+train.sampling.stop, .extra_body.stop | environment.stop | raw stop | of every environment
+train.sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 renderer.name | . | | prompts are made by the model's chat template
 renderer.* | - | | prompts are made by the model's chat template
 eval.interval, val.interval | evaluation.=
@@ -159,6 +164,9 @@ eval.sampling.temperature | evaluation.environments[].sampling.temperature | raw
 eval.sampling.max_completion_tokens | evaluation.environments[].sampling.max_tokens | raw eval_max_tokens
 eval.sampling.top_p | evaluation.environments[].sampling.top_p | raw eval_top_p
 eval.sampling.top_k | evaluation.environments[].sampling.top_k | raw eval_top_k
+eval.sampling.extra_body.chat_template_kwargs | evaluation.environments[].chat_template_kwargs |
+    table raw eval_chat_template_kwargs | of every environment
+eval.sampling.stop, .extra_body.stop | evaluation.environments[].stop | raw eval_stop | of every environment
 eval.sampling.* | - | | evaluations beside training have temperature, max_tokens, top_p and top_k
 eval.* | - | | the first version and the last are always evaluated
 val.num_examples | evaluation.prompts
@@ -186,9 +194,12 @@ algo.* | environments[].advantage, environments[].loss, environments[].length_pe
 sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
 sampling.max_completion_tokens |
     environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
-sampling.top_p, .top_k | evaluation.environments[].sampling.= | off 0 1.0 -1 | of training: the seed of a lease
-    fixes each token
-sampling.* | - | off 0 1.0 -1 | the seed of a lease fixes each token: temperature alone is free
+sampling.top_p, .extra_body.top_p | environments[].sampling.top_p, evaluation.environments[].sampling.top_p
+sampling.top_k, .extra_body.top_k | environments[].sampling.top_k, evaluation.environments[].sampling.top_k
+sampling.extra_body.chat_template_kwargs |
+    environments[].chat_template_kwargs, evaluation.environments[].chat_template_kwargs
+sampling.stop, .extra_body.stop | environments[].stop, evaluation.environments[].stop
+sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
 env.AGENT.timeout.* | - | | nearest: environment.timeout_s, for the environment's own code between two turns
@@ -487,6 +498,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "roles": lambda value: [role for role, learned in value.items() if learned],
     "section": lambda _: {},
     "switch": _switch,
+    "top_k": lambda value: max(0, value or 0),
 }
 
 
@@ -1059,6 +1071,14 @@ class _Conversion:
             made["args"] = args
         if drawn := self._source_sampling(source, f"{place}.sampling"):
             made["sampling"] = drawn
+        prefix = "eval_" if place.startswith("eval") else ""
+        sampling = _table(source.values, "sampling")
+        own = sampling | _table(sampling, "extra_body")
+        runs = self._raw.get(f"{prefix}chat_template_kwargs") or {}
+        if variables := runs | _table(own, "chat_template_kwargs"):
+            made["chat_template_kwargs"] = variables
+        if stop := _list(own.get("stop") or self._raw.get(f"{prefix}stop") or []):
+            made["stop"] = stop
         made |= {key: source.values[key] for key in keys if source.values.get(key)}
         for key, value in source.values.items():
             if key not in USED:
@@ -1113,6 +1133,9 @@ class _Conversion:
         made: Tree = {}
         for key, value in _leaves(_table(source.values, "sampling")):
             name = "max_tokens" if key == "max_completion_tokens" else key
+            name = name.removeprefix("extra_body.")
+            if name == "stop" or name.startswith("chat_template_kwargs."):
+                continue  # of the environment
             if not has_key(COMMANDS[self._config.command], f"{place}.{name}"):
                 rule = RULES["source.sampling.*"]
                 self._apply(rule, f"{source.path}.sampling.{key}", rule.key, value)

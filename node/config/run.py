@@ -7,7 +7,7 @@ RunConfig, `join` reads JoinConfig; both hold NodeConfig's sections. Learner: tr
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -215,6 +215,9 @@ class ModelConfig(BaseConfig):
     """Make the model and a byte-level tokenizer here instead of loading one."""
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
+
+
 class EnvironmentConfig(BaseConfig):
     """One `verifiers` v1 taskset."""
 
@@ -238,10 +241,23 @@ class EnvironmentConfig(BaseConfig):
     tool_call_parser: str = "auto"
     """Form of the model's tool calls, by vLLM's name of the parser that reads it (`hermes`, `qwen3_coder`,
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them."""
+    stop: Annotated[list[StopString], Field(max_length=8)] = []
+    """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True
     """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
     Set false for tools that search, draw or look at a clock: then such a rollout cannot be checked, and a
     worker's tool results and rewards are believed."""
+
+    @model_validator(mode="after")
+    def _can_find_stops(self) -> Self:
+        if self.stop and not self.deterministic_tools:
+            raise ValueError(
+                "stop: where replies end is checked by playing a rollout again, and with deterministic_tools = "
+                "false it cannot be; leave stop out"
+            )
+        return self
 
     def options(self) -> "EnvironmentConfig":
         """Return what of it decides how tasks are made and scored."""
@@ -256,24 +272,35 @@ class EnvironmentConfig(BaseConfig):
 
 
 UNPROVED = frozenset(
-    "extra_body top_p top_k min_p min_tokens stop stop_token_ids logit_bias presence_penalty "
+    "min_p min_tokens stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
 """Options of engines that no lease has."""
 
 
 class ProvedSamplingConfig(BaseConfig):
-    """Sampling that audits can repeat."""
+    """Sampling that audits can repeat; what `extra_body` holds counts as if it stood beside it."""
 
     @model_validator(mode="before")
     @classmethod
     def _can_be_proved(cls, value: Any) -> Any:
-        if refused := sorted(UNPROVED.intersection(value if isinstance(value, dict) else ())):
+        if not isinstance(value, dict):
+            return value
+        given = cast("dict[str, Any]", value)
+        if isinstance(extra := given.get("extra_body"), dict):
+            given = given | cast("dict[str, Any]", extra)
+            del given["extra_body"]
+        if of_text := sorted({"chat_template_kwargs", "stop"}.intersection(given)):
             raise ValueError(
-                f"{' and '.join(refused)} cannot be set in training: audits and the loss need each token's "
-                "probability under softmax(logits / temperature), and one set of stop tokens; leave it out"
+                f"{' and '.join(of_text)} depend on the text: give them in [environment] or [[environments]], "
+                "where evaluations take them, too"
             )
-        return value
+        if refused := sorted(UNPROVED.intersection(given)):
+            raise ValueError(
+                f"{' and '.join(refused)} cannot be set in training: audits repeat temperature, top_p and "
+                "top_k, and a reply ends at the model's stop tokens; leave it out"
+            )
+        return given
 
 
 class OwnSamplingConfig(ProvedSamplingConfig):
@@ -283,6 +310,10 @@ class OwnSamplingConfig(ProvedSamplingConfig):
     """Logits are divided by this before a token is drawn; default: sampling.temperature."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one reply; 0: sampling.max_tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the likeliest tokens that hold this probability together; default: sampling.top_p."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Draw from this many likeliest tokens, 0 is all; default: sampling.top_k."""
 
 
 OWN_TRAINING = ("advantage", "overlong", "length_penalty", "loss")
@@ -321,6 +352,11 @@ class SamplingConfig(ProvedSamplingConfig):
     """Logits are divided by this before a token is drawn."""
     max_tokens: Positive = 16
     """Most tokens of one reply."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that hold this probability together, of those that top_k leaves. Logprobs,
+    also those of the loss, are of all tokens."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Draw from this many likeliest tokens; 0 is all."""
 
 
 class KeepConfig(BaseConfig):
@@ -678,9 +714,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
         """The sampling of an environment, what it leaves out filled in."""
-        own = one.sampling
-        said = {"temperature": own.temperature, "max_tokens": own.max_tokens}
-        return self.sampling.model_copy(update={k: value for k, value in said.items() if value})
+        said = one.sampling.model_dump() | {"max_tokens": one.sampling.max_tokens or None}
+        given = {key: value for key, value in said.items() if value is not None}
+        return self.sampling.model_copy(update=given)
 
     def training_on(self) -> dict[str, TrainingConfig]:
         """Map each environment's name to the training section with its own advantage and loss."""

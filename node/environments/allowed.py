@@ -262,7 +262,7 @@ def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> Envir
         version=library,
         group_size=one.group_size,
         max_turns=one.max_turns,
-        sampling=SamplingContract(**config.sampling_of(one).model_dump()),
+        sampling=SamplingContract(**config.sampling_of(one).model_dump(), stop=tuple(one.stop)),
         package=package.label if package else "",
         package_digest=package.digest if package else b"",
         rewards=_rewards(one),
@@ -278,10 +278,13 @@ def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claim
 def _published(one: TrainedEnvironment) -> bytes:
     """Encode the options for the manifest as JSON.
 
-    Without a judge they are the bytes of releases before judges, so that runs of those releases go on.
+    Without a judge and variables of the template they are the bytes of releases before these, so that runs of
+    those releases go on.
     """
     told = one.published()
-    return told.model_dump_json(exclude=None if told.judge else {"judge"}).encode()
+    later = {name for name in ("judge", "chat_template_kwargs") if not getattr(told, name)}
+    later.add("stop")  # in the contract's sampling
+    return told.model_dump_json(exclude=later).encode()
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
@@ -301,6 +304,7 @@ def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
             f"this run's environment is {printable(contract.id)!r}, and its options are of "
             f"{printable(options.id)!r}: refused"
         )
+    options = options.model_copy(update={"stop": list(contract.sampling.stop)})
     return options.published()
 
 

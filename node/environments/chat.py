@@ -91,6 +91,10 @@ class Chat(Protocol):
         """Return the ids of a reply with this `text`, stop token included."""
         ...
 
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of a token in the middle of a text."""
+        ...
+
 
 class ChatFormat:
     """A tokenizer, a compiled template and the tokens that end a reply."""
@@ -103,6 +107,7 @@ class ChatFormat:
         variables: Mapping[str, str],
         stop_token_ids: tuple[int, ...],
         options: frozenset[str] = frozenset(),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -112,12 +117,21 @@ class ChatFormat:
         """Ids that end a reply, ascending; those of models.stop_token_ids()."""
         self.options = options
         """Variables of the template besides the conversation, such as `enable_thinking`."""
+        self._defaults = dict(defaults or {})
+        self._pieces: dict[int, bytes] = {}
 
     @classmethod
-    def load(cls, model_dir: Path, *, needs_template: bool = True) -> "ChatFormat":
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        needs_template: bool = True,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> "ChatFormat":
         """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed.
 
-        Without `needs_template` a model may lack a template; prompt() then raises instead.
+        Without `needs_template` a model may lack a template; prompt() then raises instead. `defaults` are
+        values of options that the template must have.
         """
         from tokenizers import Tokenizer
 
@@ -132,11 +146,17 @@ class ChatFormat:
         settings = _read_json(model_dir / "tokenizer_config.json")
         variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
         template, asked = _compile(_template_text(model_dir, settings, needed=needs_template))
+        if unknown := sorted(set(defaults or ()) - (asked - _GIVEN)):
+            has = ", ".join(sorted(asked - _GIVEN)) or "nothing"
+            raise EnvironmentFailed(
+                f"chat_template_kwargs: the model's chat template uses {has}, not {', '.join(unknown)}"
+            )
         return cls(
             tokenizer,
             template,
             variables=variables,
             options=asked - _GIVEN,
+            defaults=defaults,
             stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
         )
 
@@ -221,6 +241,21 @@ class ChatFormat:
             return bytes(_BYTE_OF[char] for char in name)
         return text.encode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of one token after another one: with its space, where that stands before words."""
+        if token_id not in self._pieces:
+            before = self.shown([self._letter], special=True)
+            text = self.shown([self._letter, token_id], special=True)
+            alone = UNREADABLE in text or not text.startswith(before)
+            found = self.spelled(token_id) if alone else text[len(before) :].encode()
+            self._pieces[token_id] = found
+        return self._pieces[token_id]
+
+    @cached_property
+    def _letter(self) -> int:
+        """A token that is followed by others."""
+        return self.encode("a")[-1]
+
     def reply(self, text: str) -> list[int]:
         """Return the token ids of a reply with this `text`, stop token included."""
         return [*self.encode(text), self._closing_token]
@@ -243,7 +278,7 @@ class ChatFormat:
     ) -> str:
         """Render a conversation, with the generation prompt if `generate`.
 
-        `options` outside of self.options are ignored. Raises EnvironmentFailed.
+        `options` outside of self.options are ignored; they go before the defaults. Raises EnvironmentFailed.
         """
         from jinja2 import TemplateError
 
@@ -253,7 +288,7 @@ class ChatFormat:
                 add_generation_prompt=generate,
                 tools=list(tools) if tools else None,
                 documents=None,
-                **{k: v for k, v in (options or {}).items() if k in self.options},
+                **self._defaults | {k: v for k, v in (options or {}).items() if k in self.options},
                 **self._variables,
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
@@ -433,6 +468,10 @@ class Transcript:
     def reply(self, text: str) -> list[int]:
         """See Chat."""
         return [*map(ord, text), END]
+
+    def piece(self, token_id: int) -> bytes:
+        """See Chat."""
+        return chr(token_id).encode() if token_id < CHARACTERS else b""
 
     def messages(self, prompt: Sequence[int]) -> list[dict[str, str]]:
         """Return the conversation before the next reply, in the form that APIs take."""

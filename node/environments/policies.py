@@ -17,6 +17,7 @@ from ...crypto.hashing import digest
 from ...protocol.rollouts import pack_u32
 from ..inference.engine import Completion
 from .environment import Branch, Policy, ScoreMismatch
+from .stop_strings import StopStrings
 
 episode_clock: ContextVar[Callable[[], float]] = ContextVar("episode_clock", default=time.monotonic)
 """Clock for the deadline of an episode, in seconds; a host leaves out the time of other episodes' code."""
@@ -44,11 +45,16 @@ class EpisodeStuck(PlayFailed):
 
 
 def check_completion(
-    completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int]
+    completion: Completion,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+    stops: StopStrings | None = None,
 ) -> None:
     """Raise BadCompletion unless `completion` keeps the sampling contract.
 
-    It has 1..max_tokens tokens, one logprob each, no stop token before the last token, and `finish` to match.
+    It has 1..max_tokens tokens, one logprob each, no stop token before the last token, and `finish` to match;
+    it was cut at the first of `stops`.
     """
     ids = completion.token_ids
     if not 1 <= len(ids) <= max_tokens:
@@ -59,7 +65,8 @@ def check_completion(
         )
     if any(stop in ids[:-1] for stop in stop_token_ids):
         raise BadCompletion("tokens after a stop token: end the completion there")
-    if (completion.finish == "stop") != (ids[-1] in stop_token_ids):
+    ended = ids[-1] in stop_token_ids or (stops is not None and stops.end(ids) > 0)
+    if (completion.finish == "stop") != ended:
         raise BadCompletion(f"finish is {completion.finish!r} but the last token says otherwise")
 
 
@@ -67,9 +74,17 @@ class Exchange:
     """Sampler of one episode's turns, with a deadline for the environment's code between them."""
 
     def __init__(
-        self, policy: Policy, *, max_tokens: int, stop_token_ids: Sequence[int], deadline: float
+        self,
+        policy: Policy,
+        *,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        deadline: float,
+        stops: StopStrings | None = None,
     ) -> None:
+        """Completions are cut at the first of `stops`."""
         self._policy = policy
+        self._strings = stops
         self._max_tokens = max_tokens
         self._stops = stop_token_ids
         self._deadline = deadline
@@ -98,7 +113,14 @@ class Exchange:
             except Exception as error:
                 self._failure = error  # see check(): the caller may swallow it
                 raise
-        check_completion(completion, max_tokens=self._max_tokens, stop_token_ids=self._stops)
+        if self._strings is not None:
+            completion = self._strings.cut(completion)
+        check_completion(
+            completion,
+            max_tokens=self._max_tokens,
+            stop_token_ids=self._stops,
+            stops=self._strings,
+        )
         return completion
 
     async def _ask_judge(self, request: bytes) -> bytes:
@@ -236,6 +258,24 @@ class RecordedRollout:
             same = ours.token_ids == theirs.token_ids and ours.sampled == theirs.sampled
             if not same or ours.finish != theirs.finish:
                 raise ScoreMismatch("the environment's tokens or the ending were altered")
+
+
+def check_endings(
+    branches: Sequence[Branch],
+    stops: StopStrings,
+    *,
+    max_tokens: int,
+    stop_token_ids: Sequence[int],
+) -> None:
+    """Raise ScoreMismatch if a reply that others follow ends before it is full, by none of the ends there are.
+
+    The last reply of a branch says how it ended, which RecordedRollout.check() compares.
+    """
+    for branch in branches:
+        for start, end in turn_spans(branch)[:-1]:
+            ids = branch.token_ids[start:end]
+            if len(ids) < max_tokens and ids[-1] not in stop_token_ids and not stops.end(ids):
+                raise ScoreMismatch(f"a reply of {len(ids)} tokens was cut short")
 
 
 class ShownReplies:

@@ -163,7 +163,10 @@ class EnvironmentTrial:
         self.checks: list[Check] = []
         self.rollouts: list[ScriptedRollout] = []
         model = options.model
-        self._chat: Chat = Transcript() if model is None else ChatFormat.load(model)
+        variables = options.environment.chat_template_kwargs
+        self._chat: Chat = (
+            Transcript() if model is None else ChatFormat.load(model, defaults=variables)
+        )
         name = options.environment.id
         package = find_package(name)
         self._found("package", str(package or f"bundled {__version__}"))

@@ -37,7 +37,9 @@ from .policies import (
     PlayFailed,
     RecordedRollout,
     ShownReplies,
+    check_endings,
 )
+from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .playing import PreparedTask, TasksetPlayer
@@ -78,6 +80,7 @@ class VerifiersEnvironment:
         self._given = chat
         self._judged = judged
         self._chat: Chat | None = None
+        self._stops: StopStrings | None = None
         self._player: TasksetPlayer | None = None
 
     @property
@@ -101,7 +104,11 @@ class VerifiersEnvironment:
         await asyncio.to_thread(_import_player)
         from .playing import open_player
 
-        self._chat = self._given or await asyncio.to_thread(ChatFormat.load, self._model_dir)
+        self._chat = self._given or await asyncio.to_thread(
+            ChatFormat.load, self._model_dir, defaults=self._config.chat_template_kwargs
+        )
+        if self._config.stop:
+            self._stops = StopStrings(self._config.stop, self._chat.piece)
         try:
             self._player = open_player(
                 self._config,
@@ -153,7 +160,8 @@ class VerifiersEnvironment:
             return None
         replies = [self._format.reply(text) for text in prepared.replies]
         if not prepared.whole:
-            return Demonstration.of_reply(prepared.prompt, replies[0])
+            end = self._stops.end(replies[0]) if self._stops is not None else 0
+            return Demonstration.of_reply(prepared.prompt, replies[0][: end or None])
         try:
             episode = await self._play(prepared, ShownReplies(replies))
         except PlayFailed as error:
@@ -196,7 +204,10 @@ class VerifiersEnvironment:
 
         Raises EnvironmentFailed if the taskset itself fails on these replies: such a rollout has no score.
         """
-        recording = RecordedRollout(branches, stop_token_ids=self._format.stop_token_ids)
+        ends = self._format.stop_token_ids
+        recording = RecordedRollout(branches, stop_token_ids=ends)
+        if self._stops is not None:
+            check_endings(branches, self._stops, max_tokens=self._max_tokens, stop_token_ids=ends)
         try:
             episode = await self._play(await self._own(task), recording)
         except BadCompletion as error:
@@ -214,6 +225,7 @@ class VerifiersEnvironment:
             policy,
             max_tokens=self._max_tokens,
             stop_token_ids=self._format.stop_token_ids,
+            stops=self._stops,
             deadline=self._config.timeout_s,
         )
         async with exchange.bounded():

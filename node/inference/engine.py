@@ -39,9 +39,9 @@ class GenerateRequest:
     group: bytes = b""
     """Group of requests that share a prompt; they go to one replica if there are several."""
     top_k: int = 0
-    """Number of likeliest tokens to draw from; 0 is all. No lease asks for it."""
+    """Number of likeliest tokens to draw from; 0 is all."""
     top_p: float = 1.0
-    """Probability of the likeliest tokens to draw from (at least one). No lease asks for it."""
+    """Probability of the likeliest tokens to draw from (at least one), of those that top_k leaves."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .fingerprint import NUMBERS
 
 PREFILL = "primerl_prefill"
-"""Key of SamplingParams.extra_args: [key of the request, temperature, claims as bytes]."""
+"""Key of SamplingParams.extra_args: [key of the request, temperature, top_k, top_p, claims as bytes]."""
 MARGIN, LOGPROB, ROUTING, ROUTING_MARGIN, PROJECTED = range(5)
 """Columns of an answer; PROJECTED is the first of NUMBERS."""
 COLUMNS = PROJECTED + NUMBERS
@@ -34,6 +34,10 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
     """Temperature of the run; 0 measures against the likeliest token."""
     salt: str = ""
     """If not empty, no cached keys and values are shared, so every place is measured."""
+    top_k: int = 0
+    """top_k that the claimed tokens were drawn with; 0: all."""
+    top_p: float = 1.0
+    """Likewise."""
 
 
 def claim_type(route_bytes: int = 0) -> np.dtype[np.void]:

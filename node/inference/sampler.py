@@ -7,11 +7,20 @@ size.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .device import compiles
+from .device import compiles, upload_array
 from .noise import chunk, gumbel, gumbel_at
+
+MOST_MARGIN = 32.0
+"""Largest margin, nats, of a token that top_k or top_p may exclude."""
+HALVINGS = 24
+"""Steps of the search for such a margin: it is found to 2e-6 nats."""
+REPLAYED = 2**23
+"""Logits of narrowed rows that are replayed at a time: some 40 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,27 @@ class Narrowed:
     """Number of likeliest tokens to draw from, [N] int64; 0 is all."""
     top_p: Tensor
     """Probability of the likeliest tokens to draw from (at least one), [N] fp32; 1 is all."""
+
+    def select(self, chosen: Tensor) -> "Narrowed":
+        """Return those that are `chosen` [N] bool."""
+        return Narrowed(self.rows[chosen], self.top_k[chosen], self.top_p[chosen])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """top_k and top_p that claimed tokens were drawn with, for each row [N], in the host's memory."""
+
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+
+    def narrowed(self, rows: slice, device: torch.device) -> Narrowed | None:
+        """Return those of `rows` that are limited, counted from its start; None if none is."""
+        top_k, top_p = self.top_k[rows], self.top_p[rows]
+        limited = np.flatnonzero((top_k > 0) | (top_p < 1))
+        if not len(limited):
+            return None
+        columns = (limited, top_k[limited], top_p[limited])
+        return Narrowed(*(upload_array(column, device) for column in columns))
 
 
 def draw(
@@ -75,6 +105,7 @@ def weigh(
     tokens: Tensor,
     *,
     greedy: bool = False,
+    limits: Limits | None = None,
 ) -> Tensor:
     """Return margins and logprobs [2, N] fp32 of `tokens` [N] int64 claimed to be drawn.
 
@@ -83,10 +114,13 @@ def weigh(
     if draw() draws it. Both results are infinite or NaN where a logit is not a number.
 
     `greedy`: the temperature is 0, which draws the likeliest token. Scores are then logits without noise, and
-    logprobs are at temperature 1.
+    logprobs are at temperature 1; `limits` exclude nothing.
+
+    Tokens that were drawn under `limits` have the margins of narrowed_margins(). Logprobs are of all tokens.
     """
     if greedy:
-        temperature = torch.ones_like(temperature)
+        temperature, limits = torch.ones_like(temperature), None
+    replayed: list[tuple[Tensor, Tensor]] = []
     # work for all rows at once is kept out of the loop, which would launch it for each part
     found = torch.zeros(3, len(tokens), device=tokens.device)
     for start in range(0, len(tokens), at_once):
@@ -94,15 +128,25 @@ def weigh(
         part = logits(rows)
         if part is None:
             continue
-        best = draw(part, temperature[rows], seeds[rows], positions[rows])
+        narrowed = limits and limits.narrowed(rows, tokens.device)
+        columns = temperature[rows], seeds[rows], positions[rows]
+        best = draw(part, *columns, narrowed)
         found[0, rows] = part.amax(-1).float() if greedy else best.scores
         found[1, rows] = best.logsumexp
         found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
+        if narrowed is not None:
+            # Waits for the device: honest work has few others, and they cost much more.
+            other = narrowed.select(best.tokens[narrowed.rows] != tokens[rows][narrowed.rows])
+            if len(other.rows):
+                margins = narrowed_margins(part, *columns, tokens[rows], other)
+                replayed.append((other.rows + start, margins))
     scores, sums, claimed = found
     # the same operations as draw()
     scaled = claimed * temperature.reciprocal()
     claimed_scores = scaled if greedy else gumbel_at(seeds, positions, tokens) + scaled
     margins = scores - claimed_scores
+    for rows, own in replayed:
+        margins = margins.index_copy(0, rows, own)
     logprobs = scaled - sums
     return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 
@@ -167,10 +211,142 @@ def _left_out(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     those with lower ids count as likelier, so that exactly top_k are left.
     """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+    beyond = _beyond(ordered, top_k, top_p)
+    return torch.empty_like(beyond).scatter_(1, order, beyond)
+
+
+def _beyond(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return which of the logits `ordered` [N, V], likeliest first, top_k and top_p exclude.
+
+    Sums are fp64: how a device adds up must not decide.
+    """
+    ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     beyond = (ranks >= top_k[:, None]) & (top_k[:, None] > 0)
-    shares = torch.softmax(ordered.masked_fill(beyond, -torch.inf), -1)
-    before = shares.cumsum(-1) - shares
+    weights = (ordered - ordered[:, :1]).exp().masked_fill(beyond, 0.0)
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    before = ((sums - weights) / sums[:, -1:]).float()
     beyond |= (before >= top_p[:, None]) & (top_p[:, None] < 1)
     beyond[:, 0] = False
-    return torch.empty_like(beyond).scatter_(1, order, beyond)
+    return beyond
+
+
+# -- margins of tokens that were drawn from the likeliest ones -------------------------------------
+
+
+def narrowed_margins(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    narrowed: Narrowed,
+) -> Tensor:
+    """Return the margins [N] fp32 of the claimed `tokens` in the rows of `narrowed`, at most MOST_MARGIN.
+
+    They are those that draw() does not draw. A margin is the smallest m for which logits may draw the token
+    that each differ from these by at most m / 2, after the division by the temperature. Two conditions are
+    necessary: the token may be among those that the limits leave, and its score is at most m below the best of
+    those that they surely leave. Without limits that is the difference of scores. Rounding of logits therefore
+    costs an honest draw no more at the edge of the limits than elsewhere. Other arguments are as in weigh().
+    """
+    step = max(1, min(chunk(logits.device), REPLAYED) // logits.shape[-1])
+    found: list[Tensor] = []
+    for first in range(0, len(narrowed.rows), step):
+        part = slice(first, first + step)
+        rows = narrowed.rows[part]
+        scaled = logits[rows].float() * temperature[rows].reciprocal()[:, None]
+        noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(scaled)
+        replay = _NarrowedReplay(
+            scaled, noisy, tokens[rows, None], narrowed.top_k[part], narrowed.top_p[part]
+        )
+        found.append(replay.margins())
+    return torch.cat(found)
+
+
+class _NarrowedReplay:
+    """Draws from the likeliest tokens, compared with the claimed ones [N, 1]; columns are [N, 1].
+
+    Logits are ordered, the likeliest first, and all sets of tokens here are the first so many of them. With
+    the odds o(A) = P(A) / (1 - P(A)) of a set, logits that each differ by at most m / 2 change o(A) by a factor
+    of at most exp(m). So if top_p is exceeded by the sum over a set A with odds above exp(m) o(top_p), it is
+    exceeded with the other logits, too, and if it is not reached with odds exp(-m) o(top_p), it is not there.
+    """
+
+    def __init__(
+        self, scaled: Tensor, noisy: Tensor, tokens: Tensor, top_k: Tensor, top_p: Tensor
+    ) -> None:
+        self._ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        self._falling = -self._ordered
+        """Ascending, as searchsorted() needs it."""
+        noisy = noisy.gather(1, order)
+        self._place = (order == tokens).byte().argmax(-1, keepdim=True)
+        self._own = noisy.gather(1, self._place)
+        self._best = noisy.cummax(-1).values
+        """Best score of the first tokens, by their number less one."""
+        self._shares = torch.softmax(self._ordered, -1).double()
+        self._sums = self._shares.cumsum(-1)
+        self._last = scaled.shape[-1] - 1
+        self._top_k = top_k[:, None]
+        self._all_k = (self._top_k == 0) | (self._top_k > self._last)
+        self._all_p = top_p[:, None] >= 1
+        self._log_odds = torch.logit(top_p[:, None].double())
+
+    def margins(self) -> Tensor:
+        """Return the smallest difference of logits that explains each claim [N], by halving intervals."""
+        low = torch.zeros_like(self._own)
+        high = torch.full_like(low, MOST_MARGIN)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            explains = self._explains(middle)
+            low, high = low.where(explains, middle), middle.where(explains, high)
+        return high[:, 0]
+
+    def _explains(self, m: Tensor) -> Tensor:
+        """Return whether logits that differ by m / 2 may have drawn the claimed tokens."""
+        may_k, sure_k = self._limited(m)
+        may_p, sure_p = self._nucleus(m, self._mass(may_k), self._mass(sure_k))
+        may, sure = torch.minimum(may_k, may_p), torch.minimum(sure_k, sure_p)
+        best = self._best.gather(1, (sure - 1).clamp_min(0))
+        return (self._place < may) & ((sure == 0) | (best - self._own <= m))
+
+    def _limited(self, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many tokens top_k may leave, and how many it surely leaves.
+
+        A token that is left is not m below the k-th, and one that is not left is not m above the next one.
+        """
+        kth = self._ordered.gather(1, (self._top_k - 1).clamp(0, self._last))
+        following = self._ordered.gather(1, self._top_k.clamp_max(self._last))
+        may, sure = self._from(kth - m), self._above(following + m)
+        return may.where(~self._all_k, self._last + 1), sure.where(~self._all_k, self._last + 1)
+
+    def _nucleus(self, m: Tensor, may_k: Tensor, sure_k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many tokens top_p may leave, and how many it surely leaves.
+
+        `may_k` and `sure_k` are the probabilities of what top_k leaves. What is left is not m below the last of
+        the first tokens that have the greater share. A token is surely left if all others that may be likelier,
+        those less than m below it, have less than the smaller share.
+        """
+        edge = self._edge(torch.sigmoid(self._log_odds + m) * may_k)
+        may = self._from(self._ordered.gather(1, edge) - m)
+        share = torch.sigmoid(self._log_odds - m) * sure_k
+        edge = self._edge(share)
+        last = self._ordered.gather(1, edge)
+        rivals = self._mass(self._above(last - m)) - self._shares.gather(1, edge)
+        sure = torch.where(rivals < share, edge + 1, self._above(last + m))
+        return may.where(~self._all_p, self._last + 1), sure.where(~self._all_p, self._last + 1)
+
+    def _above(self, limit: Tensor) -> Tensor:
+        """Return the number of logits above `limit`."""
+        return torch.searchsorted(self._falling, -limit)
+
+    def _from(self, limit: Tensor) -> Tensor:
+        """Return the number of logits not below `limit`."""
+        return torch.searchsorted(self._falling, -limit, right=True)
+
+    def _edge(self, share: Tensor) -> Tensor:
+        """Return the first token up to which the probabilities add up to `share`."""
+        return torch.searchsorted(self._sums, share).clamp_max(self._last)
+
+    def _mass(self, count: Tensor) -> Tensor:
+        """Return the probability of the first `count` tokens."""
+        return torch.where(count > 0, self._sums.gather(1, (count - 1).clamp_min(0)), 0.0)

@@ -472,9 +472,8 @@ class VllmCore:
         """Make vLLM read one text. The token that it draws after the text is discarded."""
         ids = request.token_ids
         asked = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
-        await self._drawn(
-            asked, key, {PREFILL: [key, request.temperature, request.claims]}, request.salt
-        )
+        limits = (request.temperature, request.top_k, request.top_p)
+        await self._drawn(asked, key, {PREFILL: [key, *limits, request.claims]}, request.salt)
 
     def stats(self) -> EngineStats:
         """Return how busy vLLM is."""

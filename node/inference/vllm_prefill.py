@@ -23,7 +23,7 @@ from ...protocol.manifests import RouteShape
 from ..models.routes import unpack_routes
 from .device import Mark, download, upload_array
 from .prefill import COLUMNS, PREFILL, PROJECTED, ROUTING, Claims, read_claims
-from .sampler import weigh
+from .sampler import Limits, weigh
 from .vllm_sampling import HiddenProjection, RouteBuffer, is_second
 
 LOGITS = 2**27
@@ -53,6 +53,8 @@ class ClaimedText:
 
     key: int
     temperature: float
+    top_k: int
+    top_p: float
     claims: Claims
     """Claims [N]."""
     rows: NDArray[np.float32] = field(init=False)
@@ -137,9 +139,9 @@ class PromptReader:
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if PREFILL in extra and new.req_id not in self._reading:
-                key, temperature, claims = extra[PREFILL]
+                key, temperature, top_k, top_p, claims = extra[PREFILL]
                 read = read_claims(claims, self._route_bytes)
-                self._reading[new.req_id] = ClaimedText(key, temperature, read)
+                self._reading[new.req_id] = ClaimedText(key, temperature, top_k, top_p, read)
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:
@@ -163,8 +165,14 @@ class PromptReader:
         drawn = np.flatnonzero(claims["drawn"])
         if len(drawn):
             at = upload_array(drawn, self._runner.device)
-            warm = [np.full(len(part.claims), part.text.temperature, np.float32) for part in parts]
-            weighed = self._weighed(hidden[at], claims[drawn], np.concatenate(warm)[drawn])
+            counts = [len(part.claims) for part in parts]
+            texts = [part.text for part in parts]
+            warm = np.repeat(np.array([one.temperature for one in texts], np.float32), counts)
+            limits = Limits(
+                np.repeat(np.array([one.top_k for one in texts], np.int64), counts)[drawn],
+                np.repeat(np.array([one.top_p for one in texts], np.float32), counts)[drawn],
+            )
+            weighed = self._weighed(hidden[at], claims[drawn], warm[drawn], limits)
             found[:, :ROUTING].index_copy_(0, at, weighed.T)
         routed = np.flatnonzero(claims["routed"])
         if len(routed) and self.collecting:
@@ -191,7 +199,9 @@ class PromptReader:
                 self._read[text.key] = self._reading.pop(step.id)
         return parts
 
-    def _weighed(self, led: Tensor, claims: Claims, temperatures: NDArray[np.float32]) -> Tensor:
+    def _weighed(
+        self, led: Tensor, claims: Claims, temperatures: NDArray[np.float32], limits: Limits
+    ) -> Tensor:
         """Return margins and logprobs [2, N] of `claims` [N], to which the states `led` [N, d] led."""
         columns = np.stack([claims[name] for name in ("seeds", "places", "tokens")])
         seeds, places, tokens = upload_array(columns, led.device)
@@ -203,7 +213,9 @@ class PromptReader:
             return found if found is None or self._second else found.float()
 
         greedy = not temperatures.any()  # all texts are of one run
-        return weigh(logits, self._at_once, heat, seeds, places, tokens, greedy=greedy)
+        return weigh(
+            logits, self._at_once, heat, seeds, places, tokens, greedy=greedy, limits=limits
+        )
 
     def _compared(self, rows: Ints, claims: Claims) -> Tensor:
         """Return off_routes() [N, 2] of the routes of `claims` [N]; `rows` are their step rows."""

@@ -487,10 +487,7 @@ class Recorder:
         )
 
     def _narrowed(self, where: Ints) -> Narrowed | None:
-        """Return the rows whose requests limit top_k or top_p; None if there are none.
-
-        No lease limits them.
-        """
+        """Return the rows whose requests limit top_k or top_p; None if there are none."""
         top_ks, top_ps = self._slots.top_ks[where], self._slots.top_ps[where]
         rows = np.flatnonzero((top_ks > 0) | (top_ps < 1))
         if not len(rows):

@@ -28,7 +28,7 @@ from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
-from ..environments.allowed import environment_contracts
+from ..environments.allowed import environment_contracts, options_of
 from ..inference.vllm_arguments import check_quantized, read_shape
 from ..models import base_weights
 from ..models.model_files import position_count
@@ -116,17 +116,25 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
         )
     for own, one in zip(config.mixture, run.environments, strict=True):
         wanted_sampling = config.sampling_of(own)
-        signed = wanted_sampling.model_copy(update=structs.asdict(one.sampling))
+        drawn = {name: getattr(one.sampling, name) for name in SamplingConfig.model_fields}
+        signed = wanted_sampling.model_copy(update=drawn)
         if wanted_sampling != signed:  # the trainer would compute logprobs of another policy
             raise UsageError(
                 f"this run samples {one.name} with {_described(signed)}, now it is "
                 f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
                 "--name NEW --resume.dir DIRECTORY"
             )
+        options = options_of(one)
+        for key in ("chat_template_kwargs", "stop"):
+            if getattr(own, key) != getattr(options, key):  # workers' rollouts would be refused
+                raise UsageError(
+                    f"this run began with another {key} of {one.name}: change it back, or begin another run "
+                    "from its checkpoint, --name NEW --resume.dir DIRECTORY"
+                )
 
 
 def _described(sampling: SamplingConfig) -> str:
-    return f"temperature {sampling.temperature:g} and max_tokens {sampling.max_tokens}"
+    return ", ".join(f"{key} {value:g}" for key, value in sampling.model_dump().items())
 
 
 def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:

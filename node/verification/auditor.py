@@ -89,6 +89,10 @@ class AuditItem:
     """S routes of the run's shape, or empty."""
     temperature: float = 1.0
     """Temperature of the lease's environment; the worker may have used another one."""
+    top_k: int = 0
+    """Like the temperature; 0: all tokens may be drawn."""
+    top_p: float = 1.0
+    """Like the temperature."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
@@ -293,6 +297,8 @@ def audit_items(
             boundaries=_boundaries(plan, proofs),
             routes=branch.routes,
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
         )
 
     return [item(*parts) for parts in zip(rollout.branches, turns, crossed, strict=True)]

@@ -423,6 +423,8 @@ class HonestPlayer:
                     temperature=sampling.temperature,
                     seed=seed,
                     stop_token_ids=self._run.model.stop_token_ids,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
                 )
             )
 

@@ -116,12 +116,14 @@ def _rounded(tensor: Tensor, bits: int, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ForgedReply:
-    """Reply to forge: prompt, the lease's seed and temperature, and forced first tokens."""
+    """Reply to forge: prompt, the lease's seed and sampling, and forced first tokens."""
 
     prompt: tuple[int, ...]
     seed: int
     temperature: float
     forced: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 Distort = Callable[["TorchTensor"], "TorchTensor"]
@@ -156,6 +158,8 @@ def first_replies(
                 tuple(item.token_ids[: item.replies[0].start]),
                 item.replies[0].seed,
                 item.temperature,
+                top_k=item.top_k,
+                top_p=item.top_p,
             ),
             first_reply(item),
         )
@@ -222,7 +226,7 @@ def _forge(
 ) -> list[AuditItem]:
     import torch
 
-    from ..inference.sampler import draw
+    from ..inference.sampler import Limits, draw
 
     device, most = network.device, max(one.sampling.max_tokens for one in run.environments)
     lengths = torch.tensor([len(line.prompt) for line in lines], device=device)
@@ -234,6 +238,10 @@ def _forge(
     )
     seeds = torch.tensor([line.seed for line in lines], device=device)
     temperature = torch.tensor([line.temperature for line in lines], device=device)
+    limits = Limits(
+        np.array([line.top_k for line in lines], np.int64),
+        np.array([line.top_p for line in lines], np.float32),
+    ).narrowed(slice(None), device)
     forced = torch.full((most, len(lines)), -1, device=device)
     for row, line in enumerate(lines):
         told = line.forced[:most]
@@ -247,7 +255,7 @@ def _forge(
             raise EngineError(
                 "this architecture does not show its hidden states: choose another model"
             )
-        drawn = draw(distort(output.logits), temperature, seeds, lengths + step).tokens
+        drawn = draw(distort(output.logits), temperature, seeds, lengths + step, limits).tokens
         tokens = torch.where(forced[step] >= 0, forced[step], drawn)
         scaled = torch.log_softmax(output.logits.float() / temperature[:, None], -1)
         steps.append((tokens, scaled.gather(1, tokens[:, None])[:, 0], output.hidden.float()))
@@ -271,6 +279,8 @@ def _item(
         logprobs=logprobs.tolist(),
         versions=[CLAIMED] * len(tokens),
         temperature=line.temperature,
+        top_k=line.top_k,
+        top_p=line.top_p,
         proof=Projection().make(hidden.numpy()),
     )
 

@@ -256,10 +256,13 @@ def _check_lengths(branch: Branch, run: RunManifest) -> None:
 
 
 def check_termination(branch: Branch, run: RunManifest, environment: EnvironmentContract) -> None:
-    """Check that every reply ends with a stop token or at full length, without an earlier stop."""
+    """Check that every reply ends with a stop token or at full length, without an earlier stop.
+
+    Where strings end replies, too, the environment finds these as it plays the rollout again.
+    """
     stops = frozenset(run.model.stop_token_ids)
     runs = sampled_runs(branch.sampled)
-    longest = environment.sampling.max_tokens
+    longest, strings = environment.sampling.max_tokens, environment.sampling.stop
     if len(runs) > environment.max_turns:
         raise Rejected(Reason.TOO_LARGE, f"{len(runs)} turns")
     for number, (start, end) in enumerate(runs):
@@ -267,9 +270,11 @@ def check_termination(branch: Branch, run: RunManifest, environment: Environment
         if any(token in stops for token in reply[:-1]):
             raise Rejected(Reason.BAD_TERMINATION, "tokens after a stop token")
         full = len(reply) == longest or end == run.limits.max_model_len
-        if len(reply) > longest or not (full or reply[-1] in stops):
+        is_last, ended = number == len(runs) - 1, reply[-1] in stops
+        by_string = bool(strings) and (not is_last or branch.finish == "stop")
+        if len(reply) > longest or not (full or ended or by_string):
             raise Rejected(Reason.BAD_TERMINATION, f"reply of {len(reply)} tokens was cut short")
-        if number == len(runs) - 1 and (branch.finish == "stop") != (reply[-1] in stops):
+        if is_last and (branch.finish == "stop") != ended and not by_string:
             raise Rejected(Reason.BAD_TERMINATION, f"did not finish by {branch.finish}")
 
 

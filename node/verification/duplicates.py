@@ -6,12 +6,14 @@ first.
 A rollout is stored as adjacent windows of its sampled tokens, 32 to 512 tokens each, and as a whole; lookups
 use every offset, so that shifting a text hides nothing. A window counts only if it has SURPRISE nats by the
 logprobs of its own sender: another honest worker samples it again with probability e^-40 (4e-18), so short and
-near-certain replies never count as copies, and no claim of one worker can make another's text a copy. A worker
+near-certain replies never count as copies, and no claim of one worker can make another's text a copy. Under a
+top-p, tokens are up to 1 / top_p likelier than their logprobs say, and so much less of a surprise. A worker
 that understates the surprise at every size is not found here, but by audits of logprobs and seeds.
 """
 
 from collections.abc import Iterator
 from itertools import compress
+from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -63,13 +65,16 @@ class CopyDetector:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def check(self, arrival: int, node: bytes, rollout: CheckedRollout) -> None:
+    def check(
+        self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
+    ) -> None:
         """Store the new text of a rollout; raise Rejected(DUPLICATE) if it is a copy.
 
-        Call it once for each rollout that passed the cheap checks; repeating a call is harmless.
+        `top_p` is that of its environment. Call it once for each rollout that passed the cheap checks;
+        repeating a call is harmless.
         """
         owner = Owner(arrival, rollout.group * _PLACES + rollout.index, node)
-        texts = [_Text(one) for one in rollout.branches]
+        texts = [_Text(one, top_p) for one in rollout.branches]
         earlier: dict[Owner, int] = {}
         for text in texts:
             self._find(text, owner, earlier)
@@ -108,10 +113,10 @@ class CopyDetector:
 class _Text:
     """Sampled tokens of a branch, and its windows that have enough surprise."""
 
-    def __init__(self, branch: Branch) -> None:
+    def __init__(self, branch: Branch, top_p: float) -> None:
         self.tokens = np.array(list(compress(branch.token_ids, branch.sampled)), np.uint32)
         nats = -np.array(list(compress(branch.logprobs, branch.sampled)), np.float64)
-        nats = np.clip(np.where(np.isnan(nats), 0.0, nats), 0.0, _MOST_SURPRISE)
+        nats = np.clip(np.where(np.isnan(nats), 0.0, nats) + log(top_p), 0.0, _MOST_SURPRISE)
         self._nats = np.concatenate([[0.0], np.cumsum(nats)])
         self._sums, self._shifts = _rolling(self.tokens)
 

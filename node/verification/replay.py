@@ -6,6 +6,7 @@ Invariants:
 - a number that is not finite counts as infinitely far off.
 """
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel
-from ..inference.sampler import weigh
+from ..inference.sampler import Limits, weigh
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..models.routers import off_route, off_routes
@@ -89,6 +90,7 @@ class _Tokens:
     seeds: Integers
     versions: Integers
     temperatures: NDArray[np.float32]
+    limits: Limits
     margins: NDArray[np.float64]
     logprobs: NDArray[np.float64]
     """Recomputed, like the margins; both are infinite until then."""
@@ -227,6 +229,7 @@ class Replay:
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
         warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
         greedy = not tokens.temperatures.any()  # all environments of a run are greedy, or none
+        limits = Limits(tokens.limits.top_k[drawn], tokens.limits.top_p[drawn])
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
@@ -240,7 +243,9 @@ class Replay:
             crossed=download(checker.led()),
             routed=download(routes.led() if routes else torch.zeros(len(chosen), 2)),
             drawn=drawn,
-            numbers=download(self._draw(network, hidden[rows], warm, *claims, greedy=greedy)),
+            numbers=download(
+                self._draw(network, hidden[rows], warm, *claims, limits=limits, greedy=greedy)
+            ),
             mark=Mark(network.device),
         )
 
@@ -279,6 +284,7 @@ class Replay:
         places: Tensor,
         claimed: Tensor,
         *,
+        limits: Limits,
         greedy: bool,
     ) -> Tensor:
         """Compute margins and logprobs [2, N] fp32 of the tokens `claimed` [N].
@@ -294,6 +300,7 @@ class Replay:
             places,
             claimed,
             greedy=greedy,
+            limits=limits,
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
@@ -400,11 +407,15 @@ def _flatten(
         waits = len(wanted_versions(item, others))
         branches.append(_Branch(number, item, ids, other_versions(item, others), at, waits))
     none = (np.empty(0, np.int64),) * 4  # there may be no item
+    repeated = functools.partial(
+        np.repeat, repeats=[one.at.stop - one.at.start for one in branches]
+    )
     return branches, _Tokens(
         *map(np.concatenate, zip(none, *columns, strict=True)),
-        temperatures=np.repeat(
-            np.array([branch.item.temperature for branch in branches], np.float32),
-            [branch.at.stop - branch.at.start for branch in branches],
+        temperatures=repeated(np.array([one.temperature for one in items], np.float32)),
+        limits=Limits(
+            repeated(np.array([one.top_k for one in items], np.int64)),
+            repeated(np.array([one.top_p for one in items], np.float32)),
         ),
         margins=np.full(start, np.inf),
         logprobs=np.full(start, np.inf),

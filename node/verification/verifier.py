@@ -303,10 +303,14 @@ class Verifier:
         return not lost
 
     def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
-        if environment_of(self._run, work.lease).sampling.temperature == 0:
-            return True  # greedy replies to equal prompts are equal for all workers
+        sampling = environment_of(self._run, work.lease).sampling
+        if sampling.temperature == 0 or sampling.top_k:
+            # Replies to equal prompts are equal, or may be: logprobs do not tell what the few tokens share.
+            return True
         try:
-            self._copies.check(work.arrival.number, work.arrival.node, rollout)
+            self._copies.check(
+                work.arrival.number, work.arrival.node, rollout, top_p=sampling.top_p
+            )
         except Rejected as fault:
             work.reject(rollout, fault.reason, fault.detail)
             return False

@@ -94,8 +94,8 @@ LEAST_SHARE = 0.01
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Rows = NDArray[np.float32]
-_Prefix = tuple[float, *tuple[int, ...]]
-"""(temperature, *tokens)."""
+_Prefix = tuple[tuple[float, int, float], *tuple[int, ...]]
+"""((temperature, top_k, top_p), *tokens)."""
 
 
 def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any]) -> EngineConfig:
@@ -315,8 +315,16 @@ class _Text:
         return claims
 
     def prefix(self, place: int) -> "_Prefix":
-        """Return the temperature and the tokens before a position."""
-        return self.item.temperature, *self.lead(place)
+        """Return how the text was drawn, and the tokens before a position."""
+        item = self.item
+        return (item.temperature, item.top_k, item.top_p), *self.lead(place)
+
+    def request(self, lead: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
+        """Ask for measurements of `claims`, to which `lead` led."""
+        item = self.item
+        return PrefillRequest(
+            lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p
+        )
 
     def lead(self, place: int) -> list[int]:
         """Return the tokens before a position."""
@@ -363,7 +371,7 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
 
 
 def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
-    """Group texts of equal temperature and prefix: number of the first -> those of the others.
+    """Group texts of equal sampling and prefix: number of the first -> those of the others.
 
     The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
     takes it from its cache for the others. A text with one claimed position only follows no other.
@@ -620,8 +628,7 @@ class VllmAuditor:
             claims[leader] = np.concatenate([claims[leader], *parts])
         leads = [text.lead(int(text.places[-1])) for text in texts]
         requests = [
-            PrefillRequest(lead, own.tobytes(), text.item.temperature)
-            for lead, own, text in zip(leads, claims, texts, strict=True)
+            text.request(lead, own) for lead, own, text in zip(leads, claims, texts, strict=True)
         ]
         answers = await self._ask(engine, requests)
         for leader, numbers in heads.items():
@@ -650,11 +657,10 @@ class VllmAuditor:
     ) -> None:
         """Complete `answers`: read each prefix once, for all texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
-        for (temperature, *lead), numbers in prefixes.items():
+        for (_, *lead), numbers in prefixes.items():
             parts = [texts[one].asked(version, not_computed(answers[one])) for one in numbers]
-            claims = np.concatenate(parts).tobytes()
             salt = f"{next(self._salts)}"
-            requests.append(PrefillRequest(lead, claims, temperature, salt))
+            requests.append(texts[numbers[0]].request(lead, np.concatenate(parts), salt))
         for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
             start = 0
             for number in numbers:

@@ -38,6 +38,7 @@ from ..environments.environment import (
 )
 from ..environments.leased_prompts import of_lease
 from ..environments.policies import PlayFailed
+from ..environments.stop_strings import StopStrings, generate_until
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineLost, first_cause
@@ -124,8 +125,10 @@ class AdmissionControl:
         self._take_back(decision.take_back)
         self._admit()
 
-    async def generate(self, request: GenerateRequest, order: Order) -> Completion:
-        """Sample one completion when it is its turn.
+    async def generate(
+        self, request: GenerateRequest, order: Order, stops: StopStrings | None = None
+    ) -> Completion:
+        """Sample one completion when it is its turn, up to the first of `stops`.
 
         Raises EngineError; EngineLost only if no engine works now, or after MAX_LOSSES retries.
         """
@@ -133,7 +136,7 @@ class AdmissionControl:
         while True:
             try:
                 async with self._permit(order, number):
-                    completion = await self._engine.generate(request)
+                    completion = await generate_until(self._engine.generate, request, stops)
             except _TakenBack:
                 self.taken_back += 1
             except EngineLost:
@@ -265,6 +268,8 @@ class RolloutGenerator:
         self._environments = environments
         self._admission = admission
         self._rollout_ended = rollout_ended
+        self.stops: dict[int, StopStrings] = {}
+        """Strings that end replies, by the index of the environment."""
 
     async def play(self, lease: Lease) -> LeaseResult:
         """Generate the groups of a lease. Raises EngineError, EngineLost; all its rollouts end then."""
@@ -318,15 +323,19 @@ class RolloutGenerator:
                 )
             if max(prompt) >= self._run.model.vocab_size:
                 raise PlayFailed(f"the run's model has no token {max(prompt)}")
+            room = self._run.limits.max_model_len - len(prompt)
             request = GenerateRequest(
                 prompt=tuple(prompt),
-                max_tokens=sampling.max_tokens,
+                max_tokens=min(sampling.max_tokens, room),
                 temperature=sampling.temperature,
                 seed=sample_seed(self._run_id, lease, self._node, group.task.digest, index, turn),
                 stop_token_ids=self._run.model.stop_token_ids,
                 group=group.name,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
             )
-            return await self._admission.generate(request, group.order)
+            stops = self.stops.get(lease.environment)
+            return await self._admission.generate(request, group.order, stops)
 
         episode = await environment.run(group.task, policy)
         group.end(index, episode)

@@ -82,6 +82,18 @@ def test_what_was_measured_is_shown_and_written(cli: Cli, home: Path, measured: 
     assert (wanted.rollouts, wanted.engines) == (100, ("hf", "vllm"))
 
 
+def test_shorter_replies_are_drawn_as_each_environment_says(
+    cli: Cli, home: Path, measured: Measured
+) -> None:
+    asked = measured(report(1.0))
+    own = "{ temperature = 0.5, max_tokens = 9, top_k = 3 }"
+    (home / "run.toml").write_text(f'[[environments]]\nid = "reverse-text"\nsampling = {own}\n')
+    assert cli("calibrate", "@", "run.toml", "--out", "c.json", "--tokens", "4").code == 0
+    [(config, _)] = asked
+    drawn = config.mixture[0].sampling
+    assert (drawn.temperature, drawn.max_tokens, drawn.top_k) == (0.5, 4, 3)
+
+
 def test_bounds_that_let_another_model_pass_are_not_written(
     cli: Cli, home: Path, measured: Measured
 ) -> None:

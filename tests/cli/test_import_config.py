@@ -248,7 +248,8 @@ def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: 
 
 def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
     drawn = (
-        "sampling = { temperature = 0.6, max_completion_tokens = 9000, top_p = 1.0, min_p = 0.1 }\n"
+        "sampling = { temperature = 0.6, max_completion_tokens = 9000, top_p = 0.9, min_p = 0.1, "
+        "extra_body = { top_k = 20, min_tokens = 0 } }\n"
     )
     played = (
         '[[orchestrator.eval.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
@@ -261,7 +262,12 @@ def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
     )
     first, second = config.values["environments"]
     assert "sampling" not in first
-    assert second["sampling"] == {"temperature": 0.6, "max_tokens": 2047}
+    assert second["sampling"] == {
+        "temperature": 0.6,
+        "max_tokens": 2047,
+        "top_p": 0.9,
+        "top_k": 20,
+    }
     (evaluated,) = config.values["evaluation"]["environments"]
     assert evaluated["sampling"] == {
         "temperature": 0.0,
@@ -271,7 +277,42 @@ def test_an_environment_keeps_the_sampling_of_its_own(tmp_path: Path) -> None:
     }
     assert [one.key for one in config.missing] == ["orchestrator.train.source[1].sampling.min_p"]
     only = convert(tmp_path, ONE_SOURCE + drawn.replace("9000", "90"))
-    assert only.values["sampling"] == {"temperature": 0.6, "max_tokens": 90}
+    assert only.values["sampling"] == {
+        "temperature": 0.6,
+        "max_tokens": 90,
+        "top_p": 0.9,
+        "top_k": 20,
+    }
+
+
+def test_stops_and_variables_of_the_chat_template_go_to_the_environments(tmp_path: Path) -> None:
+    body = "stop = '!'\nextra_body = { chat_template_kwargs = { enable_thinking = false } }\n"
+    runs = f"[orchestrator.train.sampling]\n{body}[orchestrator.eval.sampling]\n{body}"
+    own = "sampling = { stop = ['a', 'b'], extra_body = { chat_template_kwargs = { effort = 'low' } } }\n"
+    played = '[[orchestrator.eval.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
+    config = convert(
+        tmp_path, ONE_SOURCE + own + ONE_SOURCE.replace("reverse-text", "x") + played + runs
+    )
+    first, second = config.values["environments"]
+    assert first["chat_template_kwargs"] == {"enable_thinking": False, "effort": "low"}
+    (evaluated,) = config.values["evaluation"]["environments"]
+    shared = {"enable_thinking": False}
+    assert second["chat_template_kwargs"] == evaluated["chat_template_kwargs"] == shared
+    assert (first["stop"], second["stop"], evaluated["stop"]) == (["a", "b"], ["!"], ["!"])
+    assert config.missing == []
+    alone = convert(tmp_path, ONE_SOURCE + runs)
+    assert alone.values["environment"]["chat_template_kwargs"] == shared
+
+
+def test_limits_of_sampling_are_those_of_the_run(tmp_path: Path) -> None:
+    config = convert(
+        tmp_path,
+        ONE_SOURCE + "[orchestrator.train.sampling]\ntop_p = 0.95\nmin_p = 0.0\n"
+        "extra_body = { top_k = -1, repetition_penalty = 1.1 }\n",
+    )
+    assert config.values["sampling"].items() >= {"top_p": 0.95, "top_k": 0}.items()
+    (lost,) = [one.key for one in config.missing]
+    assert lost == "orchestrator.train.sampling.extra_body.repetition_penalty"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from .conftest import Ran
 MIXTURE = """
 [[environments]]
 id = "reverse-text"
+chat_template_kwargs = { enable_thinking = false }
+stop = ["</answer>"]
 
 [[environments]]
 name = "sums"
@@ -37,6 +39,8 @@ advantage = "rloo"
 [environments.sampling]
 temperature = 0.6
 max_tokens = 4
+top_p = 0.9
+top_k = 0
 [environments.loss]
 type = "gspo"
 """
@@ -101,8 +105,20 @@ def test_the_manifest_has_what_each_environment_is_played_by(mixture: RunConfig)
     )
     assert [one.sampling.max_tokens for one in (first, second)] == [16, 4]
     assert [one.sampling.temperature for one in (first, second)] == [1.0, 0.6]
+    assert [one.sampling.top_p for one in (first, second)] == [1.0, 0.9]
+    assert options_of(first).chat_template_kwargs == {"enable_thinking": False}
+    assert (first.sampling.stop, options_of(first).stop) == (("</answer>",), ["</answer>"])
+    assert b"stop" not in first.config
+    assert b"chat_template_kwargs" not in second.config, "older releases do not know it"
     wanted = EnvironmentConfig(id="arithmetic", args={"max_value": 9}, max_turns=1)
     assert options_of(second) == wanted, "a worker reads only what it plays by"
+
+
+def test_an_environment_takes_the_limits_of_the_run_unless_it_has_its_own(tmp_path: Path) -> None:
+    text = "[sampling]\ntop_p = 0.8\nextra_body = { top_k = 40 }\n" + MIXTURE
+    config = load(RunConfig, ["@", written(tmp_path / "limits.toml", text)], {})
+    contracts = [one.sampling for one in environment_contracts(config)]
+    assert [(one.top_k, one.top_p) for one in contracts] == [(40, 0.8), (0, 0.9)]
 
 
 def test_leases_have_room_for_the_largest_group(mixture: RunConfig) -> None:
@@ -128,10 +144,25 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
         ('[[environments]]\nid = "a"\nratios = 1.0\n', "ratios"),
         ('[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0\n', "temperature"),
         (
-            '[[environments]]\nid = "a"\n[environments.sampling]\ntop_p = 0.9\nstop = ["."]\n',
-            "environments.0.sampling.*: stop and top_p cannot be set in training",
+            '[[environments]]\nid = "a"\n[environments.sampling]\nmin_p = 0.9\nlogit_bias = 1\n',
+            "environments.0.sampling.*: logit_bias and min_p cannot be set in training",
         ),
-        ("[sampling.extra_body]\ntop_k = 5\n", "extra_body cannot be set in training"),
+        ("[sampling]\ntop_p = 1.5\n", "top_p"),
+        ("[sampling.extra_body]\nmin_tokens = 5\n", "min_tokens cannot be set in training"),
+        ("[sampling.extra_body]\nguided_json = 5\n", "guided_json"),
+        (
+            '[sampling]\nstop = ["."]\n',
+            r"stop depend on the text: give them in \[environment\]",
+        ),
+        (
+            '[environment]\nstop = ["."]\ndeterministic_tools = false\n',
+            "leave stop out",
+        ),
+        ('[environment]\nstop = [""]\n', "stop"),
+        (
+            "[sampling.extra_body.chat_template_kwargs]\nenable_thinking = false\n",
+            r"give them in \[environment\]",
+        ),
         ('[[environments]]\nid = "a"\n[environments.loss]\ntype = "best"\n', "type"),
         (
             '[training]\ncontext_parallel = 2\n[[environments]]\nid = "a"\n[environments.loss]\n'

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -114,6 +115,22 @@ async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_a
     *found, last = await audit(auditor, case, *leased, near=False)
     assert [moved(case, one) for one in found] == [set()] * 4
     assert {"sampling", "sampling_max"} <= moved(case, last)
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"top_k": 20}, {"top_k": 60, "top_p": 0.8}])
+async def test_draws_from_the_likeliest_tokens_are_measured_by_the_limits_of_their_lease(
+    auditor: Auditor, case: Case, limits: dict[str, Any]
+) -> None:
+    """Those of a worker that draws from all tokens, or from fewer than it should, are not honest."""
+    dtype = case.run.proofs.dtype
+    honest = await generate(case.model_dir, case.states[OWN], dtype, **limits)
+    closer = {name: type(value)(0.6 * value) for name, value in limits.items()}
+    narrow = await generate(case.model_dir, case.states[OWN], dtype, **closer)
+    leased = [replace(one, **limits) for one in (*honest, *case.honest[:4], *narrow[:4])]
+    found = await audit(auditor, case, *leased, case.item, near=False)
+    assert [moved(case, one) for one in (*found[:12], found[-1])] == [set()] * 13
+    for one in found[12:-1]:
+        assert "sampling" in moved(case, one) <= {"sampling", "sampling_max"}
 
 
 async def test_an_item_measures_the_same_alone_and_in_company(auditor: Auditor, case: Case) -> None:

@@ -135,8 +135,14 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
         with pytest.raises(UsageError, match="began with the environments letters"):
             await swarm.start_trainer(resume=True, environments=ENVIRONMENTS[:2])
         hotter = [{**one, "sampling": {"temperature": 1.5}} for one in ENVIRONMENTS]
-        with pytest.raises(UsageError, match="samples letters with temperature 1 and max_tokens 4"):
+        with pytest.raises(
+            UsageError, match="samples letters with temperature 1, max_tokens 4, top_p"
+        ):
             await swarm.start_trainer(resume=True, environments=hotter)
+        for key, value in (("chat_template_kwargs", {"a": 1}), ("stop", ["."])):
+            other = [{**one, key: value} for one in ENVIRONMENTS]
+            with pytest.raises(UsageError, match=f"began with another {key} of letters"):
+                await swarm.start_trainer(resume=True, environments=other)
         await swarm.start_trainer(resume=True, environments=ENVIRONMENTS)
         summary = await swarm.finished()
     assert summary["steps"] == 4

@@ -105,30 +105,36 @@ async def generate(
     temperature: float = TEMPERATURE,
     version: int = OWN,
     quantization: str = "none",
+    top_k: int = 0,
+    top_p: float = 1.0,
 ) -> list[AuditItem]:
     """Generate branches of all lengths with `state`, in one batch, that claim `version`."""
     options = {"dtype": dtype, "device": "cpu", "enable_return_routed_experts": True}
     options["quantization"] = quantization
+    asked = [
+        GenerateRequest(
+            prompt=tuple(b"tell me more about %d" % number),
+            max_tokens=LENGTH - 7 * number,
+            temperature=temperature,
+            seed=1000 + number,
+            stop_token_ids=(),
+            top_k=top_k,
+            top_p=top_p,
+        )
+        for number in range(12)
+    ]
     engine = HfEngine(FP32.model_copy(update=options))
     await engine.start(model_dir, fingerprint="projection")
     try:
         await engine.load(version, state)
-        items = await asyncio.gather(
-            *(_play(engine, number, temperature, version) for number in range(12))
-        )
+        items = await asyncio.gather(*(_play(engine, request, version) for request in asked))
     finally:
         await engine.close()
     return list(items)
 
 
-async def _play(engine: HfEngine, number: int, temperature: float, version: int) -> AuditItem:
-    request = GenerateRequest(
-        prompt=tuple(b"tell me more about %d" % number),
-        max_tokens=LENGTH - 7 * number,
-        temperature=temperature,
-        seed=1000 + number,
-        stop_token_ids=(),
-    )
+async def _play(engine: HfEngine, request: GenerateRequest, version: int) -> AuditItem:
+    number = request.seed - 1000
     item = item_of(request, await engine.generate(request), version)
     if number % 4 != 3:
         return item

@@ -13,6 +13,11 @@ COMPACT = (
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content or '' }}<|im_end|>{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
+THINKING = COMPACT.replace(
+    "<|assistant|>",
+    "<|assistant|>{%- if enable_thinking is defined and not enable_thinking -%}x{%- endif -%}",
+)
+"""COMPACT with an option: without thoughts the model's turn begins with an x."""
 TOOLED = (
     "{%- if tools -%}<|system|><tools>\n{%- for t in tools %}{{ t | tojson }}\n{%- endfor -%}</tools>"
     "{%- endif -%}"

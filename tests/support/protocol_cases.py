@@ -138,12 +138,15 @@ MIXED = structs.replace(
 def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
     """Replace fields of a run's first environment, or of its sampling."""
     first, *others = run.environments
-    drawn = {name: changes.pop(name) for name in ("temperature", "max_tokens") if name in changes}
+    names = SamplingContract.__struct_fields__
+    drawn = {name: changes.pop(name) for name in names if name in changes}
     sampling = structs.replace(first.sampling, **drawn)
     one = structs.replace(first, **{"sampling": sampling, **changes})
     return structs.replace(run, environments=(one, *others))
 
 
+NARROWED = played_otherwise(MANIFEST, top_p=0.9, top_k=40, stop=("</answer>", "\n\n"))
+"""A run that draws from its likeliest tokens only, and ends replies by strings."""
 ADAPTED = structs.replace(
     MANIFEST,
     adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),

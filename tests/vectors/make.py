@@ -61,6 +61,7 @@ def build() -> dict[str, Any]:
         "run_manifest": encode(cases.MANIFEST).hex(),
         "run_id": run_id(encode(cases.MANIFEST)).hex(),
         "mixed_run_manifest": encode(cases.MIXED).hex(),
+        "narrowed_run_manifest": encode(cases.NARROWED).hex(),
         "mixed_lease": encode(cases.MIXED_LEASE).hex(),
         "prompted_lease": encode(cases.PROMPTED_LEASE).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),

@@ -11,6 +11,7 @@ from support.chat_model import (
     IM_END,
     IM_START,
     SYSTEM,
+    THINKING,
     UNDEFINED,
     USER,
     make_chat_model,
@@ -38,6 +39,23 @@ def test_a_continuation_closes_the_reply_once_and_never_tokenises_it_again(
     opened = [IM_START, *b"user\nmore", IM_END, 10, IM_START, *b"assistant\n"]
     closed = [10, *opened] if last == IM_END else [IM_END, 10, *opened]
     assert chat.continuation([{"role": "user", "content": "more"}], last) == closed
+
+
+def test_variables_of_the_template_hold_for_prompts_and_continuations(tmp_path: Path) -> None:
+    make_chat_model(tmp_path, THINKING)
+    for value, thought in ((False, [120]), (True, [])):
+        chat = ChatFormat.load(tmp_path, defaults={"enable_thinking": value})
+        assert chat.prompt(HELLO)[-1 - len(thought) :] == [ASSISTANT, *thought]
+        more = chat.continuation([{"role": "user", "content": "m"}], IM_END)
+        assert more == [USER, 109, IM_END, ASSISTANT, *thought]
+        assert chat.render(HELLO, options={"enable_thinking": False}).endswith("x")
+
+
+@pytest.mark.parametrize("name", ["enable_thought", "messages", "bos_token"])
+def test_variables_that_the_template_does_not_have_are_an_error(tmp_path: Path, name: str) -> None:
+    make_chat_model(tmp_path, THINKING)
+    with pytest.raises(EnvironmentFailed, match=f"uses enable_thinking, not {name}"):
+        ChatFormat.load(tmp_path, defaults={name: False})
 
 
 def test_a_replys_text_shows_everything_but_its_final_stop_token(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
+from support.chat_model import IM_END, THINKING, UNDEFINED, USER, make_chat_model
 from support.counting_environment import shown_reply
 
 from primerl.node.config.chat_api import JudgeConfig
@@ -107,6 +108,33 @@ async def test_arithmetic_knows_its_results(start: Start) -> None:
         assert episode.score.metrics == {"exact": 1.0, "numeric": 1.0}
     wrong = await environment.run(await environment.task(0), says("soon"))
     assert wrong.score.metrics == {"exact": 0.0, "numeric": 0.0}
+
+
+async def test_prompts_are_made_with_the_environments_variables_of_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout of another prompt is none of the task."""
+    monkeypatch.syspath_prepend(TASKSETS)
+    make_chat_model(tmp_path, THINKING)
+
+    async def start(**variables: bool | int | float | str) -> Environment:
+        environment = VerifiersEnvironment(
+            EnvironmentConfig(id="arithmetic", chat_template_kwargs=variables),
+            model_dir=tmp_path,
+            seed=0,
+            max_tokens=9,
+            temperature=1.0,
+        )
+        await environment.start()
+        return environment
+
+    plain, short = await start(), await start(enable_thinking=False)
+    task = await short.task(0)
+    assert await short.prompt(task) == [*await plain.prompt(task), ord("x")]
+    episode = await short.run(task, says("1"))
+    assert (await short.score(task, episode.branches)).reward == episode.score.reward
+    with pytest.raises(ScoreMismatch, match="another prompt"):
+        await plain.score(task, episode.branches)
 
 
 @pytest.mark.parametrize("name", ["reverse_text", "arithmetic"])
@@ -307,6 +335,45 @@ async def test_a_game_with_turns_missing_or_added_is_refused(start: Start) -> No
     for forged in (short, more):
         with pytest.raises(ScoreMismatch):
             await environment.score(task, [forged])
+
+
+async def test_replies_end_at_their_first_stop_string_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker can neither go on behind one, nor end a reply by one that is not there."""
+    monkeypatch.syspath_prepend(TASKSETS)
+    make_chat_model(tmp_path)
+
+    async def start(*stop: str) -> Environment:
+        options = EnvironmentConfig(id="guess_game", stop=list(stop))
+        environment = VerifiersEnvironment(
+            options, model_dir=tmp_path, seed=0, max_tokens=9, temperature=1.0
+        )
+        await environment.start()
+        return environment
+
+    stopped, free = await start("!", "; "), await start()
+    task = await stopped.task(5)
+    (branch,) = (await stopped.run(task, says("1! no, 5", "9; or 8", "4!", "4!"))).branches
+    ids = bytes(token for token in branch.token_ids if token < 256)
+    assert (b"1!" in ids, b"no" in ids, b"9; " in ids, b"8" in ids) == (True, False, True, False)
+    assert branch.finish == "stop"
+    assert (await stopped.score(task, [branch])).turns == ((0, 1, 2, 3),)
+
+    async def refused(*replies: str, said: str = "", **changes: Any) -> bool:
+        """Whether what an engine without strings drew, or says that it did, is no rollout of the task."""
+        (drawn,) = (await free.run(task, says(*replies, stop=False))).branches
+        with pytest.raises(ScoreMismatch, match=said):
+            await stopped.score(task, [replace(drawn, **changes)])
+        return True
+
+    assert await refused("1! no", "4!", "4!", "4!", said="another prompt")
+    assert await refused("1", "4!", "4!", "4!", said="cut short")
+    assert await refused("1!", "4!", "4!", "4! or", finish="stop", said="ending")
+    assert await refused("1!", "4!", "4!", "4", finish="stop", said="ending")
+    assert await refused("1!", "4!", "4!", "4!", finish="length", said="ending")
+    (honest,) = (await free.run(task, says("1!", "4!", "4!", "4!", stop=False))).branches
+    assert (await stopped.score(task, [replace(honest, finish="stop")])).turns == ((0, 1, 2, 3),)
 
 
 async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start) -> None:

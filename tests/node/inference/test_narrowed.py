@@ -1,10 +1,18 @@
 """Drawing from the likeliest tokens only: temperature 0, top_k, top_p."""
 
+import numpy as np
 import pytest
 import torch
 
 from primerl.node.inference.engine import GenerateRequest, check_request, narrowing
-from primerl.node.inference.sampler import Narrowed, SampledTokens, draw
+from primerl.node.inference.sampler import (
+    MOST_MARGIN,
+    Limits,
+    Narrowed,
+    SampledTokens,
+    draw,
+    weigh,
+)
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
 from primerl.node.ops.errors import EngineError
 
@@ -96,6 +104,74 @@ def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(parts.logprobs, whole.logprobs)
 
 
+def margins(
+    logits: torch.Tensor, drawn: torch.Tensor, limits: Limits, temperature: float = 0.7
+) -> torch.Tensor:
+    """Margins of a token per row of logits, whose seed is the row's number."""
+    rows = torch.arange(len(logits))
+    heat = torch.full((len(logits),), temperature)
+    return weigh(lambda part: logits[part], 64, heat, rows, rows, drawn, limits=limits)[0]
+
+
+def drawn_with(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    rows = torch.arange(len(logits))
+    narrowed = Narrowed(rows, torch.full_like(rows, top_k), torch.full((len(logits),), top_p))
+    return draw(logits, torch.full((len(logits),), 0.7), rows, rows, narrowed).tokens
+
+
+LIMITED = [(0, 0.9), (0, 0.3), (3, 1.0), (9, 0.8), (50, 0.95), (0, 0.999), (0, 1e-3)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), LIMITED)
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_margin_is_at_most_the_noise_of_the_logits(top_k: int, top_p: float, ties: bool) -> None:
+    """At the edge of the limits, too: of equally likely tokens noise leaves now one, now another."""
+    generator = torch.Generator().manual_seed(top_k)
+    logits = torch.randn(ROWS, 40, generator=generator) * torch.linspace(0.1, 4, ROWS)[:, None]
+    logits = logits.round() if ties else logits
+    limits = Limits(np.full(ROWS, top_k), np.full(ROWS, top_p, np.float32))
+    changed = 0
+    for noise in (0.0, 0.01, 0.3, 2.0):
+        off = (torch.rand(logits.shape, generator=generator) - 0.5) * noise
+        drawn = drawn_with(logits + 0.7 * off, top_k, top_p)
+        found = margins(logits, drawn, limits)
+        assert float(found.max()) <= noise * (1 + 1e-5) + 1e-5 * (noise > 0)
+        changed += int((found > 0).sum())
+    assert changed
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), LIMITED[:5])
+def test_draws_from_more_tokens_or_from_fewer_have_margins(top_k: int, top_p: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(ROWS, 400, generator=generator) * 2
+    limits = Limits(np.full(ROWS, top_k), np.full(ROWS, top_p, np.float32))
+    wide = margins(logits, drawn_with(logits, 0, 1.0), limits)
+    fewer = max(1, top_k * 2 // 3) if top_k else 0, 0.75 * top_p
+    narrow = margins(logits, drawn_with(logits, *fewer), limits)
+    for found in (wide, narrow):  # in honest ones of bfloat16 it is 0.001
+        assert float(found.clamp_max(1).mean()) > 0.01
+        assert float(found.max()) > 0.3
+
+
+def test_rows_without_limits_have_the_margins_of_a_free_draw_beside_others() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(ROWS, 40, generator=generator)
+    drawn = torch.randint(40, (ROWS,), generator=generator)
+    free = Limits(np.zeros(ROWS, np.int64), np.ones(ROWS, np.float32))
+    mixed = Limits(np.arange(ROWS) % 2 * 3, np.ones(ROWS, np.float32))
+    alone, found = margins(logits, drawn, free), margins(logits, drawn, mixed)
+    assert torch.equal(found[::2], alone[::2])
+    assert not torch.equal(found[1::2], alone[1::2])
+    assert float(found.max()) <= MOST_MARGIN
+
+
+def test_logits_that_are_not_numbers_are_infinitely_far_off_under_limits_too() -> None:
+    logits = torch.randn(4, 40).index_fill(0, torch.tensor([2]), torch.nan)
+    limits = Limits(np.full(4, 3), np.full(4, 0.9, np.float32))
+    found = margins(logits, torch.zeros(4, dtype=torch.int64), limits)
+    assert found.isinf().tolist() == [False, False, True, False]
+
+
 def test_temperature_0_is_the_likeliest_token_at_temperature_1() -> None:
     assert narrowing(GenerateRequest((1,), 1, 0.0, 1, (), top_k=5, top_p=0.5)) == (1.0, 1, 1.0)
     assert narrowing(GenerateRequest((1,), 1, 0.7, 1, (), top_k=5, top_p=0.5)) == (0.7, 5, 0.5)
@@ -135,7 +211,7 @@ def test_vllms_worker_narrows_the_rows_that_ask_for_it() -> None:
     assert int(tokens[2]) == int(logits[2].argmax())
 
 
-def test_a_batch_of_leases_is_not_narrowed() -> None:
+def test_a_batch_without_limits_is_not_narrowed() -> None:
     recorder = Recorder(
         torch.device("cpu"), width=4, dtype=torch.float32, fingerprint="", requests=2, length=8
     )

@@ -115,8 +115,16 @@ class Engine:
     reader: PromptReader
     waiting: list[Any] = field(default_factory=list[Any])
 
-    def add(self, name: str, claims: bytes, *, cached: int = 0, temperature: float = 1.0) -> None:
-        extra = {PREFILL: [ord(name[0]), temperature, claims]}
+    def add(
+        self,
+        name: str,
+        claims: bytes,
+        *,
+        cached: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+    ) -> None:
+        extra = {PREFILL: [ord(name[0]), temperature, top_k, 1.0, claims]}
         self.waiting.append(
             SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
         )
@@ -199,6 +207,18 @@ def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
     engine.step(a=3)
     rows = engine.rows("a")
     assert rows[0, MARGIN] == 0 < rows[1, MARGIN]
+
+
+def test_each_text_is_measured_by_the_limits_it_was_drawn_under(engine: Engine) -> None:
+    """A rank that draws tokens freely for a lease of the likeliest one alone, beside one that may."""
+    for name, top_k in (("a", 1), ("b", 0)):
+        tokens = drawn(name, [3, 4, 5], 7, 9.0)
+        engine.add(name, claims([3, 4, 5], 7, tokens), top_k=top_k, temperature=9.0)
+    engine.add("c", claims([3], 7, [int((hidden_state("c", 2) @ HEAD).argmax())]), top_k=1)
+    engine.step(b=5, c=3, a=5)
+    assert (engine.rows("a")[:, MARGIN] > 0).any()
+    assert (engine.rows("b")[:, MARGIN] == 0).all()
+    assert (engine.rows("c")[:, MARGIN] == 0).all()
 
 
 def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.sampler import draw
+from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.inference.vllm import projection_proof
 from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
 from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer, equal_drafts
@@ -296,7 +296,9 @@ class Engine:
                 key = self.keys.setdefault(name, ord(name[0]))
                 served = name in self.served
                 drawn_at = 1.0 if served else 0.5 + key / 100
-                extra = {SAMPLING: [key, 2**63 - key, drawn_at, 0, 1.0, self.group]}
+                extra = {
+                    SAMPLING: [key, 2**63 - key, drawn_at, TOP_K.get(name, 0), 1.0, self.group]
+                }
                 extra |= {SERVED: True} if served else {}  # type: ignore[dict-item]
                 parameters = SimpleNamespace(extra_args=extra)
                 tokens = [0] * self.runner.requests[name].prompt
@@ -353,13 +355,19 @@ def make_engine(
     return Engine(runner, recorder)
 
 
+TOP_K = {"k": 2}
+"""Number of tokens that a request may draw from, by its name; those of the others are not limited."""
+
+
 def expected(name: str, prompt: int, count: int) -> tuple[list[int], list[float], NDArray[Any]]:
     """Tokens, logprobs and hidden states of one request that runs alone."""
     key = ord(name[0])
     positions = torch.arange(prompt, prompt + count)
     logits = torch.stack([logits_of(name, int(one)) for one in positions])
     seeds = torch.full((count,), 2**63 - key)
-    drawn = draw(logits, torch.full((count,), 0.5 + key / 100), seeds, positions)
+    few = torch.full((count,), TOP_K.get(name, 0))
+    narrowed = Narrowed(torch.arange(count), few, torch.ones(count))
+    drawn = draw(logits, torch.full((count,), 0.5 + key / 100), seeds, positions, narrowed)
     hidden = torch.stack([hidden_state(name, int(one) - 1) for one in positions])
     return drawn.tokens.tolist(), drawn.logprobs.tolist(), hidden.numpy()
 
@@ -588,6 +596,20 @@ def test_of_the_drafts_those_are_accepted_that_are_drawn_and_nothing_else_is_kep
     engine.step({"a": 1, "b": 1, "c": 1}, {"a": a[9:12], "b": [wrong(b[3]), b[4]], "c": [c[5]]})
     assert [len(engine.runner.requests[name].tokens) for name in "abc"] == [13, 4, 7]
     for name, prompt in (("a", 5), ("b", 9), ("c", 1)):
+        expect_record(engine, name, prompt)
+
+
+def test_drafts_are_accepted_by_the_limits_of_their_request() -> None:
+    """A draft that would be drawn from all tokens, and not from the likeliest two, is wrong."""
+    engine = make_engine(drafts=3)
+    tokens, prompt = expected("k", 5, 9)[0], 5
+    engine.add("k", prompt)
+    engine.add("a", prompt)
+    engine.step({"k": 5, "a": 5})
+    wrong = (tokens[3] + 1) % VOCABULARY
+    engine.step({"a": 1, "k": 1}, {"k": [*tokens[1:3], wrong], "a": expected("a", 5, 4)[0][1:]})
+    assert [len(engine.runner.requests[name].tokens) for name in "ka"] == [4, 5]
+    for name in "ka":
         expect_record(engine, name, prompt)
 
 

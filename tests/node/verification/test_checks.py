@@ -1,12 +1,21 @@
-"""The order of a group's samples: one that began first is never behind, whatever policies come."""
+"""Where replies end, and the order of a group's samples: one that began first is never behind."""
 
 import itertools
 import random
+from contextlib import nullcontext
+from typing import Literal
 
 import pytest
+from support.protocol_cases import MANIFEST, played_otherwise
 
 from primerl.node.environments.environment import Branch
-from primerl.node.verification.checks import ORDER_SLACK, late_samples
+from primerl.node.verification.checks import (
+    ORDER_SLACK,
+    Rejected,
+    check_termination,
+    late_samples,
+)
+from primerl.protocol.manifests import RunManifest
 
 
 def sample(*drawn: tuple[int, int], later: int = 0) -> list[Branch]:
@@ -122,3 +131,46 @@ def test_what_is_left_without_those_that_were_found_is_in_order() -> None:
         rest = {index: one for index, one in mixed.items() if index not in gone}
         assert late_samples(rest) == {}
     assert found > 300
+
+
+STOPPED = played_otherwise(MANIFEST, max_tokens=4, stop=("!",))
+
+
+def ending(finish: Literal["stop", "length"], *replies: list[int]) -> Branch:
+    """A branch of these replies, each to a prompt of one token."""
+    turns = [[7, *reply] for reply in replies]
+    count = sum(map(len, turns))
+    sampled = [place > 0 for turn in turns for place in range(len(turn))]
+    return Branch([token for turn in turns for token in turn], sampled, [0.0] * count, 3, 3, finish)
+
+
+@pytest.mark.parametrize(
+    ("branch", "run", "ends"),
+    [
+        (ending("stop", [5, 1]), STOPPED, True),
+        (ending("length", [5, 1]), STOPPED, False),
+        (ending("length", [5, 6, 7, 8]), STOPPED, True),
+        (ending("stop", [5, 6, 7, 8]), STOPPED, True),  # if the last one completes the string
+        (ending("stop", [5, 6, 7, 8]), MANIFEST, False),
+        (ending("stop", [5, 6]), STOPPED, True),
+        (ending("stop", [5, 6]), MANIFEST, False),
+        (ending("length", [5, 6]), STOPPED, False),
+        (ending("stop", [5, 1, 6]), STOPPED, False),
+        (ending("stop", [5, 6, 7, 8, 9]), STOPPED, False),
+    ],
+)
+def test_a_reply_may_say_that_a_string_ended_it_only_where_strings_do(
+    branch: Branch, run: RunManifest, ends: bool
+) -> None:
+    """Whether it is there, the environment finds out."""
+    with nullcontext() if ends else pytest.raises(Rejected, match="bad_termination"):
+        check_termination(branch, run, run.environments[0])
+
+
+def test_between_turns_strings_may_end_replies_too() -> None:
+    two = ending("stop", [5, 6], [5, 1])
+    turns = played_otherwise(STOPPED, max_turns=2)
+    check_termination(two, turns, turns.environments[0])
+    without = played_otherwise(turns, stop=())
+    with pytest.raises(Rejected, match="cut short"):
+        check_termination(two, without, without.environments[0])

@@ -1,6 +1,7 @@
 """Copies are found however they are cut, and the first sender of a text is blamed for nothing."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import permutations
 from typing import NamedTuple
 
@@ -179,6 +180,19 @@ def test_a_whole_reply_with_enough_surprise_is_found_at_any_length(
     assert tokens * nats >= SURPRISE
     book.copied(1, VICTIM, drawn(1, tokens, nats))
     assert book.source(2, THIEF, drawn(1, tokens, nats)) == of(1, VICTIM)
+
+
+def test_what_top_p_makes_likely_is_no_surprise() -> None:
+    """Of two equal replies under a top-p of 0.1 each token may be ten times as likely as its logprob says."""
+    for top_p, is_copy in ((1.0, True), (0.5, True), (0.1, False)):
+        detector, text = CopyDetector(), drawn(1, 100)
+        branch = Branch(
+            [7, *text.tokens], [False] + [True] * 100, [0.0, *text.logprobs], 3, 3, "stop"
+        )
+        rollout = CheckedRollout(0, 0, [branch], 0.0)
+        detector.check(1, VICTIM, rollout, top_p=top_p)
+        with pytest.raises(Rejected) if is_copy else nullcontext():
+            detector.check(2, THIRD, rollout, top_p=top_p)
 
 
 def test_no_worker_is_framed_by_the_claims_of_another(book: Book) -> None:

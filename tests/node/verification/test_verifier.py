@@ -74,7 +74,9 @@ class ArrivalsOnly(CopyDetector):
         super().__init__()
         self.asked: list[int] = []
 
-    def check(self, arrival: int, node: bytes, rollout: CheckedRollout) -> None:
+    def check(
+        self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
+    ) -> None:
         self.asked.append(arrival)
 
 
@@ -345,11 +347,14 @@ async def test_a_lease_of_an_environment_that_the_run_does_not_have_is_not_verif
         await mixed_verifier().verify(submission, lease, arrival(), version=4, rate=0.0)
 
 
-@pytest.mark.parametrize(("temperature", "asked"), [(0.0, []), (1.0, [1])])
+@pytest.mark.parametrize(
+    ("sampling", "asked"),
+    [({"temperature": 0.0}, []), ({"top_k": 1}, []), ({"top_p": 0.5}, [1]), ({}, [1])],
+)
 async def test_equal_replies_of_the_likeliest_tokens_are_no_copies(
-    temperature: float, asked: list[int]
+    sampling: dict[str, float], asked: list[int]
 ) -> None:
-    copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, temperature=temperature)
+    copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, **sampling)
     checked = Verifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
     assert await reasons(checked, *played(rewards=[1.0]), 0.0) == {}
     assert copies.asked == asked

@@ -24,12 +24,13 @@ from primerl.node.worker import rollouts
 from primerl.node.worker.rollouts import AdmissionControl, RolloutGenerator, crossed, rollout_record
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+from primerl.protocol.manifests import SamplingContract
 from primerl.protocol.rollouts import Submission
 
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
 RUN_ID = bytes(32)
 RUN: Any = SimpleNamespace(
-    environments=[SimpleNamespace(sampling=SimpleNamespace(max_tokens=4, temperature=0.5))],
+    environments=[SimpleNamespace(sampling=SamplingContract(0.5, 4, top_p=0.9, top_k=7))],
     model=SimpleNamespace(stop_token_ids=(STOP,), vocab_size=256),
     limits=SimpleNamespace(max_model_len=64),
 )
@@ -138,7 +139,7 @@ async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed()
         for index in range(4)
     }
     assert {request.seed for request in engine.asked} == wanted
-    assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 0, 1.0)}
+    assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 7, 0.9)}
 
 
 class Verbose(CountingEnvironment):

@@ -1,0 +1,107 @@
+"""Stop strings: where a reply ends by its text, and replies that are generated up to there.
+
+A reply ends with the first token with which the bytes of its tokens contain one of the strings. These stay in
+the reply. The bytes of a token do not depend on its neighbours, so that every node with the same tokenizer
+finds the same token.
+"""
+
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ..inference.engine import Completion, GenerateRequest
+
+FIRST_PART = 64
+"""Tokens that are generated before the text is looked at; parts grow twofold, up to LAST_PART."""
+LAST_PART = 512
+
+
+class StopStrings:
+    """Finder of the token that ends a reply, for some strings."""
+
+    def __init__(self, strings: Sequence[str], spelled: Callable[[int], bytes]) -> None:
+        """`spelled` returns the bytes of a token in the middle of a text."""
+        self._strings = [one.encode() for one in strings]
+        self._spelled = spelled
+
+    def end(self, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens up to the one that completes a string first; 0 if none does."""
+        parts = [self._spelled(one) for one in token_ids]
+        text = b"".join(parts)
+        places = [(text.find(one), len(one)) for one in self._strings]
+        ends = [place + length for place, length in places if place >= 0]
+        return bisect_left(list(accumulate(map(len, parts))), min(ends)) + 1 if ends else 0
+
+    def cut(self, completion: Completion) -> Completion:
+        """Return what of a completion is before its end, which then is a stop."""
+        end = self.end(completion.token_ids)
+        return completion if end == 0 else replace(_first(completion, end), finish="stop")
+
+
+async def generate_until(
+    generate: Callable[[GenerateRequest], Awaitable[Completion]],
+    request: GenerateRequest,
+    stops: StopStrings | None,
+) -> Completion:
+    """Generate a reply in parts, and no further than to its first stop string.
+
+    The tokens are those of a whole generation: their noise depends on seed and position alone. Raises the
+    errors of `generate`.
+    """
+    if stops is None:
+        return await generate(request)
+    size, whole = FIRST_PART, None
+    while True:
+        drawn = [] if whole is None else whole.token_ids
+        most = min(size, request.max_tokens - len(drawn))
+        part = await generate(replace(request, prompt=(*request.prompt, *drawn), max_tokens=most))
+        whole = part if whole is None else _joined(whole, part)
+        full = len(whole.token_ids) >= request.max_tokens or len(part.token_ids) < most
+        if part.finish == "stop" or full or stops.end(whole.token_ids):
+            return stops.cut(whole)
+        size = min(2 * size, LAST_PART)
+
+
+def _first(completion: Completion, tokens: int) -> Completion:
+    """Return the first tokens of a completion; proofs and routes have as many bytes for each token."""
+    whole = len(completion.token_ids)
+
+    def part(data: bytes) -> bytes:
+        return data[: len(data) // whole * tokens]
+
+    spans = tuple(one for one in completion.spans if one[0] < tokens)
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:tokens],
+        logprobs=completion.logprobs[:tokens],
+        policy_last=spans[-1][1] if spans else completion.policy_last,
+        spans=spans if len(spans) > 1 else (),
+        proof=part(completion.proof),
+        boundaries=tuple(map(part, completion.boundaries)),
+        routes=part(completion.routes),
+    )
+
+
+def _joined(first: Completion, second: Completion) -> Completion:
+    """Join two parts of one reply."""
+    before = len(first.token_ids)
+    spans = list(first.spans or ((0, first.policy_first),))
+    for start, version in second.spans or ((0, second.policy_first),):
+        if version != spans[-1][1]:
+            spans.append((before + start, version))
+    planned = first.plan == second.plan and len(first.boundaries) == len(second.boundaries)
+    return Completion(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish=second.finish,
+        policy_first=first.policy_first,
+        policy_last=second.policy_last,
+        spans=tuple(spans) if len(spans) > 1 else (),
+        proof=first.proof + second.proof,
+        boundaries=tuple(map(bytes.__add__, first.boundaries, second.boundaries))
+        if planned
+        else (),
+        plan=second.plan,
+        routes=first.routes + second.routes,
+    )
