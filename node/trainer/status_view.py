@@ -63,7 +63,7 @@ def trusts(known: Reputation, environments: Sequence[str]) -> dict[str, float]:
 
 def _refused(registry: WorkerRegistry, node: bytes) -> str:
     """Return why a node is leased nothing, or nothing of some environments; "" if neither."""
-    if refusal := registry.refusal(node):
+    if refusal := registry.reputation(node).refused or registry.refusal(node):
         return refusal
     names = [registry.environments[number].name for number in sorted(registry.quarantined(node))]
     reason = registry.reputation(node).top_reason(names)

@@ -114,7 +114,7 @@ async def test_a_checkpoint_that_was_named_is_taken_or_the_run_does_not_start(
     with pytest.raises(UsageError, match=r"no checkpoint of step 9: there are 0, 1, 2"):
         rundir.prepare(at(tmp_path, resume={"step": 9}))
     alter(run_dir / "checkpoints" / "step_1")
-    async with Swarm(tmp_path, model_dir, max_steps=3, checkpoint=KEEP) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=2, checkpoint=KEEP) as swarm:
         await swarm.start_trainer(resume={"step": 1})
         error = await failure(swarm)
     assert isinstance(error, StorageError)
