@@ -710,13 +710,13 @@ def tried(path: Path) -> tuple[ImportedConfig | None, str]:
 def test_no_value_of_any_key_is_more_than_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     converted = 0
-    for key in [*prime_rl.RULES, *(old for old, _ in prime_rl.RENAMED)]:
-        for odd in ODD:
+    for place, key in enumerate([*prime_rl.RULES, *(old for old, _ in prime_rl.RENAMED)]):
+        for odd in (ODD * 2)[place % len(ODD) :][:3]:  # others for the next key
             path.write_text(json.dumps(tree_with(key, odd)))
             config, said = tried(path)
             assert "\n" not in said, (key, odd)
             converted += config is not None
-    assert converted > 1000
+    assert converted > 500
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -36,7 +36,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=["counting", "fsdp", "local", pytest.param("process", marks=pytest.mark.nightly)],
+    params=[
+        "counting",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        "local",
+        pytest.param("process", marks=pytest.mark.nightly),
+    ],
 )
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     """One backend at a time: ranks take seconds to start, so each takes the place of the last one there."""

@@ -119,6 +119,7 @@ def noting() -> NotingEngine:
     return NotingEngine(EngineConfig(device="cpu", max_model_len=64))
 
 
+@pytest.mark.slow
 async def test_a_run_with_adapters_trains_publishes_and_audits_merged_weights(
     tmp_path: Path, tiny: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_chat_template_spends_one_token_a_role(model_dir: Path) -> None:
         assert len(tokenizer(markup).input_ids) == 1
 
 
+@pytest.mark.slow
 def test_several_threads_may_be_the_first_to_need_the_library(model_dir: Path) -> None:
     """A trainer starts its environment and its backend side by side."""
     program = (

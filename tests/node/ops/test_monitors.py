@@ -368,6 +368,7 @@ def test_a_monitor_that_failed_is_named_with_its_last_words(
     assert "OSError: no such project" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_run_reaches_its_end_whatever_its_monitor_does(
     tmp_path: Path, model_dir: Path, fake: Install
 ) -> None:

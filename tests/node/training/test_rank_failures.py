@@ -19,7 +19,7 @@ from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup
 from primerl.node.training.rank_messages import RankStart
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 FAKE = (fake.__file__,)
 TIMEOUT_S = 5.0
@@ -133,12 +133,10 @@ async def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(ranks: Rank
     await fails(ranks, fake.HANGS, "rank 1 of 2 failed: killed by SIGKILL", ranks.pids[1])
 
 
-@pytest.mark.slow
 async def test_a_rank_that_has_a_bug_ends_all_and_says_which() -> None:
     await fails(await group(), fake.RAISES, "rank 1 of 2 failed: KeyError: 'a bug of rank 1'")
 
 
-@pytest.mark.slow
 async def test_a_rank_that_is_stopped_while_no_call_is_running_is_noticed() -> None:
     ranks = await group(TIMEOUT_S)
     os.kill(ranks.pids[1], signal.SIGSTOP)
@@ -218,7 +216,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 async def test_ranks_end_with_a_daemon_that_is_killed() -> None:
     program = [sys.executable, "-c", DAEMON, config().model_dump_json(), *FAKE]
     daemon = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)
