@@ -53,7 +53,6 @@ class WorkerNode(PeerNode):
         self._allowed: dict[int, EnvironmentConfig] = {}
         """Environments of the run that may be played here, by place."""
         self._environments: dict[int, Environment] = {}
-        self._stops: dict[int, StopStrings] = {}
         self._acceptor: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None
 
@@ -150,18 +149,19 @@ class WorkerNode(PeerNode):
         environments = self._make_environments(run, joined.model_dir)
         weights = self._make_weights(joined, engine, share=share, ready=ready)
         self._obstacle = "starting the engine and the environments"
-        self._stops = await asyncio.to_thread(self._make_stops, run, joined.model_dir)
         try:
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(weights.run())
-                _, self._environments = await asyncio.gather(
+                _, self._environments, stops = await asyncio.gather(
                     engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
                     start_environments(run, environments),
+                    asyncio.to_thread(self._make_stops, run, joined.model_dir),
                 )
                 self._obstacle = ""
                 ready.set()
                 await joined.services.heads.wake()
                 role = self._role = self._build(joined, weights, engine, config)
+                role.end_replies_by(stops)
                 await role.run()
                 following.cancel()
         finally:
@@ -225,7 +225,7 @@ class WorkerNode(PeerNode):
         if self._verdicts is None:
             explain = f"primerl-node explain --data-dir {self.data_dir}"
             self._verdicts = VerdictLog(joined.services, explain)
-        role = InferenceRole(
+        return InferenceRole(
             joined.services,
             joined.documents.manifest,
             weights,
@@ -235,8 +235,6 @@ class WorkerNode(PeerNode):
             self._verdicts,
             self._config.leases,
         )
-        role.end_replies_by(self._stops)
-        return role
 
     def _waits_for(self) -> str:
         stages, role = self._stages, self._role

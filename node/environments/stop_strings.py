@@ -58,8 +58,9 @@ async def generate_until(
         part = await generate(replace(request, prompt=(*request.prompt, *drawn), max_tokens=most))
         whole = part if whole is None else _joined(whole, part)
         full = len(whole.token_ids) >= request.max_tokens or len(part.token_ids) < most
-        if part.finish == "stop" or full or stops.end(whole.token_ids):
-            return stops.cut(whole)
+        found = stops.cut(whole)
+        if part.finish == "stop" or full or found is not whole:
+            return found
         size = min(2 * size, LAST_PART)
 
 

@@ -225,9 +225,9 @@ class AuditingEngine:
             return [(version, state)]
         assert self._held is not None
         later = between(old, state)[1:] or [state]
-        away = len(later) - 1 if version > self._held.version else 1 - len(later)
-        numbers = range(version - away, version, 1 if away > 0 else -1)
-        return [*zip(numbers, later, strict=False), (version, state)]
+        step = 1 if version > self._held.version else -1
+        first = version - step * (len(later) - 1)
+        return [(first + step * place, one) for place, one in enumerate(later)]
 
     async def _switch(self, version: int, state: State) -> None:
         before = self._held

@@ -48,7 +48,8 @@ class HeldState(Mapping[str, Tensor]):
         self._stored: State | tuple[HeldState, Patch] = whole
         """All tensors, or a newer version and what differs: replaced in one step."""
         self._changed = changed
-        self._newer: HeldState | None = None
+        self.newer: HeldState | None = None
+        """The version that follows."""
         self._older: Callable[[], HeldState | None] = lambda: None
         self.made: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         """Tensors that were made and are still held by a reader."""
@@ -60,12 +61,12 @@ class HeldState(Mapping[str, Tensor]):
 
     def precede(self, newer: "HeldState") -> None:
         """Take note of the version that follows."""
-        self._newer = newer
+        self.newer = newer
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
         """Hold from now on only what differs from the version that follows, which is whole."""
-        newer, whole = self._newer, self._stored
+        newer, whole = self.newer, self._stored
         assert newer is not None
         assert not isinstance(whole, tuple)
         self._stored = newer, _patch(whole, newer, newer._changed)
@@ -122,16 +123,16 @@ class HeldState(Mapping[str, Tensor]):
         found: list[HeldState] = [self]
         at: HeldState = self
         while at is not newer:
-            if at._newer is None:
+            if at.newer is None:
                 return []
-            at = at._newer
+            at = at.newer
             found.append(at)
         return found
 
     def changes_to_next(self) -> Changed | None:
         """Say where the version that follows may differ from this one; None: anywhere."""
-        assert self._newer is not None
-        changed = self._newer._changed  # read before the other: shrink() may run meanwhile
+        assert self.newer is not None
+        changed = self.newer._changed  # read before the other: shrink() may run meanwhile
         stored = self._stored
         return _places(stored[1]) if isinstance(stored, tuple) else changed
 
@@ -242,11 +243,11 @@ def known_changes(old: State, new: State) -> Changed | None:
     """
     if not isinstance(old, HeldState) or not isinstance(new, HeldState):
         return None
+    if old is new:
+        return {}
     for first, second in ((old, new), (new, old)):
-        if len(steps := first.up_to(second)) == 2:
+        if first.newer is second:
             return first.changes_to_next()
-        if len(steps) == 1:
-            return {}
     return None
 
 
