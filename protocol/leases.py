@@ -439,14 +439,15 @@ class LeadTime:
     Batches that may be on lease or waiting, besides the one being trained, with S = max_off_policy_steps:
 
         lead  = turnaround / step + 1
-        depth = max(1, min(lead, 1.25 + S / 4, S + 1 - (1 while a batch is trained)))
+        depth = max(1, min(lead, max(1.25 + S / 4, S - 3), S + 1 - (1 while a batch is trained)))
 
     turnaround is the mean time from a group's lease to its verdict, step the mean time that training and
     publishing a batch take. By Little's law the trainer then waits for nothing, with a batch in reserve: leases
     are granted, and come back, in bursts of up to a batch. Where the trainer is the limit, the lead and with it
     staleness stay small; where generation is, workers hold all that S admits. Groups do not return in order and
-    a batch waits for its slowest reply, so much of S is left for stragglers. With S = 0 nothing is generated
-    while a batch is trained.
+    a batch waits for its slowest reply, so three versions of S, or most of a small S, are left for stragglers:
+    in simulations of long-tailed replies none came too late then. With S = 0 nothing is generated while a batch
+    is trained.
     """
 
     turnaround_s: float = 0.0
@@ -486,7 +487,8 @@ class LeadTime:
         if bound == 0:
             return 0.0 if training else 1.0
         ratio = self.turnaround_s / self.step_s if self.step_s else math.inf
-        return max(1.0, min(ratio + RESERVE, 1.25 + bound / 4, bound + 1 - training))
+        most = max(1.25 + bound / 4, bound - 3.0)
+        return max(1.0, min(ratio + RESERVE, most, bound + 1 - training))
 
 
 @dataclass

@@ -88,8 +88,8 @@ class Startup:
                 await self._warm_up(self._config.warmup)
         before = await self.evaluate()
         ledger.set(EVALUATION_BEFORE, summary.write_result(before))
-        await role.checkpoint(step)
         await role.publisher.resume(step, await self._backend.snapshot())
+        await role.checkpoint(step)  # workers draw meanwhile
         return step, before
 
     async def _fork(self, directory: Path, wanted: int | None, role: TrainerRole) -> int:

@@ -341,20 +341,22 @@ class TrainerNode(IssuingNode):
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
-        with self._clock.phase("start"):
-            rows = asyncio.to_thread(
-                open_mixed, self._config, model_dir, self._config.run_dir / "data"
-            )
-            _, _, self._mixed = await asyncio.gather(
-                self._start_environments(environments), self._backend.start(model_dir), rows
-            )
-        self._hints = await self._open_hints(environments, model_dir)
         engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
             cleanup.push_async_callback(engine.close)
-            await verification.start(model_dir)
+            with self._clock.phase("start"):
+                rows = asyncio.to_thread(
+                    open_mixed, self._config, model_dir, self._config.run_dir / "data"
+                )
+                _, _, _, self._mixed = await asyncio.gather(
+                    self._start_environments(environments),
+                    self._backend.start(model_dir),
+                    verification.start(model_dir),
+                    rows,
+                )
+            self._hints = await self._open_hints(environments, model_dir)
             if self._config.evaluates:
                 await engine.start(model_dir)
             eval_tasks = await open_eval_tasks(

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
-from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
+from ..memory_plan.memory import Device, rank_cache_bytes, step_tokens, tensor_parallel
 from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import is_slice, torch_without_gpus, visible
+from ..ops.gpus import is_slice, torch_without_gpus, visible, visible_memory
 
 if TYPE_CHECKING:
     from .host_messages import ApiOptions
@@ -656,7 +656,6 @@ WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 NO_DOMAIN = "media.invalid"
 """Domain that no host has: this machine must not fetch the URLs in a client's messages."""
 
-_CPU_STEP_TOKENS = 4096
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -769,6 +768,8 @@ def engine_arguments(
     `shape` is the model's config.json. With `api` vLLM serves text, too. `engine.vllm` overrides the arguments:
     call check_overrides(), check_family() and resolve_parallel() first.
     """
+    smallest = 0 if cpu else min((one.total for one in visible_memory()), default=0)
+    device = Device("cpu" if cpu else "cuda", smallest)
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
@@ -780,6 +781,7 @@ def engine_arguments(
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_batch,
+        "max_num_batched_tokens": step_tokens(config, device),
         "tensor_parallel_size": config.tp,
         "pipeline_parallel_size": config.pp,
         "seed": 0,
@@ -787,7 +789,6 @@ def engine_arguments(
     if cpu:
         arguments |= {
             "enforce_eager": True,
-            "max_num_batched_tokens": max(config.max_batch, _CPU_STEP_TOKENS),
             # otherwise vLLM takes most of the machine's memory
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }

@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from ..config.paths import expand_home
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
-from ..memory_plan.memory import plan_trainer, with_fitting_auditor, worker_share
+from ..memory_plan.memory import (
+    Device,
+    gib,
+    plan_engine,
+    plan_trainer,
+    with_fitting_auditor,
+    worker_share,
+)
 from ..memory_plan.shape import ModelShape, read_shape
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
@@ -129,6 +136,8 @@ KEPT_FREE = 0.1
 MOST = 0.7
 """Largest share of a worker's cache: more makes no worker faster, and all plans are estimates."""
 LEAST = 0.03
+UNCHECKED = 0.01
+"""gpu_memory_utilization of a vLLM whose cache is given in bytes: that much has to be free when it starts."""
 
 
 class MemoryShares(NamedTuple):
@@ -140,6 +149,8 @@ class MemoryShares(NamedTuple):
     """training.gpu_memory_utilization."""
     embedded: bool = False
     """Whether the embedded engine has to audit, since vLLM would leave the workers too little."""
+    gpu: int = 0
+    """Bytes of the GPU; 0 if they are not known."""
 
 
 UNPLANNED = MemoryShares(workers=0.4, trainer=0.5)
@@ -172,7 +183,23 @@ def planned_shares(
         workers=round(workers, 2),
         trainer=round(learner + (left - workers) / 2, 2),
         embedded=fitting.auditor != config.auditor,
+        gpu=gpu,
     )
+
+
+def planned_cache(config: RunConfig, share: float, gpu: int, tp: int) -> int | None:
+    """Plan the cache bytes of a vLLM worker that has a `share` of a GPU; None if they are not known.
+
+    vLLM would measure what is left of the share while it starts, and count what trainer and auditor, which
+    start beside it, take meanwhile.
+    """
+    shape = shape_of(config.model)
+    if shape is None or not gpu:
+        return None
+    vllm = {**config.engine.vllm, "gpu_memory_utilization": share}
+    engine = config.engine.model_copy(update={"vllm": vllm, "tp": tp})
+    cache = plan_engine(engine, shape, Device("cuda", gpu)).cache
+    return cache if cache > 0 else None
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
@@ -205,6 +232,8 @@ class GpuPlacement:
     """Ranks of an fsdp trainer; 0 leaves its config as it is."""
     memory: float | None = None
     """Share of a GPU's memory for each vLLM worker, where it has to share one."""
+    cache: int | None = None
+    """Bytes of each vLLM worker's cache, in place of its share, where that is planned."""
     trainer_memory: float | None = None
     """The same for the trainer, where it has to share one with workers."""
     embedded: bool = False
@@ -226,6 +255,8 @@ class GpuPlacement:
             verification = verification.model_copy(update={"auditor": "hf"})
         if self.memory is not None:
             vllm = {**engine.vllm, "gpu_memory_utilization": self.memory}
+            if self.cache is not None:
+                vllm |= {"gpu_memory_utilization": UNCHECKED, "kv_cache_memory_bytes": self.cache}
             engine = engine.model_copy(update={"vllm": vllm})
         changed = {"training": training, "engine": engine, "verification": verification}
         return config.model_copy(update=changed)
@@ -238,7 +269,11 @@ class GpuPlacement:
         for index, names in enumerate(self.workers, start=1):
             shown.append(f"worker_{index}: {_of(names)}")
         if self.memory is not None:
-            shown.append(f"engine.vllm.gpu_memory_utilization of each worker: {self.memory:g}")
+            shown.append(
+                f"engine.vllm.gpu_memory_utilization of each worker: {self.memory:g}"
+                if self.cache is None
+                else f"engine.vllm.kv_cache_memory_bytes of each worker: {gib(self.cache)}"
+            )
         return [*shown, *self.notes]
 
     def trainer_arguments(self) -> list[str]:
@@ -276,12 +311,17 @@ def place(
     trainer, inference = GpuSplit(config, tuple(gpus), learns, generates).make()
     places, notes = _places(config, inference) if generates else _cpu_workers(config)
     memory, beside = _memory(config, trainer, places, shares)
+    cache = None
+    if memory is not None and beside is not None:
+        tp = max(len(names or ()) for names in places) // (config.engine.pp * config.engine.dp)
+        cache = planned_cache(config, memory, beside.gpu, tp)
     said = config.training.gpu_memory_utilization < 1
     return GpuPlacement(
         trainer=trainer,
         workers=places,
         ranks=_ranks(config, trainer),
         memory=memory,
+        cache=cache,
         trainer_memory=None if beside is None or said else beside.trainer,
         embedded=beside is not None and beside.embedded,
         notes=(*notes, *_together(trainer, places)),

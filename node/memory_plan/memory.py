@@ -27,9 +27,12 @@ GIB, MIB = 1 << 30, 1 << 20
 ELEMENT = {"float32": 4, "bfloat16": 2}
 RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
 
-# vLLM's own defaults.
+# vLLM's own default.
 UTILIZATION = 0.92
-STEP_TOKENS = {"cuda": 2048, "cpu": 4096}  # max_num_batched_tokens; the CPU's is ours
+# Tokens of a step. After a new version all sequences in flight are read anew: by steps of 2,048 tokens, vLLM's
+# default for an embedded engine, a large GPU waits for the host.
+STEP_TOKENS, LARGE_STEP_TOKENS, LARGE_GPU = 2048, 16384, 70 * GIB
+CPU_STEP_TOKENS = 4096
 STATE_BYTES = 4
 """Bytes per element of linear attention's state, which vLLM keeps in fp32."""
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
@@ -198,17 +201,15 @@ def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
     return layers * _layer_token_bytes(config, shape)
 
 
-def sequence_bytes(
-    config: EngineConfig, shape: ModelShape, length: int, kind: Literal["cuda", "cpu"]
-) -> int:
+def sequence_bytes(config: EngineConfig, shape: ModelShape, length: int, device: Device) -> int:
     """Compute the cache bytes of a sequence of `length` tokens on one rank, in whole blocks.
 
     A sliding-window layer holds its window plus the tokens of one step, a linear-attention layer its state.
     """
-    block = int(config.vllm.get("block_size") or BLOCK_TOKENS[kind])
+    block = int(config.vllm.get("block_size") or BLOCK_TOKENS[device.kind])
     found = token_bytes(config, shape) * -(-length // block) * block
     if shape.windowed_layers:
-        seen = min(shape.window - 1 + step_tokens(config, kind), length)
+        seen = min(shape.window - 1 + step_tokens(config, device), length)
         layers = -(-shape.windowed_layers // config.pp)
         found += layers * _layer_token_bytes(config, shape) * (-(-seen // block) + 1) * block
     linear = -(-shape.linear.layers // config.pp)
@@ -226,10 +227,14 @@ def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machin
     return max(MIN_CPU_CACHE, min(most, machine // CPU_CACHE_SHARE // ranks))
 
 
-def step_tokens(config: EngineConfig, kind: Literal["cuda", "cpu"]) -> int:
-    """Return the largest number of tokens in one step of vLLM."""
-    default = STEP_TOKENS[kind] if kind == "cuda" else max(config.max_batch, STEP_TOKENS[kind])
-    return int(config.vllm.get("max_num_batched_tokens") or default)
+def step_tokens(config: EngineConfig, device: Device) -> int:
+    """Choose the largest number of tokens in one step of vLLM on `device` (max_num_batched_tokens)."""
+    if given := config.vllm.get("max_num_batched_tokens"):
+        return int(given)
+    large = device.nbytes >= LARGE_GPU
+    usual = CPU_STEP_TOKENS if device.kind == "cpu" else (STEP_TOKENS, LARGE_STEP_TOKENS)[large]
+    whole = config.vllm.get("enable_chunked_prefill") is False  # no prompt is read in parts
+    return max(usual, config.max_batch, config.max_model_len if whole else 0)
 
 
 def tensor_parallel(config: EngineConfig) -> int:
@@ -252,7 +257,7 @@ def _plan_gpu(
     ranks = tensor_parallel(config) * config.pp
     engine = MemoryBreakdown.of(
         [
-            *_step_items(config, shape, "cuda"),
+            *_step_items(config, shape, device),
             MemoryItem("libraries, workspaces", LIBRARIES, "", True),
             MemoryItem("collectives", COLLECTIVES * (ranks > 1), f"{ranks} ranks", True),
         ]
@@ -270,7 +275,7 @@ def _plan_gpu(
     budget = engine.total + fixed
     if utilization is not None:
         budget = int(utilization * device.nbytes)
-    sequence = sequence_bytes(config, shape, config.max_model_len, "cuda")
+    sequence = sequence_bytes(config, shape, config.max_model_len, device)
     cache = budget - engine.total
     limits = (config.max_batch, config.max_model_len)
     return EngineMemory(device, budget, engine, beside, cache, sequence, *limits, utilization)
@@ -290,8 +295,8 @@ def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> Engine
         )
     )
     processes = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True)
-    engine = MemoryBreakdown((*_step_items(config, shape, "cpu"), processes))
-    sequence = ranks * sequence_bytes(config, shape, config.max_model_len, "cpu")
+    engine = MemoryBreakdown((*_step_items(config, shape, device), processes))
+    sequence = ranks * sequence_bytes(config, shape, config.max_model_len, device)
     cache = min(most, device.nbytes - device.taken - engine.total - beside.total)
     limits = (config.max_batch, config.max_model_len)
     return EngineMemory(device, engine.total + most, engine, beside, cache, sequence, *limits)
@@ -305,7 +310,7 @@ def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineM
     """
     gpu, element = device.kind == "cuda", ELEMENT[config.dtype]
     free = device.nbytes - device.taken - RESERVE * gpu
-    items = _step_items(config, shape, device.kind)
+    items = _step_items(config, shape, device)
     items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
     items.append(MemoryItem("process", CONTEXT if gpu else HF_PROCESS, "", True))
     engine = MemoryBreakdown(tuple(items))
@@ -315,15 +320,13 @@ def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineM
     return EngineMemory(device, free, engine, MemoryBreakdown(), cache, sequence, *limits)
 
 
-def _step_items(
-    config: EngineConfig, shape: ModelShape, kind: Literal["cuda", "cpu"]
-) -> list[MemoryItem]:
+def _step_items(config: EngineConfig, shape: ModelShape, device: Device) -> list[MemoryItem]:
     """List weights and the largest step's memory, on one GPU, or of all ranks without GPUs."""
     element, vllm = ELEMENT[config.dtype], config.type == "vllm"
     tp = tensor_parallel(config) if vllm else 1
     count = shape.rank_parameters(tp, config.pp) if vllm else shape.parameters
-    ranks = tp * config.pp if vllm and kind == "cpu" else 1
-    tokens = step_tokens(config, kind)
+    ranks = tp * config.pp if vllm and device.kind == "cpu" else 1
+    tokens = step_tokens(config, device)
     mixed = shape.attention_width // tp + 2 * max(1, shape.kv_heads // tp) * shape.head_dim
     dense = 3 * shape.intermediate // tp
     if shape.experts:
@@ -581,12 +584,13 @@ def plan_trainer(
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     evaluates = config.evaluates
+    audit_context = LIBRARIES + UNCOUNTED if config.auditor == "vllm" else CONTEXT
     beside = MemoryBreakdown.of(
         [
             MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
             MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), "", True),
             *plan_auditor(config, shape, config.rollouts.max_off_policy_steps + 3),
-            MemoryItem("the auditor's CUDA context", CONTEXT * gpu, "", True),
+            MemoryItem("the auditor's CUDA context", audit_context * gpu, "", True),
         ]
     )
     ranks = fsdp_ranks(config.training)

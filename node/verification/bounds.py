@@ -232,11 +232,14 @@ def bands(honest: Sequence[Evidence]) -> Bands:
 def other_scale(nats: Values) -> float:
     """Find the largest s <= 1 for which the mean of e^(s x) is surely at most 1; 0 if none.
 
-    x is other_policy of honest rollouts. The sequential test for another policy needs such an s
-    (protocol/reputation.py: ban_test). A log-likelihood ratio has it at s = 1; rounding that is common to
-    auditor and workers makes it smaller. "Surely": the mean and 1.64 of its standard errors; each x s is
-    clipped as in the test.
+    x is other_policy of honest rollouts; 0 of those that were not compared, which are left out. The sequential
+    test for another policy needs such an s (protocol/reputation.py: ban_test). A log-likelihood ratio has it at
+    s = 1; rounding that is common to auditor and workers makes it smaller. "Surely": the mean and 1.64 of its
+    standard errors; each x s is clipped as in the test.
     """
+    nats = nats[nats != 0.0]
+    if not len(nats):
+        return 0.0
 
     def holds(scale: float) -> bool:
         found = np.exp(np.clip(nats * scale, -CLIP_NATS, CLIP_NATS))

@@ -52,6 +52,7 @@ from .auditor import (
     AuditTarget,
     Measured,
     Unreadable,
+    VersionComparisons,
     audit_items,
     boundary_distances,
     evidence,
@@ -175,6 +176,7 @@ class Verifier:
         self._audits = audits
         self._states = states
         self._copies = copies
+        self._comparisons = VersionComparisons()
         self._varies: dict[int, str] = {}
         """Environment number -> evidence that it is not deterministic, although it was declared so."""
         for one in run.environments:
@@ -480,7 +482,8 @@ class Verifier:
             )
             chosen.append(AuditTarget(one.rollout, items))
         claimed = {v for one in chosen for item in one.items for v in item.versions}
-        others = {v: [v - 1] for v in sorted(claimed) if v - 1 in held}
+        before = [v for v in sorted(claimed) if v - 1 in held]
+        others = {v: [v - 1] for v in before} if before and self._comparisons.due() else {}
         wanted = claimed.union(*others.values())
         return AuditCall(
             sealed=arrival.sealed,
@@ -507,6 +510,7 @@ class Verifier:
             )
             return
         found = evidence(rollout, numbers)
+        self._comparisons.note(found.other_policy)
         contract = work.conditions.contract
         judgement = judge(found, contract)
         work.audited.evidence.append(found)

@@ -37,7 +37,6 @@ from ..inference.prefill import (
     PROJECTED,
     ROUTING,
     Claims,
-    Flags,
     Numbers,
     PrefillRequest,
     make_claims,
@@ -307,12 +306,22 @@ class _Text:
         """Positions of the sampled tokens [S]."""
         return self.claims["places"]
 
-    def asked(self, version: int, chosen: Flags | slice) -> Claims:
+    def asked(self, version: int, chosen: Numbers | slice) -> Claims:
         """Return the claims `chosen` of all S; those of another version ask for states only."""
         claims, own = self.claims[chosen].copy(), self.versions[chosen] == version
         claims["drawn"] &= own
         claims["routed"] &= own
         return claims
+
+    def reach(self, version: int) -> int:
+        """Count the sampled tokens up to the last that is measured under `version`."""
+        own = self.versions == version
+        return len(own) if version in self.others else int(own.nonzero()[0][-1]) + 1
+
+    def keep(self, version: int, rows: Rows) -> None:
+        """Keep the measurements of the first reach() tokens."""
+        self.rows[version] = np.zeros((len(self.places), rows.shape[1]), rows.dtype)
+        self.rows[version][: len(rows)] = rows
 
     def prefix(self, place: int) -> "_Prefix":
         """Return how the text was drawn, and the tokens before a position."""
@@ -370,17 +379,18 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
     ]
 
 
-def shared_heads(texts: Sequence[_Text]) -> dict[int, list[int]]:
+def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[int]]:
     """Group texts of equal sampling and prefix: number of the first -> those of the others.
 
     The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
-    takes it from its cache for the others. A text with one claimed position only follows no other.
+    takes it from its cache for the others. A text of which one claimed position only is read (`ends`: how many
+    of each) follows no other.
     """
     first: dict[_Prefix, int] = {}
     found: dict[int, list[int]] = {}
     for number, text in enumerate(texts):
         leader = first.setdefault(text.prefix(int(text.places[0])), number)
-        if leader != number and len(text.places) > 1:
+        if leader != number and ends[number] > 1:
             found.setdefault(leader, []).append(number)
     return found
 
@@ -616,23 +626,29 @@ class VllmAuditor:
         return [None] * len(texts)
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
-        """Measure texts under the held version; read positions again that came from the cache."""
-        heads = shared_heads(texts)
+        """Measure texts under the held version; read positions again that came from the cache.
+
+        A text is read up to its last position of that version, or whole if it is compared with the version.
+        """
+        ends = [text.reach(version) for text in texts]
+        heads = shared_heads(texts, ends)
         followers = {one for numbers in heads.values() for one in numbers}
         claims = [
-            text.asked(version, slice(1 if number in followers else 0, None))
-            for number, text in enumerate(texts)
+            text.asked(version, slice(1 if number in followers else 0, end))
+            for number, (text, end) in enumerate(zip(texts, ends, strict=True))
         ]
         for leader, numbers in heads.items():
             parts = [texts[one].asked(version, slice(1)) for one in numbers]
             claims[leader] = np.concatenate([claims[leader], *parts])
-        leads = [text.lead(int(text.places[-1])) for text in texts]
+        leads = [
+            text.lead(int(text.places[end - 1])) for text, end in zip(texts, ends, strict=True)
+        ]
         requests = [
             text.request(lead, own) for lead, own, text in zip(leads, claims, texts, strict=True)
         ]
         answers = await self._ask(engine, requests)
         for leader, numbers in heads.items():
-            rows, extra = np.split(answers[leader], [len(texts[leader].places)])
+            rows, extra = np.split(answers[leader], [ends[leader]])
             answers[leader] = rows
             for one, row in zip(numbers, extra, strict=True):
                 answers[one] = np.concatenate([row[None], answers[one]])
@@ -640,12 +656,12 @@ class VllmAuditor:
         for number, (text, rows) in enumerate(zip(texts, answers, strict=True)):
             missing = not_computed(rows)
             if missing.any():
-                last = int(text.places[missing].max())
+                last = int(text.places[: len(rows)][missing].max())
                 prefixes.setdefault(text.prefix(last), []).append(number)
         if prefixes:
             await self._read_again(engine, version, texts, answers, prefixes)
         for text, rows in zip(texts, answers, strict=True):
-            text.rows[version] = rows
+            text.keep(version, rows)
 
     async def _read_again(
         self,
@@ -658,7 +674,10 @@ class VllmAuditor:
         """Complete `answers`: read each prefix once, for all texts (by number) that begin with it."""
         requests: list[PrefillRequest] = []
         for (_, *lead), numbers in prefixes.items():
-            parts = [texts[one].asked(version, not_computed(answers[one])) for one in numbers]
+            parts = [
+                texts[one].asked(version, not_computed(answers[one]).nonzero()[0])
+                for one in numbers
+            ]
             salt = f"{next(self._salts)}"
             requests.append(texts[numbers[0]].request(lead, np.concatenate(parts), salt))
         for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):

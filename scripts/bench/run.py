@@ -5,7 +5,8 @@
         [--adapters RANK] [--recompute] [--synchronous N] [--quick] [--json FILE]
 
 Random weights; replies end with probability 1 / mean, so their lengths have a long tail; rewards are hashes of
-replies, so every group has a signal (run_taskset.py); lr 1e-6. In sequence:
+replies, so every group has a signal (run_taskset.py); lr 1e-6. In sequence, 1 and 2 at
+the same time where they have separate GPUs:
 
     1. the engine alone: bare vLLM (or the hf engine), no logprobs, as many sequences in flight;
     2. the trainer alone: the same learner on samples of the same lengths, a snapshot per step;
@@ -72,13 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         directory = Path(name)
         make_model(directory / "model", options)
-        engine = asyncio.run(engine_alone(directory, options))
-        print(
-            f"engine alone: {engine['tokens_per_s']:.0f} tokens/s, {engine['mean']:.0f} a reply",
-            flush=True,
-        )
-        trainer = trainer_alone(directory, options)
-        print(f"trainer alone: {trainer['tokens_per_s']:.0f} tokens/s", flush=True)
+        engine, trainer = asyncio.run(parts_alone(directory, options))
         whole = run_whole(directory / "whole", directory / "model", options, options.bound)
         synchronous = (
             run_whole(directory / "sync", directory / "model", options, 0)
@@ -320,13 +315,49 @@ def look(data_dir: Path, worker: int) -> list[Look]:
     return [Look(time.time(), worker, status["engine"], status.get("leases", 0), lag)]
 
 
-async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Return tokens/s of the engine with no other load, with as many sequences in flight."""
+async def parts_alone(
+    directory: Path, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Measure the engine and the trainer alone, at once where they have separate GPUs."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(options.gpus)))
+    names = given.split(",")
+    trainers = max(1, options.gpus - engines(options))
+
+    async def engine() -> dict[str, float]:
+        found = await engine_alone(directory, options, names[-1])
+        print(
+            f"engine alone: {found['tokens_per_s']:.0f} tokens/s, {found['mean']:.0f} a reply",
+            flush=True,
+        )
+        return found
+
+    async def trainer() -> dict[str, float]:
+        visible = ",".join(names[:trainers])
+        found = await asyncio.to_thread(trainer_alone, directory, options, visible)
+        print(f"trainer alone: {found['tokens_per_s']:.0f} tokens/s", flush=True)
+        return found
+
+    if options.gpus < 2:
+        return await engine(), await trainer()
+    both = await asyncio.gather(engine(), trainer())
+    return both[0], both[1]
+
+
+async def engine_alone(
+    directory: Path, options: argparse.Namespace, visible: str
+) -> dict[str, float]:
+    """Return tokens/s of the engine with no other load, with as many sequences in flight.
+
+    `visible` is its CUDA_VISIBLE_DEVICES.
+    """
     config = settings(directory, directory / "model", options, options.bound)["engine"]
     generation = json.loads((directory / "model" / "generation_config.json").read_text())
     child = Child("engine", directory / "engine.log")
     arguments = (options.engine, str(directory / "model"), json.dumps(config))
-    await child.start(sys.executable, str(HERE / "engine_alone.py"), *arguments)
+    gpu = {"CUDA_VISIBLE_DEVICES": visible} if options.gpus else {}
+    await child.start(
+        sys.executable, str(HERE / "engine_alone.py"), *arguments, env={**os.environ, **gpu}
+    )
     try:
         await child.event("ready", START_S)
         answer = await child.ask(
@@ -349,8 +380,8 @@ async def engine_alone(directory: Path, options: argparse.Namespace) -> dict[str
     }
 
 
-def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Return tokens/s of the learner with no other load."""
+def trainer_alone(directory: Path, options: argparse.Namespace, visible: str) -> dict[str, float]:
+    """Return tokens/s of the learner with no other load; `visible`: its CUDA_VISIBLE_DEVICES."""
     config = settings(directory, directory / "model", options, options.bound)
     rng = random.Random(0)
     replies = [
@@ -363,9 +394,9 @@ def trainer_alone(directory: Path, options: argparse.Namespace) -> dict[str, flo
     request, answer = directory / "learn.json", directory / "learned.json"
     job = {"model": str(directory / "model"), "config": config, "replies": replies}
     request.write_text(json.dumps({**job, "answer": str(answer)}))
-    environment = dict(os.environ)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible if options.gpus else ""}
     if options.gpus == 0:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--learn", str(request)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -51,8 +51,8 @@ def test_a_lease_says_all_that_a_worker_needs() -> None:
         (1, True, 90.0, 8),  # a third batch could not be trained in time
         (2, False, 90.0, 14),
         (2, True, 90.0, 14),
-        (8, False, 90.0, 26),  # generation is the limit: as many as stragglers leave room for
-        (8, True, 90.0, 26),
+        (8, False, 90.0, 40),  # generation is the limit: as many as stragglers leave room for
+        (8, True, 90.0, 40),
         (8, True, 15.0, 20),  # 1.5 batches are under way while one is trained, and one in reserve
         (8, True, 1.0, 8),  # training is the limit: nothing gets older than it has to
     ],
@@ -111,9 +111,16 @@ def test_a_slow_first_step_does_not_keep_later_ones_short_of_groups() -> None:
     lead.trained(25.0)  # it compiled
     lead.trained(3.0)
     assert lead.step_s == 3.0
-    assert lead.depth(8, training=False) == 1.25 + 8 / 4
+    assert lead.depth(8, training=False) == 12.0 / 3.0 + 1.0
     lead.trained(7.0)
     assert lead.step_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"), [(1, 1.0), (2, 1.75), (4, 2.25), (6, 3.0), (8, 5.0), (16, 13.0)]
+)
+def test_versions_of_the_bound_are_left_for_stragglers(bound: int, most: float) -> None:
+    assert LeadTime().depth(bound, training=True) == most
 
 
 @pytest.mark.parametrize("capacity", [0, -1, -100])
@@ -386,7 +393,8 @@ class BookMachine(RuleBasedStateMachine):
         batches = self.book.outstanding_groups() + self.waiting + 8 * self.training
         assert batches <= 8 * (self.steps + 1)
         if self.steps:
-            assert batches <= 8 * (1.25 + self.steps / 4 + self.training)
+            most = max(1.25 + self.steps / 4, self.steps - 3.0)
+            assert batches <= 8 * (most + self.training)
 
 
 class SynchronousMachine(BookMachine):

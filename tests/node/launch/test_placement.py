@@ -12,6 +12,7 @@ from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
 from primerl.node.launch.placement import (
     LEAST,
     MOST,
+    UNCHECKED,
     UNPLANNED,
     GpuPlacement,
     place,
@@ -210,6 +211,19 @@ def test_what_the_trainer_leaves_is_planned_where_the_model_is_known(tmp_path: P
     assert 0 < less.trainer < 1 - less.workers
     assert planned_shares(tiny, list) is None
     assert planned_shares(configured("--model.name hub/model"), lambda: [H200]) is None
+
+
+def test_a_worker_beside_the_trainer_gets_its_cache_in_bytes_which_no_other_start_changes() -> None:
+    tiny = load(RunConfig, ["@", "demo", "--engine", "vllm", "--launch.workers", "1"], {})
+    shared = place(tiny, ("0",), lambda config: planned_shares(config, lambda: [H200]))
+    assert shared.cache is not None
+    assert 0.9 * MOST * H200.total < shared.cache < MOST * H200.total
+    vllm = shared.applied(tiny).engine.vllm
+    assert vllm == {"gpu_memory_utilization": UNCHECKED, "kv_cache_memory_bytes": shared.cache}
+    assert "kv_cache_memory_bytes of each worker: 97." in "\n".join(shared.lines())
+    unknown = place(tiny, ("0",), lambda config: None)
+    assert unknown.cache is None
+    assert unknown.applied(tiny).engine.vllm == {"gpu_memory_utilization": UNPLANNED.workers}
 
 
 def test_where_vllm_as_the_auditor_leaves_too_little_the_embedded_engine_audits() -> None:

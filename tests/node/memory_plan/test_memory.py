@@ -56,6 +56,7 @@ SMALL, LARGE = read_shape(qwen(1024, 28, 16, 3072)), read_shape(qwen(2560, 36, 3
 """0.6b and 4b of scripts/bench/models.py."""
 TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
 CARD = Device("cuda", 24 * GIB)
+H100 = Device("cuda", 79 * GIB)
 
 
 def vllm(**more: Any) -> EngineConfig:
@@ -83,17 +84,19 @@ def test_a_token_takes_keys_and_values(more: dict[str, Any], expected: int) -> N
 
 def test_a_sequence_takes_whole_blocks_and_a_windowed_layer_holds_the_window_only() -> None:
     one = token_bytes(vllm(), Q8B)
-    assert sequence_bytes(vllm(), Q8B, 1, "cuda") == 16 * one
-    assert sequence_bytes(vllm(), Q8B, 17, "cuda") == 32 * one
-    assert sequence_bytes(vllm(), Q8B, 1, "cpu") == 128 * one
-    assert sequence_bytes(vllm(vllm={"block_size": 32}), Q8B, 33, "cuda") == 64 * one
+    assert sequence_bytes(vllm(), Q8B, 1, CARD) == 16 * one
+    assert sequence_bytes(vllm(), Q8B, 17, CARD) == 32 * one
+    assert sequence_bytes(vllm(), Q8B, 1, Device("cpu", 24 * GIB)) == 128 * one
+    assert sequence_bytes(vllm(vllm={"block_size": 32}), Q8B, 33, CARD) == 64 * one
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     more = {"model_type": "gemma3_text", "sliding_window": 512, "layer_types": kinds}
     gemma = read_shape({**qwen(64, 6, 4, 96), "num_key_value_heads": 2, "head_dim": 16, **more})
     layer = 2 * 2 * 16 * 2
     blocks = -(-(512 - 1 + 2048) // 16) + 1  # the window, and a step's tokens
-    assert sequence_bytes(vllm(), gemma, 65536, "cuda") == layer * (65536 + 5 * 16 * blocks)
-    assert sequence_bytes(vllm(), gemma, 128, "cuda") == layer * (128 + 5 * (128 + 16))
+    assert sequence_bytes(vllm(), gemma, 65536, CARD) == layer * (65536 + 5 * 16 * blocks)
+    large = -(-(512 - 1 + 16384) // 16) + 1
+    assert sequence_bytes(vllm(), gemma, 65536, H100) == layer * (65536 + 5 * 16 * large)
+    assert sequence_bytes(vllm(), gemma, 128, CARD) == layer * (128 + 5 * (128 + 16))
 
 
 def test_a_layer_of_linear_attention_holds_a_state_however_long_the_sequence_is() -> None:
@@ -110,7 +113,7 @@ def test_a_layer_of_linear_attention_holds_a_state_however_long_the_sequence_is(
     state = 3 * (2 * 2 * 16 + 4 * 8) + 4 * 16 * 8  # of the convolution, and of the delta rule
     assert token_bytes(vllm(), hybrid) == 2 * 2 * 16 * 2
     for length in (16, 65536):
-        cache = sequence_bytes(vllm(), hybrid, length, "cuda")
+        cache = sequence_bytes(vllm(), hybrid, length, CARD)
         assert cache == length * token_bytes(vllm(), hybrid) + 3 * 4 * state
 
 
@@ -248,7 +251,7 @@ async def test_vllms_cache_holds_the_tokens_that_were_planned(tmp_path: Path) ->
         await engine.close()
     assert tokens == cache // (token_bytes(config, shape) * block) * block > 0
     plan = plan_engine(config, shape, Device("cpu", 1 << 34))
-    assert plan.at_once == tokens // 512 == cache // sequence_bytes(config, shape, 512, "cpu")
+    assert plan.at_once == tokens // 512 == cache // sequence_bytes(config, shape, 512, plan.device)
 
 
 # -- refusal ---------------------------------------------------------------------------------------

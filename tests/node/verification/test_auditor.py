@@ -35,6 +35,7 @@ from primerl.node.verification.auditor import (
     Measured,
     SameState,
     SampledSpan,
+    VersionComparisons,
     audit_items,
     boundary_distances,
     check_versions,
@@ -258,6 +259,24 @@ def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
 def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
     count = len(versions)
     return AuditItem([0] * length, [SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b"")
+
+
+def test_versions_that_rounding_hides_are_seldom_compared_until_one_tells_them_apart() -> None:
+    comparisons = VersionComparisons()
+    for _ in range(16):
+        assert comparisons.due()
+        comparisons.note(0.0)  # version 0 has none before it
+        comparisons.note(-0.9)
+    assert sum(comparisons.due() for _ in range(64)) == 8
+    comparisons.note(60.0)  # a worker with old weights
+    assert all(comparisons.due() for _ in range(64))
+
+
+def test_versions_that_differ_are_always_compared() -> None:
+    comparisons = VersionComparisons()
+    for _ in range(100):
+        assert comparisons.due()
+        comparisons.note(-4.0)
 
 
 def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:

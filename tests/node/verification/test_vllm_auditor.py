@@ -21,6 +21,7 @@ from support.waiting import alive
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.fingerprint import NUMBERS, pack
+from primerl.node.inference.prefill import PrefillRequest
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.verification import portions
 from primerl.node.verification.auditor import (
@@ -37,6 +38,7 @@ from primerl.node.verification.routed_auditor import RoutedAuditor
 from primerl.node.verification.vllm_auditor import (
     NO_BOUNDARIES,
     AuditingEngine,
+    Rows,
     VllmAuditor,
     audit_engine,
 )
@@ -132,6 +134,31 @@ async def test_each_token_is_measured_under_the_version_that_it_claims(
     items = [item(FINE, 2), item(FINE, 1), crossed, item(FINE, 3), item(FINE, 3, shown=2)]
     found = await shared.audit(items, STATES, {})
     assert well(found) == [True, True, True, True, False]
+
+
+@beside_others
+async def test_a_text_is_read_up_to_the_last_token_of_a_version_that_it_is_not_compared_with(
+    shared: VllmAuditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[list[int]] = []
+    read = AuditingEngine.read
+
+    async def noted(
+        engine: AuditingEngine, requests: Sequence[PrefillRequest], timeout_s: float
+    ) -> list[Rows]:
+        lengths.append([len(one.token_ids) for one in requests])
+        return await read(engine, requests, timeout_s)
+
+    monkeypatch.setattr(AuditingEngine, "read", noted)
+    first, second = (np.full((count, NUMBERS), version) for count, version in ((2, 1), (1, 2)))
+    proof = pack(np.concatenate([first, second]).astype(np.float32))
+    crossed = replace(item(FINE, 1), versions=[1, 1, 2], proof=proof)
+    start = crossed.replies[0].start
+    assert well(await shared.audit([crossed, item(FINE, 2)], STATES, {})) == [True, True]
+    assert sorted(map(sorted, lengths)) == [[start + 1], [start + 2, start + 2]]
+    lengths.clear()
+    assert well(await shared.audit([crossed], STATES, {2: [1]})) == [True]
+    assert sorted(map(sorted, lengths)) == [[start + 2], [start + 2]]
 
 
 @beside_others
