@@ -220,7 +220,7 @@ def test_a_worker_beside_the_trainer_gets_its_cache_in_bytes_which_no_other_star
     assert 0.9 * MOST * H200.total < shared.cache < MOST * H200.total
     vllm = shared.applied(tiny).engine.vllm
     assert vllm == {"gpu_memory_utilization": UNCHECKED, "kv_cache_memory_bytes": shared.cache}
-    assert "kv_cache_memory_bytes of each worker: 97." in "\n".join(shared.lines())
+    assert "kv_cache_memory_bytes of each worker: 98.1 GiB" in "\n".join(shared.lines())
     unknown = place(tiny, ("0",), lambda config: None)
     assert unknown.cache is None
     assert unknown.applied(tiny).engine.vllm == {"gpu_memory_utilization": UNPLANNED.workers}
