@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import PeerRow, Status
-from ..ops.errors import RankFailed, RunFailed, UsageError, first_cause
+from ..ops.errors import EngineError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.gpus import is_on_gpu, usable_here
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
@@ -210,6 +210,14 @@ class Farewell:
         return max(self.finished_s, self.returned_s - uptime_s)
 
 
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end; its error is dropped."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
 class TrainerNode(IssuingNode):
     """One trainer process."""
 
@@ -346,15 +354,15 @@ class TrainerNode(IssuingNode):
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
             cleanup.push_async_callback(engine.close)
+            # awaited when workers can be admitted: they start their engines meanwhile
+            starting = asyncio.create_task(self._start_backend(model_dir))
+            cleanup.push_async_callback(end_task, starting)
             with self._clock.phase("start"):
                 rows = asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"
                 )
-                _, _, _, self._mixed = await asyncio.gather(
-                    self._start_environments(environments),
-                    self._backend.start(model_dir),
-                    verification.start(model_dir),
-                    rows,
+                _, _, self._mixed = await asyncio.gather(
+                    self._start_environments(environments), verification.start(model_dir), rows
                 )
             self._hints = await self._open_hints(environments, model_dir)
             if self._config.evaluates:
@@ -381,22 +389,29 @@ class TrainerNode(IssuingNode):
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
             run = (services, documents, environments, metrics, evaluator, verification, eval_tasks)
             await until_done(
-                lambda again: self._learn(*run, kept, again),
+                lambda again: self._learn(
+                    *run, kept, self._backend.start(model_dir) if again else starting, again
+                ),
                 Restarts(self._config.training.fsdp.max_restarts),
                 newest=open_checkpoints(self._config).latest,
-                replace=lambda: self._replace_backend(model_dir),
+                replace=self._replace_backend,
             )
 
     async def _close_backend(self) -> None:
         """Close the current backend: dead ranks may have been replaced."""
         await self._backend.close()
 
-    async def _replace_backend(self, model_dir: Path) -> None:
+    async def _replace_backend(self) -> None:
         self.phase = "restarting"
         await self._backend.close()
         self._backend = self._factories.backend(self._config)
-        with self._clock.phase("restart"):
+
+    async def _start_backend(self, model_dir: Path) -> None:
+        """Start the first backend. Raises EngineError, also where ranks die: others would die, too."""
+        try:
             await self._backend.start(model_dir)
+        except RankFailed as error:
+            raise EngineError(str(error)) from error
 
     async def _learn(
         self,
@@ -408,9 +423,13 @@ class TrainerNode(IssuingNode):
         verification: Verification,
         eval_tasks: Sequence[EvalTask],
         kept: RolloutKeeper,
+        started: Awaitable[None],
         again: bool,
     ) -> None:
-        """Do all of a run or, with `again`, the rest of it after the newest checkpoint."""
+        """Do all of a run or, with `again`, the rest of it after the newest checkpoint.
+
+        `started` ends when the backend has started.
+        """
         config = self._config
         evaluation = self._evaluation = OnlineEvaluation(
             evaluator,
@@ -486,6 +505,8 @@ class TrainerNode(IssuingNode):
             gossip = services.gossip()
             if gossip is not None:
                 background.append(group.create_task(gossip.run()))
+            with self._clock.phase("restart" if again else "start"):
+                await started
             step, before = await startup.first_version(role, services.ledger, boot, restarted=again)
             await asyncio.to_thread(evaluation.log.open, step)
             evaluation.begin(step, publisher.states[step])

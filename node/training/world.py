@@ -61,9 +61,9 @@ class World:
                 f"{size} ranks are not divisible by fsdp.replicas {copies} and context_parallel "
                 f"{sharers}: change one of them"
             )
-        if size == 1:
-            return cls.alone(torch.device(pick_device(config.device)))
         device = _own_device(config)
+        if size == 1:
+            return cls.alone(device)
         deadline = timedelta(seconds=config.fsdp.timeout_s)
         backends = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backends, timeout=deadline)
@@ -249,12 +249,12 @@ def _own_device(config: TrainingConfig) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    if config.gpu_memory_utilization < 1:
-        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         # packs of many lengths fragment memory: 3 of 43 GiB at 0.6B, which the auditor lacked. Not as an
         # environment variable: vLLM's processes, which inherit those, cannot sleep with it
         core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
         if hasattr(core, "_accelerator_setAllocatorSettings"):  # torch 2.10
             core._accelerator_setAllocatorSettings("expandable_segments:True")
+    if config.gpu_memory_utilization < 1:
+        torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
     return device

@@ -483,7 +483,9 @@ class Verifier:
             chosen.append(AuditTarget(one.rollout, items))
         claimed = {v for one in chosen for item in one.items for v in item.versions}
         before = [v for v in sorted(claimed) if v - 1 in held]
-        others = {v: [v - 1] for v in before} if before and self._comparisons.due() else {}
+        # with exact numerics other weights show in the distance alone
+        compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
+        others = {v: [v - 1] for v in before} if compares else {}
         wanted = claimed.union(*others.values())
         return AuditCall(
             sealed=arrival.sealed,

@@ -17,6 +17,7 @@ from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import head_logprobs
 from primerl.node.training.optimizer import Optimizer
+from primerl.node.training.world import World
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -273,6 +274,18 @@ def test_experts_are_counted_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
         mine.close()
     assert loads[1] == pytest.approx(loads[0], rel=0.05)
     assert loads[2] == pytest.approx(loads[0], rel=0.05)
+
+
+def test_a_single_learner_keeps_to_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    half = torch.cuda.get_device_properties(CUDA).total_memory // 2
+    try:
+        World.join(TrainingConfig(gpu_memory_utilization=0.1))
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(half, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 # -- the head and the optimizer --------------------------------------------------------------------
