@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import os
+import platform
 import random
 import re
 import sys
@@ -579,6 +580,8 @@ def _play_noted(descriptor: int, roots: Sequence[str]) -> None:
     sys.addaudithook(notes.take)
 
     def make(request: EnvironmentSetUp) -> Environment:
+        # the library's client of a judge asks for it, which runs `uname -p` once; Python keeps the answer
+        platform.processor()
         notes.on = True
         return make_environment(request)
 

@@ -20,7 +20,7 @@ from support.waiting import until
 
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig, RunConfig
-from primerl.node.config.sandbox import SandboxConfig
+from primerl.node.config.sandbox import SandboxConfig, WorkerSandboxConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
 from primerl.node.environments.chat_api import MAX_BODY_BYTES
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Episode
@@ -40,6 +40,7 @@ from primerl.node.environments.policies import (
     episode_judge,
 )
 from primerl.node.environments.sandbox import Sandbox
+from primerl.node.environments.trial import EnvironmentTrial, TrialOptions
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import UsageError
@@ -418,3 +419,27 @@ def test_a_judge_that_cannot_be_reached_is_an_error_of_the_config(tmp_path: Path
     config = EnvironmentConfig.model_validate({"id": "x", "judge": told})
     with pytest.raises(UsageError, match="in the environment variable MY_KEY, which holds none"):
         Judges([config], tmp_path, {})
+
+
+@pytest.mark.slow
+async def test_what_the_judges_client_runs_is_no_fault_of_the_environment_that_is_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(TASKSETS)
+    async with openai_server(lambda _: said("yes")) as server:
+        told = {"id": "graded", "judge": {"url": server.url, "model": "m"}}
+        trial = EnvironmentTrial(
+            TrialOptions(
+                environment=EnvironmentConfig.model_validate(told),
+                sandbox=WorkerSandboxConfig(),
+                tasks=1,
+                model=None,
+                seed=0,
+                limit_s=300.0,
+                replies=("hello",),
+            )
+        )
+        await trial.run()
+    assert server.bodies
+    assert [check.name for check in trial.checks if check.problem] == []
+    assert [rollout.reward for rollout in trial.rollouts] == [1.0]
