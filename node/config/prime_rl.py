@@ -419,8 +419,8 @@ HINT = (
 ALGORITHMS: Mapping[str, dict[str, Any]] = {
     "grpo": {"training.advantage": "grpo"},
     "max_rl": {"training.advantage": "max_rl"},
-    "opd": {"training.loss.type": "reverse_kl"},
-    "opsd": {"training.loss.type": "reverse_kl", "training.loss.teacher": "policy", "_hint": HINT},
+    "opd": {"_loss": "reverse_kl"},
+    "opsd": {"_loss": "reverse_kl", "training.loss.teacher": "policy", "_hint": HINT},
     "echo": {"training.advantage": "grpo", "training.loss.echo_alpha": 0.1},
     "rae": {"training.advantage": "rae"},
     "hierarchical_grpo": {"training.advantage": "hierarchical_grpo"},
@@ -882,6 +882,8 @@ class _Conversion:
         self._origin: dict[str, str] = {}
         self._own: list[tuple[_Source, Tree, Tree]] = []
         """Environments with an algorithm of their own: source, ours, and [training] as if it were the run's."""
+        self._rl_loss: dict[str, Any] = {}
+        """Our keys of [trainer.loss] in a run that distils: its loss is fixed, whatever they say."""
         self._title = title
 
     def result(self) -> ImportedConfig:
@@ -1006,9 +1008,12 @@ class _Conversion:
     def _environments(self) -> None:
         """Convert a run's environments: to [environment], or [[environments]] if there are several."""
         sources = self._sources(*TRAINED)
-        if len(sources) == 1 and (own := self._algorithm(sources[0])):
+        if len(sources) == 1 and _table(sources[0].values, "algo"):
             shared = [key for key, shown in self._origin.items() if ".algo." in f".{shown}"]
-            self._ours = {key: one for key, one in self._ours.items() if key not in shared} | own
+            self._ours = {key: one for key, one in self._ours.items() if key not in shared}
+            for name in ("hint", "length_penalty", "loss"):
+                self._raw.pop(name, None)
+            self._algorithm_keys(sources[0])
         if len(sources) > 1:
             self._ours["environments"] = [
                 self._environment(one, "name", "ratio", "group_size", place="environments[]")
@@ -1098,18 +1103,23 @@ class _Conversion:
         """Convert a source's own algorithm to our keys, as if it were the run's."""
         kept = self._ours, self._raw, self._origin
         self._ours, self._raw, self._origin = {}, {}, {}
-        for path, value in _leaves(_table(source.values, "algo")):
-            self._key(f"{source.path}.algo.{path}", f"orchestrator.algo.{path}", value)
+        self._algorithm_keys(source)
         self._credit()
         own = self._ours
         self._ours, self._raw, self._origin = kept
         return own
+
+    def _algorithm_keys(self, source: _Source) -> None:
+        for path, value in _leaves(_table(source.values, "algo")):
+            self._key(f"{source.path}.algo.{path}", f"orchestrator.algo.{path}", value)
 
     def _own_training(self) -> None:
         """Give environments their own advantages and losses; a run holds one model as a teacher."""
         training = _nested({key: self._ours[key] for key in self._ours if key[:9] == "training."})
         common = _table(training.get("training", {}), "loss")
         held = common.get("type") == "reverse_kl" and "endpoint" not in common
+        rl = {key.removeprefix("training.loss."): one for key, one in self._rl_loss.items()}
+        reads_rl = False
         for source, made, own in self._own:
             loss = own.pop("loss", {})
             for key in ("advantage", "length_penalty"):
@@ -1124,9 +1134,12 @@ class _Conversion:
                 elif loss != common:
                     made["loss"] = loss
             elif common.get("type") == "reverse_kl":
-                made["loss"] = {"type": "dppo_kl", **loss}
+                made["loss"], reads_rl = {"type": "dppo_kl", **rl, **loss}, True
             elif loss.get("echo_alpha", 0.0) != common.get("echo_alpha", 0.0):
                 made["loss"] = {**common, "echo_alpha": 0.0, **loss}
+        for key, value in self._rl_loss.items() if not reads_rl else ():
+            why = "opd and opsd have a fixed loss"
+            self._note("needless", self._origin[key], value, why)
 
     def _source_sampling(self, source: _Source, place: str) -> Tree:
         """What a source samples otherwise, by the names of `place`."""
@@ -1195,7 +1208,11 @@ class _Conversion:
         self._own_training()
 
     def _credit(self) -> None:
-        """Finish an algorithm: its advantage, its teacher and its hint."""
+        """Finish an algorithm: its loss, its advantage, its teacher and its hint."""
+        if "loss" in self._raw:
+            written = [key for key in self._ours if ".loss." in f".{self._origin.get(key, '')}"]
+            self._rl_loss |= {key: self._ours.pop(key) for key in written}
+            self._ours["training.loss.type"] = self._raw["loss"]
         if self._raw.get("length_penalty"):
             self._ours["training.advantage"] = "grpo_length"
         self._teacher()
@@ -1220,7 +1237,7 @@ class _Conversion:
     def _batch(self) -> None:
         batch = self._count("batch_size", 128)
         group = _whole(self._ours.get("rollouts.group_size", 1), "group_size")
-        if group == 1 and self._ours.get("training.loss.type") != "reverse_kl":
+        if group == 1 and "loss" not in self._raw:  # opd needs no group
             group = min(8, batch)
             why = f"rollouts.group_size = {group}: a rollout alone has no advantage over its group"
             self._note("differs", "group_size", 1, why)

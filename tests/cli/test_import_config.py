@@ -451,6 +451,36 @@ def test_the_algorithm_of_the_only_environment_is_the_runs(tmp_path: Path) -> No
     assert not config.missing
 
 
+RL_LOSS = "[trainer.loss]\ntype = 'ipo'\nkl_tau = 0.01\n"
+
+
+@pytest.mark.parametrize(
+    ("algo", "own", "expected"),
+    [
+        (f"type = 'opd', {TEACHER}", "", TAUGHT),
+        ("type = 'opsd'", f"algo = {{ type = 'opd', {TEACHER} }}\n", TAUGHT),
+        ("type = 'opd', " + TEACHER, "algo.type = 'grpo'\n", {"type": "ipo", "kl_tau": 0.01}),
+    ],
+)
+def test_a_distilling_run_has_a_fixed_loss_as_prime_rl_has_it(
+    tmp_path: Path, algo: str, own: str, expected: dict[str, Any]
+) -> None:
+    config = convert(tmp_path, f"{RL_LOSS}[orchestrator]\nalgo = {{ {algo} }}\n{ONE_SOURCE}{own}")
+    assert config.values["training"]["loss"] == expected
+    assert not config.missing
+    unread = {note.key for note in config.needless if note.reason.endswith("fixed loss")}
+    assert unread == ({"trainer.loss.type", "trainer.loss.kl_tau"} if expected is TAUGHT else set())
+
+
+def test_environments_that_do_not_distil_keep_the_loss_of_a_distilling_run(tmp_path: Path) -> None:
+    second = "[[orchestrator.train.source]]\nname = 'b'\nid = 'reverse-text'\nalgo.type = 'grpo'\n"
+    run = f"[orchestrator]\nalgo = {{ type = 'opd', {TEACHER} }}\n{ONE_SOURCE}name = 'a'\n"
+    config = convert(tmp_path, f"{RL_LOSS}{run}{second}")
+    assert config.values["training"]["loss"] == TAUGHT
+    assert config.values["environments"][1]["loss"] == {"type": "ipo", "kl_tau": 0.01}
+    assert "fixed loss" not in notes(config)
+
+
 def test_a_distilled_rollout_needs_no_group_and_a_hint_shows_the_answer(tmp_path: Path) -> None:
     algorithm = "algo = { type = 'opsd', demo_key = 'expert' }"
     config = convert(tmp_path, f"[orchestrator]\nbatch_size = 32\n{algorithm}\n{ONE_SOURCE}")
