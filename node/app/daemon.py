@@ -13,6 +13,7 @@ from ..config.judge import JudgeRunConfig
 from ..config.paths import expand_home
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
+from ..inference.numerics import check_quantized
 from ..inference.vllm_arguments import (
     NOT_INSTALLED,
     check_family,
@@ -20,7 +21,6 @@ from ..inference.vllm_arguments import (
     check_names,
     check_overrides,
     check_parallel,
-    check_quantized,
     installed_arguments,
     is_installed,
     read_shape,

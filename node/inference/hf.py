@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..config.run import EngineConfig
+from ..models.json_files import read_json
 from ..ops.errors import EngineError, EngineLost, StorageError, one_line
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import Changed, State
@@ -29,7 +30,7 @@ from .engine import (
     find_fingerprint,
 )
 from .handover import read_update
-from .vllm_arguments import check_quantized, read_shape
+from .numerics import check_quantized
 
 if TYPE_CHECKING:
     from ...protocol.manifests import RouteShape
@@ -131,7 +132,8 @@ class HfEngine:
         if fingerprint:
             self._fingerprint = find_fingerprint(fingerprint)
         if self._config.quantization != "none":
-            check_quantized(self._config, await asyncio.to_thread(read_shape, model_dir))
+            shape = await asyncio.to_thread(read_json, model_dir / "config.json")
+            check_quantized(self._config, shape)
         self._thread = ComputeThread("hf-engine")
         await self._thread.run(huggingface.load_config, model_dir)
         if self._config.enable_return_routed_experts:

@@ -17,8 +17,14 @@ from ...protocol.manifests import RunManifest
 from ...protocol.numerics import MAX_LABEL, NumericsClass
 from ..config.engine import SPECULATIVE, STAGES_WITHOUT_ROUTES, EngineConfig
 from ..ops.errors import UsageError
-from ..ops.gpus import visible_memory
-from .vllm_arguments import installed_release, tensor_parallel_on, visible_gpus
+from ..ops.gpus import torch_without_gpus, visible_memory
+from .vllm_arguments import (
+    has_experts,
+    has_linear_attention,
+    installed_release,
+    tensor_parallel_on,
+    visible_gpus,
+)
 
 NOT_KERNELS = (
     "gpu_memory_utilization",
@@ -170,6 +176,32 @@ def check_quantization(config: EngineConfig, run: RunManifest) -> None:
         raise UsageError(
             f"this run's manifest says quantization {wanted}, engine.quantization is {own}: leave it out"
         )
+
+
+def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise UsageError if engine.quantization is set and an engine cannot compute this model with it.
+
+    `shape` is the model's config.json.
+    """
+    if config.quantization == "none":
+        return
+    if config.type == "vllm" and config.dtype == "float32" and not torch_without_gpus():
+        raise UsageError(
+            "FP8 products on a GPU are rounded to bfloat16: set engine.dtype to bfloat16"
+        )
+    text = shape.get("text_config")
+    shape = text if isinstance(text, Mapping) else shape
+    kinds = {
+        "a mixture of experts": has_experts(shape),
+        "of linear attention": has_linear_attention(shape),
+        "of latent attention": bool(shape.get("kv_lora_rank")),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise UsageError(
+                f"the model is {kind}, whose weights FP8 rollouts do not quantize yet: leave "
+                "engine.quantization out"
+            )
 
 
 def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:

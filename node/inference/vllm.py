@@ -49,6 +49,7 @@ from .engine import (
 )
 from .fingerprint import ProofFailed
 from .host_messages import ApiOptions
+from .numerics import check_quantized
 from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
@@ -62,7 +63,6 @@ from .vllm_arguments import (
     check_installed,
     check_names,
     check_overrides,
-    check_quantized,
     engine_arguments,
     head_size,
     keeps_elsewhere,

@@ -24,7 +24,7 @@ from ..config.paths import expand_home
 from ..config.run import EngineConfig
 from ..memory_plan.memory import Device, rank_cache_bytes, step_tokens, tensor_parallel
 from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import is_slice, torch_without_gpus, visible, visible_memory
+from ..ops.gpus import is_slice, visible, visible_memory
 
 if TYPE_CHECKING:
     from .host_messages import ApiOptions
@@ -488,32 +488,6 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
     """Return whether the model is a mixture of experts, by config.json."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(int(shape.get(name) or 0) for name in names)
-
-
-def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
-    """Raise UsageError if engine.quantization is set and an engine cannot compute this model with it.
-
-    `shape` is the model's config.json.
-    """
-    if config.quantization == "none":
-        return
-    if config.type == "vllm" and config.dtype == "float32" and not torch_without_gpus():
-        raise UsageError(
-            "FP8 products on a GPU are rounded to bfloat16: set engine.dtype to bfloat16"
-        )
-    text = shape.get("text_config")
-    shape = text if isinstance(text, Mapping) else shape
-    kinds = {
-        "a mixture of experts": has_experts(shape),
-        "of linear attention": has_linear_attention(shape),
-        "of latent attention": bool(shape.get("kv_lora_rank")),
-    }
-    for kind, found in kinds.items():
-        if found:
-            raise UsageError(
-                f"the model is {kind}, whose weights FP8 rollouts do not quantize yet: leave "
-                "engine.quantization out"
-            )
 
 
 def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -> None:

@@ -29,7 +29,8 @@ from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts, options_of
-from ..inference.vllm_arguments import check_quantized, read_shape
+from ..inference.numerics import check_quantized
+from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
 from ..models.model_files import position_count
 from ..ops.errors import StorageError, UsageError

@@ -9,12 +9,12 @@ import pytest
 
 from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
+from primerl.node.inference.numerics import check_quantized
 from primerl.node.inference.placement import difference
 from primerl.node.inference.vllm import judge
 from primerl.node.inference.vllm_arguments import (
     check_family,
     check_parallel,
-    check_quantized,
     resolve_parallel,
     visible_gpus,
 )
