@@ -17,7 +17,7 @@ from ..environments.environment import Environment, EnvironmentFailed, shown_sta
 from ..environments.stop_strings import StopStrings
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
-from ..inference.numerics import exact_engine
+from ..inference.numerics import config_for_run
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
@@ -78,7 +78,7 @@ class WorkerNode(PeerNode):
                 longest,
                 run.limits.max_model_len,
             )
-        config = exact_engine(config.model_copy(update={"max_model_len": longest}), run)
+        config = config_for_run(config.model_copy(update={"max_model_len": longest}), run)
         if await self._is_split(joined, config):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)

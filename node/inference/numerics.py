@@ -204,8 +204,8 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
             )
 
 
-def exact_engine(config: EngineConfig, run: RunManifest) -> EngineConfig:
-    """Return `config` with the kernels, the quantization and the routes that `run` requires."""
+def config_for_run(config: EngineConfig, run: RunManifest) -> EngineConfig:
+    """Return `config` with what the manifest of `run` decides: kernels, quantization, recorded routes."""
     wanted: dict[str, Any] = {
         "enable_return_routed_experts": run.routes is not None,
         "quantization": run.proofs.quantization,

@@ -30,7 +30,7 @@ from ..config.run import EngineConfig
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
-from ..inference.numerics import check_exact, exact_engine, kernel_options
+from ..inference.numerics import check_exact, config_for_run, kernel_options
 from ..inference.prefill import (
     LOGPROB,
     MARGIN,
@@ -122,7 +122,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
             "sleep_after_s": config.sleep_after_s if gpus else 0.0,
         }
     )
-    config = exact_engine(resolve_parallel(config, dict(shape), gpus), run)
+    config = config_for_run(resolve_parallel(config, dict(shape), gpus), run)
     step = STEP_TOKENS["cuda" if gpus else "cpu"]
     vllm = kernel_options(config.vllm)
     step = max(step, vllm.get("max_num_batched_tokens") or 0)

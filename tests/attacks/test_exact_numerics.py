@@ -30,7 +30,7 @@ from support.protocol_cases import played_otherwise
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.numerics import exact_engine
+from primerl.node.inference.numerics import config_for_run
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.routers import route_shape
 from primerl.node.models.routes import pack_routes, unpack_routes
@@ -130,7 +130,7 @@ async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> Async
     contract = proof_contract(told, "")
     run = structs.replace(make_run(dtype), proofs=contract, routes=route_shape(directory))
     run = played_otherwise(run, temperature=1.0)
-    engine = HostedEngine(exact_engine(config, run))
+    engine = HostedEngine(config_for_run(config, run))
     auditor = VllmAuditor(config, timeout_s=240.0)
     try:
         await asyncio.gather(

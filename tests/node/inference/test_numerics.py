@@ -16,8 +16,8 @@ from primerl.node.inference.numerics import (
     check_exact,
     check_quantization,
     check_routes,
+    config_for_run,
     engine_class,
-    exact_engine,
     family_of,
     numerics_of,
     widest,
@@ -153,8 +153,8 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
     run = structs.replace(MANIFEST, proofs=exact_contract())
     own = config()
     check_exact(own, run)
-    assert exact_engine(own, run).batch_invariant
-    assert exact_engine(own, MANIFEST) == own
+    assert config_for_run(own, run).batch_invariant
+    assert config_for_run(own, MANIFEST) == own
     check_exact(EngineConfig(), MANIFEST)
     with pytest.raises(UsageError, match=r"set engine\.type to vllm"):
         check_exact(EngineConfig(), run)
@@ -175,7 +175,7 @@ def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() ->
     for given in ({}, {"quantization": "fp8"}):
         own = EngineConfig.model_validate(given)
         check_quantization(own, QUANTIZED)
-        assert exact_engine(own, QUANTIZED).quantization == "fp8"
+        assert config_for_run(own, QUANTIZED).quantization == "fp8"
     for run, other, named in ((QUANTIZED, "none", "fp8"), (MANIFEST, "fp8", "none")):
         with pytest.raises(UsageError, match=rf"says quantization {named}, .*is {other}: leave it"):
             check_quantization(EngineConfig.model_validate({"quantization": other}), run)
@@ -209,6 +209,7 @@ def test_a_calibration_without_fp8_does_not_bound_a_run_with_it(tmp_path: Path) 
 def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> None:
     run = structs.replace(MANIFEST, routes=RouteShape(layers=2, experts=8, top_k=2))
     check_routes(config(tp=2), run)
+    assert config_for_run(config(tp=2), run).enable_return_routed_experts
     check_routes(config(pp=2), MANIFEST)
     check_routes(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"which experts read a token: set engine\.pp to 1"):
