@@ -633,6 +633,15 @@ class LeaseBook:
                 out[held.node] += len(held.lease.tasks)
         return out
 
+    def leased_to(self, node: bytes, *, newcomers: bool = True) -> tuple[int, int]:
+        """Count the groups on lease to `node`, and to all; with or without newcomers."""
+        own = total = 0
+        for held in self.held.values():
+            if newcomers or held.newcomer is None:
+                total += len(held.lease.tasks)
+                own += len(held.lease.tasks) if held.node == node else 0
+        return own, total
+
     def record(self, node: bytes) -> NodeRecord:
         """Return the record of a node; a fresh one for a stranger."""
         return self.nodes.get(node, NodeRecord())

@@ -67,10 +67,6 @@ def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePo
     )
 
 
-PRESENT_S = 30.0
-"""A worker that was heard within this time has a part of the groups that are leased ahead."""
-
-
 class LeaseDemand:
     """Counts how many more groups may be leased, in total and to one worker."""
 
@@ -94,7 +90,8 @@ class LeaseDemand:
         if remaining <= 0:
             return 0
         book = self._book
-        waiting = self.waiting_groups()
+        unjudged = self._unjudged()
+        waiting = len(self._buffer) + unjudged.total()
         needed = remaining * self._config.rollouts.groups_per_batch
         last = needed - waiting - book.lead.expected(book.outstanding_groups())
         if node is None:
@@ -106,14 +103,16 @@ class LeaseDemand:
         if free < 1:
             return 0
         rollouts = self._config.rollouts
-        present = self._buffer.by_node() + self.coming()
+        # not coming(), which has a count for each of what may be thousands of workers
+        own = sum(group.node == node for group in self._buffer.groups()) + unjudged[node]
+        own_leased, leased = book.leased_to(node, newcomers=not book.staffed(time.time()))
         room = peer_room(
             rollouts.groups_per_batch,
             rollouts.max_peer_share,
             book.allowed_groups(training),
-            len(self._registry.members(PRESENT_S)),
-            node,
-            present,
+            self._registry.present(),
+            own + own_leased,
+            waiting - own + leased - own_leased,
         )
         return min(free, room)
 

@@ -39,7 +39,7 @@ def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
     """Make a row for each environment that is trained on."""
     progress, registry = role.progress, role.scheduler.registry
     ratios = [one.ratio for one in registry.book.policy.environments]
-    able = registry.able()
+    able = registry.able(0.0)
     return [
         EnvironmentRow(
             name=one.name,

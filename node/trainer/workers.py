@@ -44,7 +44,9 @@ MAX_WORKERS = 4096
 SOURCES_S = 0.25
 """Maximum age of the list of chunk sources."""
 ABLE_S = 1.0
-"""Maximum age of the count of workers by environment."""
+"""Maximum age of the counts of workers, of all and by environment."""
+PRESENT_S = 30.0
+"""A worker that was heard within this time has a part of the groups that are leased ahead."""
 WARN_S = 60.0
 """Minimum interval of warnings in the log."""
 ALIVE_S = 10.0
@@ -144,6 +146,8 @@ class WorkerRegistry:
         self._sources_at = -math.inf
         self._able: Counter[int] = Counter()
         self._able_at = -math.inf
+        self._present = 0
+        self._present_at = -math.inf
         self._ranks = itertools.count()
         self.turned_away: deque[str] = deque(maxlen=64)
         """Reasons why nodes were not admitted, newest last."""
@@ -288,12 +292,14 @@ class WorkerRegistry:
     def note_playable(self, worker: WorkerState, environments: frozenset[int]) -> None:
         """Record the environments that a worker says it can play."""
         if worker.playable != environments:
-            worker.playable, self._able_at = environments, -math.inf
+            worker.playable = environments
+            if not environments <= self._able.keys():
+                self._able_at = -math.inf  # it can play what others cannot: that counts at once
 
-    def able(self) -> Counter[int]:
-        """Count the present workers by the environments that they are leased, at most ABLE_S ago."""
+    def able(self, age_s: float = ABLE_S) -> Counter[int]:
+        """Count the present workers by the environments that they are leased, at most `age_s` ago."""
         now = self.clock()
-        if now - self._able_at >= ABLE_S:
+        if now - self._able_at >= age_s:
             self._able_at = now
             self._able = Counter(
                 number
@@ -347,6 +353,13 @@ class WorkerRegistry:
             for node, worker in self.workers.items()
             if self.proven(node) and not worker.left and worker.heard >= since
         }
+
+    def present(self) -> int:
+        """Count the members that were heard within PRESENT_S, at most ABLE_S ago."""
+        now = self.clock()
+        if now - self._present_at >= ABLE_S:
+            self._present_at, self._present = now, len(self.members(PRESENT_S))
+        return self._present
 
     @property
     def uptime_s(self) -> float:

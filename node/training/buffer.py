@@ -231,19 +231,19 @@ def peer_room(
     share: float,
     allowed: int,
     workers: int,
-    node: bytes,
-    there: Mapping[bytes, int],
+    own: int,
+    others: int,
 ) -> int:
-    """Return the number of groups that `node` may still be leased.
+    """Return the number of groups that a worker may still be leased.
 
-    `allowed` groups may be waiting or on lease altogether; `there` are those that are, by worker; `workers` are
-    present.
+    `allowed` groups may be waiting or on lease altogether; `own` groups of the worker are, and `others` of all
+    other workers; `workers` are present.
 
-    The limit is a batch, the node's share of two batches, or an equal part of all that is allowed, whichever is
-    most: further work of one worker would only fill the buffer and use up the capacity that the others' leases
-    need. There is no limit while no other worker has groups.
+    The limit is a batch, the worker's share of two batches, or an equal part of all that is allowed, whichever
+    is most: further work of one worker would only fill the buffer and use up the capacity that the others'
+    leases need. There is no limit while no other worker has groups.
     """
-    if not any(groups for other, groups in there.items() if other != node):
+    if not others:
         return sys.maxsize
     most = max(n_groups, 2 * share * n_groups, allowed / max(1, workers))
-    return math.ceil(most) - there.get(node, 0)
+    return math.ceil(most) - own

@@ -21,7 +21,7 @@ from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
 from primerl.node.trainer.status_view import worker_rows
-from primerl.node.trainer.workers import ABLE_S, GONE_S, WorkerRegistry
+from primerl.node.trainer.workers import ABLE_S, GONE_S, PRESENT_S, WorkerRegistry
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeaseShare, MixtureShare
@@ -122,6 +122,19 @@ async def test_an_environment_whose_tasks_are_not_ready_holds_up_no_other(tmp_pa
         assert {lease.environment for lease in await front.ask(A, None)} == {0, 2}
     finally:
         front.ledger.close()
+
+
+async def test_present_workers_are_counted_once_a_second(front: Front) -> None:
+    assert front.registry.present() == 2
+    front.registry.goodbye(B, "")
+    assert front.registry.present() == 2
+    front.now += ABLE_S
+    assert front.registry.present() == 1
+    front.now += PRESENT_S + ABLE_S
+    assert front.registry.present() == 0
+    front.registry.seen(A)
+    front.now += ABLE_S
+    assert front.registry.present() == 1
 
 
 async def test_an_environment_that_no_worker_can_play_is_reported_until_one_can(

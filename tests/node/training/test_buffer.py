@@ -223,11 +223,11 @@ def test_a_batch_is_made_without_a_worker_that_died() -> None:
 
 
 def test_a_flood_leaves_room_for_the_leases_of_others() -> None:
-    assert peer_room(8, 0.5, 8, 2, A, {A: 5, B: 4}) == 3
-    assert peer_room(8, 0.5, 8, 2, A, {A: 12, B: 4}) < 1
-    assert peer_room(8, 0.5, 8, 2, B, {A: 12, B: 4}) == 4
-    assert peer_room(8, 0.75, 8, 2, A, {A: 5, B: 4}) == 7
-    assert peer_room(8, 0.5, 26, 2, A, {A: 12, B: 4}) == 1  # more batches are generated ahead
-    assert peer_room(8, 0.5, 26, 2, B, {A: 13, B: 12}) == 1  # two workers use all that is allowed
-    assert peer_room(8, 0.5, 26, 3, A, {A: 9, B: 9}) == 0  # and leave a third its part
-    assert peer_room(8, 0.5, 8, 2, A, {A: 12, B: 0}) > 1000  # alone
+    assert peer_room(8, 0.5, 8, 2, 5, 4) == 3
+    assert peer_room(8, 0.5, 8, 2, 12, 4) < 1
+    assert peer_room(8, 0.5, 8, 2, 4, 12) == 4
+    assert peer_room(8, 0.75, 8, 2, 5, 4) == 7
+    assert peer_room(8, 0.5, 26, 2, 12, 4) == 1  # more batches are generated ahead
+    assert peer_room(8, 0.5, 26, 2, 12, 13) == 1  # two workers use all that is allowed
+    assert peer_room(8, 0.5, 26, 3, 9, 9) == 0  # and leave a third its part
+    assert peer_room(8, 0.5, 8, 2, 12, 0) > 1000  # alone
