@@ -12,9 +12,7 @@ from ...crypto.keys import SecretKey
 from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig
 from ..environments.allowed import check_allowed, options_of
-from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
-from ..environments.stop_strings import StopStrings
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.numerics import config_for_run
@@ -152,16 +150,14 @@ class WorkerNode(PeerNode):
         try:
             async with asyncio.TaskGroup() as tasks:
                 following = tasks.create_task(weights.run())
-                _, self._environments, stops = await asyncio.gather(
+                _, self._environments = await asyncio.gather(
                     engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
                     start_environments(run, environments),
-                    asyncio.to_thread(self._make_stops, run, joined.model_dir),
                 )
                 self._obstacle = ""
                 ready.set()
                 await joined.services.heads.wake()
                 role = self._role = self._build(joined, weights, engine, config)
-                role.end_replies_by(stops)
                 await role.run()
                 following.cancel()
         finally:
@@ -206,14 +202,6 @@ class WorkerNode(PeerNode):
             )
             for number, options in self._allowed.items()
         }
-
-    def _make_stops(self, run: RunManifest, model_dir: Path) -> dict[int, StopStrings]:
-        """Read the tokenizer if strings end replies. Raises EnvironmentFailed."""
-        strings = {number: run.environments[number].sampling.stop for number in self._allowed}
-        if not any(strings.values()):
-            return {}
-        chat = ChatFormat.load(model_dir, needs_template=False)
-        return {number: StopStrings(one, chat.piece) for number, one in strings.items() if one}
 
     def _build(
         self,

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from ..inference.engine import Completion
 from ..ops.errors import NodeError
+from .stop_strings import StopStrings
 
 Split = Literal["train", "eval"]
 
@@ -170,6 +171,11 @@ class Environment(Protocol):
     @property
     def judge_fault(self) -> str:
         """Reason why the judge does not answer; empty if it answers or there is none."""
+        ...
+
+    @property
+    def stops(self) -> StopStrings | None:
+        """Strings at which a policy should end its replies, known once started; run() cuts later ones."""
         ...
 
     async def start(self) -> None:

@@ -25,7 +25,7 @@ from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE, kill_group
 from .allowed import source_of
-from .chat import CHAT_FILES
+from .chat import CHAT_FILES, Chat, ChatFormat, Transcript
 from .environment import (
     Branch,
     Demonstration,
@@ -68,6 +68,7 @@ from .host import (
 from .judge_model import JudgeModel, Judges
 from .policies import JudgeRefused, PlayFailed, RememberedPolicy
 from .sandbox import Sandbox, python_path
+from .stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +314,7 @@ class HostedEnvironment:
         self._judge = judges.judge(config) if judges else None
         self._hidden = PRIVATE | judges.variables if judges else PRIVATE
         self._sandbox = sandbox or Sandbox(SandboxConfig())
+        self._model_dir = model_dir
         self._model_files = [] if model_dir is None else [model_dir / name for name in CHAT_FILES]
         self._set_up = EnvironmentSetUp(
             SET_UP,
@@ -336,6 +338,7 @@ class HostedEnvironment:
         self._given_up = ""
         self._fault = ""
         self.restarts = 0
+        self.stops: StopStrings | None = None
         self.pass_fds: Sequence[int] = ()
         """File descriptors that the process inherits; set before start()."""
 
@@ -364,7 +367,15 @@ class HostedEnvironment:
         """Start the process and load the taskset. Raises EnvironmentFailed, StorageError."""
         if self._judge is not None:
             await self._judge.start()
+        if self._config.stop:
+            self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
         await self._start()
+
+    async def _chat(self) -> Chat:
+        """Read the tokenizer, which the process reads for itself. Raises EnvironmentFailed."""
+        if self._model_dir is None:
+            return Transcript()
+        return await asyncio.to_thread(ChatFormat.load, self._model_dir, needs_template=False)
 
     async def close(self) -> None:
         """End the process."""

@@ -29,6 +29,7 @@ class LeasedPrompts:
     name = LEASED_PROMPTS
     status = ""
     judge_fault = ""
+    stops = None
 
     def __init__(self, lease: Lease | None = None) -> None:
         tasks = lease.tasks if lease else ()

@@ -80,7 +80,7 @@ class VerifiersEnvironment:
         self._given = chat
         self._judged = judged
         self._chat: Chat | None = None
-        self._stops: StopStrings | None = None
+        self.stops: StopStrings | None = None
         self._player: TasksetPlayer | None = None
 
     @property
@@ -108,7 +108,7 @@ class VerifiersEnvironment:
             ChatFormat.load, self._model_dir, defaults=self._config.chat_template_kwargs
         )
         if self._config.stop:
-            self._stops = StopStrings(self._config.stop, self._chat.piece)
+            self.stops = StopStrings(self._config.stop, self._chat.piece)
         try:
             self._player = open_player(
                 self._config,
@@ -160,7 +160,7 @@ class VerifiersEnvironment:
             return None
         replies = [self._format.reply(text) for text in prepared.replies]
         if not prepared.whole:
-            end = self._stops.end(replies[0]) if self._stops is not None else 0
+            end = self.stops.end(replies[0]) if self.stops is not None else 0
             return Demonstration.of_reply(prepared.prompt, replies[0][: end or None])
         try:
             episode = await self._play(prepared, ShownReplies(replies))
@@ -206,8 +206,8 @@ class VerifiersEnvironment:
         """
         ends = self._format.stop_token_ids
         recording = RecordedRollout(branches, stop_token_ids=ends)
-        if self._stops is not None:
-            check_endings(branches, self._stops, max_tokens=self._max_tokens, stop_token_ids=ends)
+        if self.stops is not None:
+            check_endings(branches, self.stops, max_tokens=self._max_tokens, stop_token_ids=ends)
         try:
             episode = await self._play(await self._own(task), recording)
         except BadCompletion as error:
@@ -225,7 +225,7 @@ class VerifiersEnvironment:
             policy,
             max_tokens=self._max_tokens,
             stop_token_ids=self._format.stop_token_ids,
-            stops=self._stops,
+            stops=self.stops,
             deadline=self._config.timeout_s,
         )
         async with exchange.bounded():

@@ -7,6 +7,7 @@ conversation fails that rollout.
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..config.evaluation import EndpointConfig, EvalSamplingConfig
@@ -51,7 +52,11 @@ class EndpointPolicy:
             reason = str(error)
         else:
             self._answered = time.monotonic()
-            return _turn(answer)
+            turn = _turn(answer)
+            if asked.stops is None:
+                return turn
+            # not asked of the API, which would leave the string out of the reply
+            return replace(turn, completion=asked.stops.cut(turn.completion))
         raise NetworkError(
             f"the API at {self._config.url} does not work: {reason}; check that it is up, then run the same "
             "command again to continue, or raise endpoints.retries"

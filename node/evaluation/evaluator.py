@@ -15,6 +15,7 @@ import msgspec
 from ...crypto.hashing import derive
 from ..environments.environment import Environment, Split, Task
 from ..environments.policies import PlayFailed
+from ..environments.stop_strings import StopStrings, generate_until
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
@@ -45,6 +46,8 @@ class TurnRequest:
     """0 <= seed < 2**63; the same for the same evaluation seed, task, sample and turn."""
     group: bytes
     """Digest of the task; its turns share a prompt prefix."""
+    stops: StopStrings | None = None
+    """Strings at which the reply ends."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ async def _rollout(
     began = time.monotonic()
 
     async def sample_turn(prompt: Sequence[int], turn: int) -> Completion:
-        request = TurnRequest(tuple(prompt), turn_seed(seed, task, sample, turn), task.digest)
+        own = turn_seed(seed, task, sample, turn)
+        request = TurnRequest(tuple(prompt), own, task.digest, environment.stops)
         turns.append(await policy.reply(request))
         return turns[-1].completion
 
@@ -198,18 +202,17 @@ class EnginePolicy:
                 f"({self._max_model_len})"
             )
         sampling = self._sampling
-        completion = await self._generate(
-            GenerateRequest(
-                asked.prompt,
-                sampling.max_tokens,
-                sampling.temperature,
-                asked.seed,
-                sampling.stop_token_ids,
-                group=asked.group,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            )
+        request = GenerateRequest(
+            asked.prompt,
+            sampling.max_tokens,
+            sampling.temperature,
+            asked.seed,
+            sampling.stop_token_ids,
+            group=asked.group,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
         )
+        completion = await generate_until(self._generate, request, asked.stops)
         if not completion.policy_first == completion.policy_last == self._version:
             raise EngineError(
                 f"the engine changed its weights while load {self._version} was evaluated: evaluate again"

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
 from contextlib import suppress
 
 from ...crypto.hashing import short
@@ -34,7 +33,6 @@ from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
 from ..config.engine import EngineConfig
 from ..environments.environment import Environment, EnvironmentGivenUp
-from ..environments.stop_strings import StopStrings
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..inference.numerics import numerics_of
@@ -310,10 +308,6 @@ class InferenceRole:
         if said and self._uploads.leases():
             said += f" ({len(self._uploads.leases())} finished submissions are kept for it)"
         return said or self._weights.waits_for
-
-    def end_replies_by(self, stops: Mapping[int, StopStrings]) -> None:
-        """End replies in environments, by their index in the run, by these strings."""
-        self._generator.stops.update(stops)
 
     async def run(self) -> None:
         """Work until the run ends, beside WeightSync.run().

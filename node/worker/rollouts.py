@@ -268,8 +268,6 @@ class RolloutGenerator:
         self._environments = environments
         self._admission = admission
         self._rollout_ended = rollout_ended
-        self.stops: dict[int, StopStrings] = {}
-        """Strings that end replies, by the index of the environment."""
 
     async def play(self, lease: Lease) -> LeaseResult:
         """Generate the groups of a lease. Raises EngineError, EngineLost; all its rollouts end then."""
@@ -334,8 +332,7 @@ class RolloutGenerator:
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-            stops = self.stops.get(lease.environment)
-            return await self._admission.generate(request, group.order, stops)
+            return await self._admission.generate(request, group.order, environment.stops)
 
         episode = await environment.run(group.task, policy)
         group.end(index, episode)

@@ -59,6 +59,7 @@ class CorpusEnvironment:
     """Single turn, deterministic, no start-up cost."""
 
     judge_fault = ""
+    stops = None
 
     def __init__(self, corpus: Corpus, *, max_tokens: int, stops: tuple[int, ...]) -> None:
         self._corpus = corpus

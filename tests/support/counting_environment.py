@@ -20,6 +20,7 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
+from primerl.node.environments.stop_strings import StopStrings
 from primerl.node.inference.engine import Completion
 
 STOP = 1
@@ -31,6 +32,8 @@ NUMBERS = 64
 
 class CountingEnvironment:
     """Single turn, deterministic, no start-up cost."""
+
+    stops: StopStrings | None = None
 
     def __init__(
         self, *, max_tokens: int = 4, deadline: float = 60.0, name: str = "counting"
@@ -78,7 +81,11 @@ class CountingEnvironment:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One turn."""
         exchange = Exchange(
-            policy, max_tokens=self._max_tokens, stop_token_ids=(STOP,), deadline=self._deadline
+            policy,
+            max_tokens=self._max_tokens,
+            stop_token_ids=(STOP,),
+            deadline=self._deadline,
+            stops=self.stops,
         )
         try:
             prompt = await self.prompt(task)

@@ -56,6 +56,7 @@ class Moody:
     name = "moody"
     status = ""
     judge_fault = ""
+    stops = None
 
     async def start(self) -> None:
         """Nothing to start, but for one that waits."""

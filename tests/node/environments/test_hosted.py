@@ -1,12 +1,14 @@
 """A taskset of the library in a process of its own: an ordinary endless one, as anybody writes it."""
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+from support import fake_environment_process as fake
 from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.app.startup import demonstrations
@@ -33,6 +35,26 @@ async def says(environment: Environment, text: str, index: int = 0) -> float | s
         return episode.error
     assert await environment.score(task, episode.branches) == episode.score
     return episode.score.reward
+
+
+@pytest.mark.parametrize("tokenizer", [True, False], ids=["tokens", "characters"])
+async def test_the_strings_that_end_replies_are_found_outside_of_the_process(
+    tmp_path: Path, tokenizer: bool
+) -> None:
+    environment = HostedEnvironment(
+        EnvironmentConfig(id="moody", args={"moods": "good"}, stop=["</b>"]),
+        model_dir=make_chat_model(tmp_path) if tokenizer else None,
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+        program=(sys.executable, fake.__file__),
+    )
+    try:
+        await environment.start()
+        assert environment.stops is not None
+        assert environment.stops.end([*b"<b>4</b>, or 5"]) == len("<b>4</b>")
+    finally:
+        await environment.close()
 
 
 @pytest.mark.slow

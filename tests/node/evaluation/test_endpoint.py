@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from primerl.node.environments.chat import CUT, END, Transcript
 from primerl.node.environments.chat_api import MAX_BODY_BYTES
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.environments.policies import PlayFailed
+from primerl.node.environments.stop_strings import StopStrings
 from primerl.node.evaluation.endpoint import EndpointPolicy, open_endpoint
 from primerl.node.evaluation.eval_suite import EvalProgress
 from primerl.node.evaluation.evaluator import TurnRequest
@@ -45,6 +47,15 @@ async def policy(
         sampling = EvalSamplingConfig(temperature=0.5, top_p=0.9, top_k=7)
         async with open_endpoint(config, sampling, 20, key) as opened:
             yield opened, server
+
+
+async def test_a_reply_is_cut_at_the_strings_of_its_environment() -> None:
+    stops = StopStrings(["</b>"], Transcript().piece)
+    async with policy(lambda _: said("it is <b>4</b>, or 5", "length")) as (api, server):
+        reply = await api.reply(replace(asked(), stops=stops))
+    assert "stop" not in server.bodies[0]
+    assert api.text(reply.completion.token_ids) == "it is <b>4</b>"
+    assert reply.completion.finish == "stop"
 
 
 async def test_a_conversation_is_asked_as_openai_asks_it() -> None:

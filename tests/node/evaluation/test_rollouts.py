@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from support.scripted_engine import ScriptedEngine
 
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.environments.policies import PlayFailed
+from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
 from primerl.node.evaluation.evaluator import (
     EnginePolicy,
     EvalSampling,
@@ -184,6 +186,33 @@ async def test_a_conversation_that_is_too_long_fails_alone() -> None:
     engine = await loaded(ScriptedEngine(right, max_model_len=8))
     with pytest.raises(PlayFailed, match=r"raise engine\.max_model_len \(8\)"):
         await pinned(engine, max_model_len=8).reply(TurnRequest((2,) * 8, 1, b""))
+    await engine.close()
+
+
+class Tagged(CountingEnvironment):
+    """Its replies end with a closing tag."""
+
+    stops = StopStrings(["</b>"], lambda token: bytes([token]))
+
+
+async def test_replies_end_at_the_strings_of_their_environment() -> None:
+    environment, player = Tagged(), Clever()
+    tasks = await held_out(environment, 2)
+    await run_rollouts(environment, tasks, player, samples=1, seed=0, concurrency=1)
+    assert {one.stops for one in player.asked} == {environment.stops}
+
+    text, parts = b"an answer is <b>4</b> and " * 20, list[int]()
+
+    def story(request: GenerateRequest, version: int) -> list[int]:
+        parts.append(request.max_tokens)
+        return [*text[len(request.prompt) - 2 :]]
+
+    engine = await loaded(ScriptedEngine(story))
+    patient = EnginePolicy(engine, 1, EvalSampling(400, 1.0, (STOP,)))
+    reply = await patient.reply(replace(ASKED, stops=environment.stops))
+    assert bytes(reply.completion.token_ids) == b"an answer is <b>4</b>"
+    assert (reply.completion.finish, reply.completion_tokens) == ("stop", 21)
+    assert parts == [FIRST_PART], "not all 400 tokens"
     await engine.close()
 
 

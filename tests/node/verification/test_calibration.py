@@ -41,6 +41,7 @@ class Letters:
     name = "letters"
     status = ""
     judge_fault = ""
+    stops = None
 
     async def start(self) -> None: ...
 

@@ -15,6 +15,7 @@ from support.protocol_cases import MANIFEST
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.environments.environment import Episode, Policy, Score, Task
+from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
@@ -33,6 +34,11 @@ RUN: Any = SimpleNamespace(
     environments=[SimpleNamespace(sampling=SamplingContract(0.5, 4, top_p=0.9, top_k=7))],
     model=SimpleNamespace(stop_token_ids=(STOP,), vocab_size=256),
     limits=SimpleNamespace(max_model_len=64),
+)
+LONG: Any = SimpleNamespace(
+    environments=[SimpleNamespace(sampling=SamplingContract(0.5, 400))],
+    model=RUN.model,
+    limits=SimpleNamespace(max_model_len=512),
 )
 
 
@@ -78,13 +84,14 @@ def generation(
     ended: "Counter[int] | None" = None,
     environment: CountingEnvironment | None = None,
     concurrency: type[Concurrency] = Concurrency,
+    run: Any = RUN,
 ) -> Generation:
     counted: Counter[int] = Counter() if ended is None else ended
     cap = concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
     admission = AdmissionControl(engine, cap)
     generator = RolloutGenerator(
         run_id=RUN_ID,
-        run=RUN,
+        run=run,
         node=NODE,
         environments={0: environment or CountingEnvironment()},
         admission=admission,
@@ -140,6 +147,17 @@ async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed()
     }
     assert {request.seed for request in engine.asked} == wanted
     assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 7, 0.9)}
+
+
+async def test_replies_end_at_the_strings_of_their_environment() -> None:
+    engine, environment = Engine(), CountingEnvironment()
+    environment.stops = StopStrings(["."], lambda token: b"" if token == STOP else b".")
+    played = await generation(engine, environment=environment, run=LONG).generator.play(lease_of(5))
+    assert {request.max_tokens for request in engine.asked} == {FIRST_PART}, "not all 400 tokens"
+    (prompt,) = {request.prompt for request in engine.asked}
+    said = [*prompt, prompt[-1] + 1]
+    expected = b"".join(token.to_bytes(4, "little") for token in said)
+    assert {one.branches[0].tokens for one in played.groups[0].rollouts} == {expected}
 
 
 class Verbose(CountingEnvironment):
