@@ -4,7 +4,7 @@ Every cheat is as clever as it can be beside what it does: a forger has the righ
 they would say.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -510,8 +510,3 @@ BOOK: dict[str, Cheat] = _cheats(
     Cheat("proof of an older version's rollout", older_proofs, MODEL | PROOF | POLICY),
 )
 """By name, as in the issue."""
-
-
-def audited_by_content(names: Sequence[str] = tuple(BOOK)) -> list[str]:
-    """Those that only an audit can catch."""
-    return [name for name in names if BOOK[name].reasons <= ANY_AUDIT]
