@@ -25,6 +25,7 @@ from .host_messages import (
     FAULT,
     LOST,
     MAX_FRAME,
+    REQUESTS,
     USAGE,
     ApiOptions,
     EngineAnswer,
@@ -45,7 +46,6 @@ from .host_messages import (
     EngineSetUp,
     EngineStage,
     EngineWrite,
-    read_engine_request,
 )
 from .prefill import PrefillRequest
 
@@ -291,7 +291,7 @@ def main(make: MakeCore) -> None:
     if os.getpgrp() == os.getpid():
         # vLLM's own processes watch this one only after their start
         signal.signal(signal.SIGTERM, _end_all)
-    serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
+    serve_parent(REQUESTS.decode, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
 
 
 def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:

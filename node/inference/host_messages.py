@@ -164,19 +164,9 @@ EngineAnswer = (
     | EngineFailed
     | EngineBusy
 )
-_REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
+REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
     ProcessMessage[EngineRequest]
 )
-_ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EngineAnswer]] = msgspec.msgpack.Decoder(
+ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EngineAnswer]] = msgspec.msgpack.Decoder(
     ProcessMessage[EngineAnswer]
 )
-
-
-def read_engine_request(body: bytes) -> ProcessMessage[EngineRequest]:
-    """Decode a request. Raises msgspec.DecodeError (a ValueError)."""
-    return _REQUESTS.decode(body)
-
-
-def read_engine_answer(body: bytes) -> ProcessMessage[EngineAnswer]:
-    """Decode an answer. Raises msgspec.DecodeError (a ValueError)."""
-    return _ANSWERS.decode(body)

@@ -5,7 +5,6 @@ consecutive failure, and with the newest policy before any work.
 """
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
@@ -23,10 +22,10 @@ from ..process.frames import ProcessMessage
 from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (
+    ANSWERS,
     LOST,
     MAX_FRAME,
     USAGE,
-    EngineAnswer,
     EngineBusy,
     EngineCheck,
     EngineDone,
@@ -44,7 +43,6 @@ from .host_messages import (
     EngineSetUp,
     EngineStage,
     EngineWrite,
-    read_engine_answer,
 )
 from .prefill import PrefillRequest
 
@@ -146,6 +144,7 @@ class EngineChild(ChildProcess):
 
     Error = EngineError
     Lost = EngineLost
+    answers = ANSWERS
     max_frame = MAX_FRAME
 
     def __init__(
@@ -158,7 +157,6 @@ class EngineChild(ChildProcess):
     ) -> None:
         super().__init__(name, title, program, environment)
         self._timeouts = timeouts
-        self._numbers = itertools.count(1)
         self._ready = False
         self._stuck_s = 0.0
         self.busy = EngineBusy()
@@ -169,8 +167,7 @@ class EngineChild(ChildProcess):
         await self.spawn()
         await self._ask(setup, EngineDone, self._timeouts.start_s)
         self._ready = True
-        ping = ProcessMessage(0, EnginePing())
-        self._watch(lambda: ping, self._timeouts.ping_s, self._timeouts.silent_s)
+        self._watch(EnginePing(), self._timeouts.ping_s, self._timeouts.silent_s)
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
@@ -218,10 +215,10 @@ class EngineChild(ChildProcess):
         """
         number = next(self._numbers)
         try:
-            answer = (await self._answer(ProcessMessage(number, request), timeout_s)).body
+            answer = await self._answer(request, timeout_s, number)
         except asyncio.CancelledError:
             if isinstance(request, EngineDraw | EnginePrefill) and not self._closing:
-                self._send(ProcessMessage(number, EngineDrop()))
+                self._send(EngineDrop(), number)
             raise
         if isinstance(answer, EngineFailed):
             raise await self._refused(answer)
@@ -245,9 +242,6 @@ class EngineChild(ChildProcess):
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
 
-    def _decode(self, body: bytes) -> ProcessMessage[EngineAnswer]:
-        return read_engine_answer(body)
-
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
         process = f"{self._title}'s process"
         return exit_reason(process, code, lines, causes=self._causes, memory_advice=MEMORY_ADVICE)
@@ -256,7 +250,7 @@ class EngineChild(ChildProcess):
     def _causes(self) -> Causes:
         return VLLM_CAUSES if self._title == "vLLM" else OTHER_CAUSES
 
-    def _take(self, message: Any) -> None:
+    def _take(self, message: ProcessMessage[Any]) -> None:
         if isinstance(message.body, EngineBusy):
             self.busy = message.body
         elif isinstance(message.body, EnginePong):
