@@ -29,7 +29,6 @@ from .host_messages import (
     USAGE,
     ApiOptions,
     EngineAnswer,
-    EngineBusy,
     EngineCheck,
     EngineDone,
     EngineDraw,
@@ -274,15 +273,11 @@ class EngineHost:
 
     async def _report(self, core: EngineCore) -> None:
         """Send the engine's load whenever it has changed."""
-        sent = EngineBusy()
+        sent = EngineStats()
         while True:
-            stats = core.stats()
-            busy = EngineBusy(
-                **{name: getattr(stats, name, 0) for name in EngineBusy.__struct_fields__}
-            )
-            if busy != sent:
-                self._outbox.put(ProcessMessage(0, busy))
-                sent = busy
+            if (stats := core.stats()) != sent:
+                self._outbox.put(ProcessMessage(0, stats))
+                sent = stats
             await asyncio.sleep(BUSY_S)
 
 

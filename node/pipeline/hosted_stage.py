@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..config.engine import EngineConfig
-from ..inference.engine import Completion, Engine, GenerateRequest
-from ..inference.host_messages import EngineBusy
+from ..inference.engine import Completion, Engine, EngineStats, GenerateRequest
 from ..inference.hosted import HostedEngine
 from ..ops.errors import EngineError, EngineLost
 from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
@@ -75,8 +74,8 @@ class HostedHead(HostedEngine):
 
     def lanes(self) -> HostedLanes:
         """Return the micro-batch figures of the last report."""
-        busy = self._replicas[0].busy if self._replicas else EngineBusy()
-        return HostedLanes(busy.lanes, busy.in_flight, busy.stall_share)
+        stats = self._replicas[0].stats if self._replicas else EngineStats()
+        return HostedLanes(stats.lanes, stats.in_flight, stats.stall_share)
 
 
 class HostedStage(HostedEngine):

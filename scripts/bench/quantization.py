@@ -18,36 +18,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.weights.state import Changed, State, Tensor
-from primerl.scripts.bench.models import SHAPES, random_policy
+from primerl.scripts.bench.models import SHAPES, moved, random_policy
 from primerl.scripts.bench.report import at_least, conclude, make_parser
 
 FASTER = 1.2
 MEMORY = 0.42
 """Share of the GPU's memory for each of the two engines."""
 PROMPT = 64
-CHANGED = 100
-"""An update changes one weight of this many."""
-
-
-def moved(state: State) -> tuple[State, Changed]:
-    """Flip the last bit of some weights of each tensor; return the new state and their positions."""
-    rng = np.random.default_rng(1)
-    found: dict[str, Tensor] = {}
-    changed: dict[str, Any] = {}
-    for name, tensor in state.items():
-        positions = np.sort(rng.choice(len(tensor.data), max(1, len(tensor.data) // CHANGED)))
-        data = tensor.data.copy()
-        changed[name] = np.unique(positions)
-        data[changed[name]] ^= 1
-        found[name] = Tensor(tensor.dtype, tensor.shape, data)
-    return found, changed
+CHANGED = 0.01
+"""Share of the weights that an update changes."""
 
 
 class Engines:
@@ -72,7 +56,7 @@ class Engines:
         """Start both; return how long each takes to load a policy, and to update it in place, seconds."""
         tiny = {"head_dim": 32} if self._options.shape == "tiny" else {}
         state = random_policy(directory, self._options.shape, **tiny)
-        new, changed = await asyncio.to_thread(moved, state)
+        new, changed = await asyncio.to_thread(moved, state, CHANGED)
         found: dict[str, float] = {}
         for name, engine in (("plain", self.plain), ("fp8", self.fp8)):
             await engine.start(directory, fingerprint="projection")
