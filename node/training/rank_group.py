@@ -38,6 +38,7 @@ from .rank_messages import (
     RankRequest,
     RanksBroken,
     RanksJoined,
+    name_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class RankGroup(ChildProcess):
             data = await asyncio.to_thread(frame, ProcessMessage(number, request), MAX_FRAME)
         except ValueError as error:
             raise EngineError(f"this batch is too large ({error}): make smaller ones") from error
-        answer: RankAnswer = await self._exchange(number, data, type(request).__name__, timeout_s)
+        answer: RankAnswer = await self._exchange(number, data, name_of(request), timeout_s)
         if isinstance(answer, RankError):
             raise (StorageError if answer.of_storage else EngineError)(answer.detail)
         return answer
