@@ -25,8 +25,9 @@ from primerl.protocol.rollouts import (
     pack_f32,
     unpack_f32,
 )
+from primerl.tests.support.counting_environment import even_share
 
-from .cheat_world import Groups, Sampler, Sent, Workshop, worth
+from .cheat_world import Groups, Sampler, Sent, Workshop
 
 
 class Float8Cache(DynamicCache):
@@ -180,7 +181,7 @@ async def best_of_several(shop: Workshop) -> Sampler:
             await honest(replace(request, seed=request.seed ^ number))
             for number in range(CANDIDATES)
         ]
-        return max(drawn, key=lambda one: worth(one.token_ids))
+        return max(drawn, key=lambda one: even_share(one.token_ids))
 
     return sampler
 
