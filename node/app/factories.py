@@ -25,7 +25,7 @@ from ..inference.engine import Engine
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
-from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
+from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage
 from ..pipeline.place import StagePlace
 from ..storage.ledger import Ledger
 from ..training.backend import SampleTerms, TrainBackend, resolve_backend
@@ -130,16 +130,6 @@ def sample_terms(config: RunConfig) -> dict[str, SampleTerms]:
     return {name: terms for name, terms in found.items() if terms != runs}
 
 
-def make_pipeline_head(config: EngineConfig, place: StagePlace) -> HeadEngine:
-    """The engine of stage 0 of a pipeline, not started: vLLM."""
-    return HostedHead(config, place)
-
-
-def make_pipeline_stage(config: EngineConfig, place: StagePlace) -> StageEngine:
-    """The engine of a later stage of a pipeline, not started: vLLM."""
-    return HostedStage(config, place)
-
-
 def make_evaluation_engine(config: EngineConfig) -> Engine:
     """Make the trainer's own engine for evaluation: always the embedded one, also where workers use vLLM."""
     return build_engine(config.model_copy(update={"type": "hf"}))
@@ -186,8 +176,8 @@ class Factories:
         make_environment
     )
     engine: Callable[[EngineConfig], Engine] = build_engine
-    pipeline_head: Callable[[EngineConfig, StagePlace], HeadEngine] = make_pipeline_head
-    pipeline_stage: Callable[[EngineConfig, StagePlace], StageEngine] = make_pipeline_stage
+    pipeline_head: Callable[[EngineConfig, StagePlace], HeadEngine] = HostedHead
+    pipeline_stage: Callable[[EngineConfig, StagePlace], Engine] = HostedStage
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend

@@ -26,7 +26,7 @@ from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
-from ..ops.control import EngineRow, Status
+from ..ops.control import Status
 from ..ops.errors import UsageError
 from ..worker.weight_sync import WeightSync
 from .factories import Factories
@@ -218,22 +218,10 @@ def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: s
     """Add a server's fields to `status`."""
     if server is None:
         return status
-    stats = server.stats()
     status.version = server.policy_version
     status.newest_version = max(status.newest_version, status.version)
     status.detail = f"{server.served.name} on {url}/v1"
-    status.engine = EngineRow(
-        config.engine.type,
-        inflight=server.inflight,
-        cap=server.served.api.max_inflight,
-        running=stats.running,
-        waiting=stats.waiting,
-        kv_use=stats.kv_use,
-        preemptions=stats.preemptions,
-        generated_tokens=stats.generated_tokens,
-        drafted_tokens=stats.drafted_tokens,
-        accepted_tokens=stats.accepted_tokens,
-        restarts=stats.restarts,
-        fault=stats.fault,
+    status.engine = server.stats().row(
+        config.engine.type, inflight=server.inflight, cap=server.served.api.max_inflight
     )
     return status

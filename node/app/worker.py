@@ -24,7 +24,6 @@ from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices
 from ..pipeline.acceptor import LinkAcceptor
-from ..pipeline.hosted_stage import StageEngine
 from ..storage import run_files
 from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
@@ -168,9 +167,7 @@ class WorkerNode(PeerNode):
                 await environment.close()
             await engine.close()
 
-    def stage_weights(
-        self, joined: JoinedRun, engine: StageEngine, share: TensorShare
-    ) -> WeightSync:
+    def stage_weights(self, joined: JoinedRun, engine: Engine, share: TensorShare) -> WeightSync:
         """Keep a later stage's share of the weights at the newest version."""
         return self._make_weights(joined, engine, share=share, goal=stand)
 

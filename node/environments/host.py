@@ -28,6 +28,7 @@ from ..config.run import EnvironmentConfig
 from ..config.sandbox import SandboxConfig
 from ..inference.engine import Completion
 from ..ops.errors import named_line
+from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from .chat import Transcript
 from .environment import (
@@ -59,7 +60,6 @@ MARK_BYTES = 16
 class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """First request: load the taskset; answered by EnvironmentReady."""
 
-    number: int
     config: bytes
     """EnvironmentConfig as JSON."""
     model_dir: str
@@ -75,7 +75,6 @@ class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"
 class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """Request to prepare a task; answered by EnvironmentLooked."""
 
-    number: int
     index: int
     split: Split
 
@@ -83,29 +82,25 @@ class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
 class EnvironmentPlay(msgspec.Struct, frozen=True, array_like=True, tag="play"):
     """Request to play and score a task; answered by EnvironmentTurn or EnvironmentPlayed."""
 
-    number: int
     task: Task
 
 
 class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
-    """Completion for the EnvironmentTurn with this number; answered like EnvironmentPlay."""
+    """Completion for the EnvironmentTurn with this message's number; answered like EnvironmentPlay."""
 
-    number: int
     completion: Completion
 
 
 class EnvironmentRescore(msgspec.Struct, frozen=True, array_like=True, tag="rescore"):
     """Request to score a finished rollout; answered by EnvironmentScored."""
 
-    number: int
     task: Task
     branches: list[Branch]
 
 
 class EnvironmentTold(msgspec.Struct, frozen=True, array_like=True, tag="told"):
-    """Answer to the EnvironmentAsk with this number and place; the request goes on."""
+    """Answer to the EnvironmentAsk with this message's number and this place; the request goes on."""
 
-    number: int
     place: int
     completion: bytes
     """Completion in the API's form, JSON."""
@@ -114,15 +109,11 @@ class EnvironmentTold(msgspec.Struct, frozen=True, array_like=True, tag="told"):
 
 
 class EnvironmentDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """Cancellation of a request."""
-
-    number: int
+    """Cancellation of the request with this message's number."""
 
 
 class EnvironmentPing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Ping; answered by EnvironmentPong once the environment's code lets the event loop run."""
-
-    number: int
 
 
 EnvironmentWork = EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
@@ -135,13 +126,10 @@ EnvironmentRequest = (
 class EnvironmentReady(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """The taskset is loaded."""
 
-    number: int
-
 
 class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looked"):
     """A task, its prompt, and a good conversation if one is known."""
 
-    number: int
     digest: bytes
     prompt: list[int]
     demonstration: Demonstration | None
@@ -150,7 +138,6 @@ class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looke
 class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
     """Request for the policy's reply to `prompt`."""
 
-    number: int
     turn: int
     prompt: list[int]
 
@@ -158,10 +145,9 @@ class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
 class EnvironmentAsk(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Question of a reward to the judge; answered by EnvironmentTold.
 
-    It does not answer the request with this number.
+    It does not answer the request with this message's number.
     """
 
-    number: int
     place: int
     """Number of the question, unique in this process."""
     request: bytes
@@ -171,21 +157,18 @@ class EnvironmentAsk(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 class EnvironmentPlayed(msgspec.Struct, frozen=True, array_like=True, tag="played"):
     """The episode of a finished rollout."""
 
-    number: int
     episode: Episode
 
 
 class EnvironmentScored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
     """The score of a finished rollout."""
 
-    number: int
     score: Score
 
 
 class EnvironmentFailure(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Failure of a request; `detail` has the reason."""
 
-    number: int
     detail: str
     kind: str
 
@@ -193,7 +176,6 @@ class EnvironmentFailure(msgspec.Struct, frozen=True, array_like=True, tag="fail
 class EnvironmentPong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     """Sign of life with Environment.status."""
 
-    number: int
     status: str
 
 
@@ -207,18 +189,12 @@ EnvironmentAnswer = (
     | EnvironmentFailure
     | EnvironmentPong
 )
-_REQUESTS: msgspec.msgpack.Decoder[EnvironmentRequest] = msgspec.msgpack.Decoder(EnvironmentRequest)
-_ANSWERS: msgspec.msgpack.Decoder[EnvironmentAnswer] = msgspec.msgpack.Decoder(EnvironmentAnswer)
-
-
-def read_request(body: bytes) -> EnvironmentRequest:
-    """Decode a message. Raises msgspec.DecodeError, a ValueError."""
-    return _REQUESTS.decode(body)
-
-
-def read_answer(body: bytes) -> EnvironmentAnswer:
-    """Decode a message. Raises msgspec.DecodeError, a ValueError."""
-    return _ANSWERS.decode(body)
+REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EnvironmentRequest]] = msgspec.msgpack.Decoder(
+    ProcessMessage[EnvironmentRequest]
+)
+ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EnvironmentAnswer]] = msgspec.msgpack.Decoder(
+    ProcessMessage[EnvironmentAnswer]
+)
 
 
 def pack_mark(number: int, steps: int) -> bytes:
@@ -359,33 +335,37 @@ class EnvironmentHost:
         self._places = itertools.count()
         self._ticking: asyncio.Task[None] | None = None
 
-    def take(self, request: EnvironmentRequest) -> None:
+    def take(self, request: ProcessMessage[EnvironmentRequest]) -> None:
         """Start answering a request."""
-        match request:
+        number = request.number
+        match request.body:
             case EnvironmentDrop():
-                if (task := self._tasks.get(request.number)) is not None:
+                if (task := self._tasks.get(number)) is not None:
                     task.cancel()
             case EnvironmentPing():
                 status = self._environment.status if self._environment else ""
-                self._outbox.put(EnvironmentPong(request.number, status))
-            case EnvironmentReply():
-                reply = self._replies.pop(request.number, None)
+                self._put(number, EnvironmentPong(status))
+            case EnvironmentReply(completion):
+                reply = self._replies.pop(number, None)
                 if reply is not None and not reply.done():
-                    reply.set_result(request.completion)
-            case EnvironmentTold():
-                told = self._told.pop(request.place, None)
+                    reply.set_result(completion)
+            case EnvironmentTold(place, completion, refused):
+                told = self._told.pop(place, None)
                 if told is None or told.done():
                     pass  # its reward has ended
-                elif request.refused:
-                    told.set_exception(JudgeRefused(request.refused))
+                elif refused:
+                    told.set_exception(JudgeRefused(refused))
                 else:
-                    told.set_result(request.completion)
-            case _:
-                token = _asking.set(request.number)
-                task = asyncio.create_task(self._answer(request))
+                    told.set_result(completion)
+            case work:
+                token = _asking.set(number)
+                task = asyncio.create_task(self._answer(number, work))
                 _asking.reset(token)
-                self._tasks[request.number] = task
-                task.add_done_callback(lambda _: self._ended(request.number))
+                self._tasks[number] = task
+                task.add_done_callback(lambda _: self._ended(number))
+
+    def _put(self, number: int, answer: EnvironmentAnswer) -> None:
+        self._outbox.put(ProcessMessage(number, answer))
 
     async def close(self) -> None:
         """Cancel all requests and close the environment."""
@@ -418,31 +398,25 @@ class EnvironmentHost:
             if not self._loading:
                 self._steps.limit(self._timeout_s)
 
-    async def _answer(
-        self, request: EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
-    ) -> None:
-        number = request.number
+    async def _answer(self, number: int, request: EnvironmentWork) -> None:
         episode_clock.set(partial(self._steps.clock, number))
         episode_judge.set(partial(self._ask_judge, number))
         try:
-            self._outbox.put(await self._do(request))
-            return
+            answer = await self._do(number, request)
         except ScoreMismatch as error:
-            answer = EnvironmentFailure(number, str(error), MISMATCH)
+            answer = EnvironmentFailure(str(error), MISMATCH)
         except EnvironmentStuck as error:
-            answer = EnvironmentFailure(number, str(error), STUCK)
+            answer = EnvironmentFailure(str(error), STUCK)
         except EnvironmentFailed as error:
-            answer = EnvironmentFailure(number, str(error), FAILED)
+            answer = EnvironmentFailure(str(error), FAILED)
         except Exception as error:  # an environment's own code may raise anything
-            answer = EnvironmentFailure(number, named_line(error), FAILED)
-        self._outbox.put(answer)
+            answer = EnvironmentFailure(named_line(error), FAILED)
+        self._put(number, answer)
 
-    async def _do(
-        self, request: EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
-    ) -> EnvironmentAnswer:
+    async def _do(self, number: int, request: EnvironmentWork) -> EnvironmentAnswer:
         if isinstance(request, EnvironmentSetUp):
             return await self._set_up(request)
-        environment, number = self._environment, request.number
+        environment = self._environment
         if environment is None:
             raise EnvironmentFailed("nothing was set up: send EnvironmentSetUp first")
         match request:
@@ -450,11 +424,9 @@ class EnvironmentHost:
                 return await self._look(environment, request)
             case EnvironmentPlay():
                 episode = await environment.run(request.task, self._policy(number))
-                return EnvironmentPlayed(number, episode)
+                return EnvironmentPlayed(episode)
             case EnvironmentRescore():
-                return EnvironmentScored(
-                    number, await environment.score(request.task, request.branches)
-                )
+                return EnvironmentScored(await environment.score(request.task, request.branches))
 
     async def _set_up(self, request: EnvironmentSetUp) -> EnvironmentReady:
         config = EnvironmentConfig.model_validate_json(request.config)
@@ -470,16 +442,13 @@ class EnvironmentHost:
                     f"the environment did not start within {config.start_timeout_s:g} s: mend it, or raise "
                     "environment.start_timeout_s"
                 ) from error
-        return EnvironmentReady(request.number)
+        return EnvironmentReady()
 
     async def _look(self, environment: Environment, request: EnvironmentLook) -> EnvironmentLooked:
         with self._loads():
             task = await environment.task(request.index, request.split)
         return EnvironmentLooked(
-            request.number,
-            task.digest,
-            await environment.prompt(task),
-            await environment.demonstration(task),
+            task.digest, await environment.prompt(task), await environment.demonstration(task)
         )
 
     def _policy(self, number: int) -> Policy:
@@ -490,7 +459,7 @@ class EnvironmentHost:
             async with turns:
                 reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
                 self._replies[number] = reply
-                self._outbox.put(EnvironmentTurn(number, turn, list(prompt)))
+                self._put(number, EnvironmentTurn(turn, list(prompt)))
                 try:
                     return await reply
                 finally:
@@ -502,7 +471,7 @@ class EnvironmentHost:
         """Ask the node's judge for a request's code. Raises JudgeRefused."""
         place = next(self._places)
         told = self._told[place] = asyncio.get_running_loop().create_future()
-        self._outbox.put(EnvironmentAsk(number, place, request))
+        self._put(number, EnvironmentAsk(place, request))
         try:
             return await told
         finally:
@@ -531,7 +500,7 @@ def main(environment: Callable[[EnvironmentSetUp], Environment]) -> None:
         asyncio.get_running_loop().set_task_factory(mark_tasks(steps))
         return EnvironmentHost(outbox, environment, steps)
 
-    serve_parent(read_request, make)
+    serve_parent(REQUESTS.decode, make)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ are played again from the start; turns that the policy has sampled are not sampl
 """
 
 import asyncio
-import itertools
 import logging
 import mmap
 import os
@@ -23,6 +22,7 @@ from ..config.sandbox import SandboxConfig
 from ..ops.errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
+from ..process.frames import ProcessMessage
 from ..process.spawn import PARENT_VARIABLE, kill_group
 from .allowed import source_of
 from .chat import CHAT_FILES, Chat, ChatFormat, Transcript
@@ -40,11 +40,11 @@ from .environment import (
     Task,
 )
 from .host import (
+    ANSWERS,
     MARK_BYTES,
     MARK_VARIABLE,
     MISMATCH,
     STUCK,
-    EnvironmentAnswer,
     EnvironmentAsk,
     EnvironmentDrop,
     EnvironmentFailure,
@@ -62,7 +62,6 @@ from .host import (
     EnvironmentSetUp,
     EnvironmentTold,
     EnvironmentTurn,
-    read_answer,
     unpack_mark,
 )
 from .judge_model import JudgeModel, Judges
@@ -85,8 +84,6 @@ MOST_LOSSES = 5
 """Lost processes in a row, with no rollout finished or blamed between, before giving up."""
 MOST_TRIES = 10
 """Attempts at a request that is not to blame for the loss of its process."""
-SET_UP = 1
-"""Number of the first request."""
 PAUSE_S = 1.0
 """Pause after a failed start."""
 PING_S = 2.0
@@ -109,6 +106,7 @@ class EnvironmentChild(ChildProcess):
 
     Error = EnvironmentFailed
     Lost = EnvironmentLost
+    answers = ANSWERS
 
     def __init__(
         self,
@@ -142,7 +140,6 @@ class EnvironmentChild(ChildProcess):
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
         """Open questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
-        self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
         """Environment.status in the latest EnvironmentPong."""
 
@@ -151,7 +148,7 @@ class EnvironmentChild(ChildProcess):
         await self.spawn(self._pass_fds)
         self._guarding = asyncio.create_task(self._guard(), name="environment guard")
         limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
-        self._watch(lambda: EnvironmentPing(0), PING_S, limit_s)
+        self._watch(EnvironmentPing(), PING_S, limit_s)
         try:
             await self._ask(set_up, EnvironmentReady)
         except EnvironmentLost as error:
@@ -159,28 +156,25 @@ class EnvironmentChild(ChildProcess):
 
     async def look(self, index: int, split: Split) -> EnvironmentLooked:
         """Prepare a task. Raises EnvironmentFailed, EnvironmentLost."""
-        return await self._ask(
-            EnvironmentLook(next(self._numbers), index, split), EnvironmentLooked
-        )
+        return await self._ask(EnvironmentLook(index, split), EnvironmentLooked)
 
     async def play(self, task: Task, policy: Policy) -> Episode:
         """Play a task. Raises EnvironmentFailed, EnvironmentLost, and the errors of `policy`."""
         number = next(self._numbers)
-        request: EnvironmentPlay | EnvironmentReply = EnvironmentPlay(number, task)
+        request: EnvironmentPlay | EnvironmentReply = EnvironmentPlay(task)
         while True:
-            answer = await self._ask(request, EnvironmentTurn | EnvironmentPlayed)
+            answer = await self._ask(request, EnvironmentTurn | EnvironmentPlayed, number)
             if isinstance(answer, EnvironmentPlayed):
                 return answer.episode
             try:
-                request = EnvironmentReply(number, await policy(answer.prompt, answer.turn))
+                request = EnvironmentReply(await policy(answer.prompt, answer.turn))
             except BaseException:
                 self._drop(number)
                 raise
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Score a finished rollout. Raises ScoreMismatch, EnvironmentFailed, EnvironmentLost."""
-        request = EnvironmentRescore(next(self._numbers), task, list(branches))
-        return (await self._ask(request, EnvironmentScored)).score
+        return (await self._ask(EnvironmentRescore(task, list(branches)), EnvironmentScored)).score
 
     async def close(self) -> None:
         """End the process; kill it if that takes too long."""
@@ -192,19 +186,20 @@ class EnvironmentChild(ChildProcess):
 
     # -- asking ------------------------------------------------------------------------------------
 
-    async def _ask(self, request: EnvironmentRequest, kind: Any) -> Any:
+    async def _ask(self, request: EnvironmentRequest, kind: Any, number: int | None = None) -> Any:
         """Send a request and return its answer; no deadline, as a silent process counts as lost.
 
         Raises EnvironmentStuck if this request's own code ended the process, EnvironmentLost if another's did.
         """
+        number = next(self._numbers) if number is None else number
         try:
-            answer = await self._answer(request, None)
+            answer = await self._answer(request, None, number)
         except EnvironmentLost as error:
-            if self._marked()[0] == request.number:
+            if self._marked()[0] == number:
                 raise EnvironmentStuck(str(error)) from error
             raise
         except asyncio.CancelledError:
-            self._drop(request.number)
+            self._drop(number)
             raise
         if isinstance(answer, EnvironmentFailure):
             kinds = {MISMATCH: ScoreMismatch, STUCK: EnvironmentStuck}
@@ -215,35 +210,32 @@ class EnvironmentChild(ChildProcess):
     def _drop(self, number: int) -> None:
         self._cancel_questions(number)
         if self._failure is None:
-            self._send(EnvironmentDrop(number))
+            self._send(EnvironmentDrop(), number)
 
-    def _decode(self, body: bytes) -> EnvironmentAnswer:
-        return read_answer(body)
-
-    def _take(self, message: Any) -> None:
-        if isinstance(message, EnvironmentPong):
-            self.status = message.status
-        elif isinstance(message, EnvironmentAsk):
-            self._begin_question(message)
+    def _take(self, message: ProcessMessage[Any]) -> None:
+        if isinstance(message.body, EnvironmentPong):
+            self.status = message.body.status
+        elif isinstance(message.body, EnvironmentAsk):
+            self._begin_question(message.number, message.body)
         else:
             super()._take(message)
 
-    def _begin_question(self, asked: EnvironmentAsk) -> None:
-        asking = self._asking[asked.number]
+    def _begin_question(self, number: int, asked: EnvironmentAsk) -> None:
+        asking = self._asking[number]
         if len(asking) >= MOST_QUESTIONS:
             refused = f"a rollout asks its judge {MOST_QUESTIONS} questions at a time at most"
-            self._send(EnvironmentTold(asked.number, asked.place, b"", refused))
+            self._send(EnvironmentTold(asked.place, b"", refused), number)
             return
-        task = asyncio.create_task(self._ask_judge(asked), name="question to the judge")
+        task = asyncio.create_task(self._ask_judge(number, asked), name="question to the judge")
         asking.add(task)
-        task.add_done_callback(lambda done: self._end_question(asked.number, done))
+        task.add_done_callback(lambda done: self._end_question(number, done))
 
     def _end_question(self, number: int, task: asyncio.Task[None]) -> None:
         self._asking[number].discard(task)
         if not self._asking[number]:
             del self._asking[number]
 
-    async def _ask_judge(self, asked: EnvironmentAsk) -> None:
+    async def _ask_judge(self, number: int, asked: EnvironmentAsk) -> None:
         """Answer a question of a reward."""
         completion, refused = b"", "this node has no judge"
         try:
@@ -252,7 +244,7 @@ class EnvironmentChild(ChildProcess):
         except (JudgeRefused, StorageError) as error:
             refused = str(error)
         if self._failure is None:
-            self._send(EnvironmentTold(asked.number, asked.place, completion, refused))
+            self._send(EnvironmentTold(asked.place, completion, refused), number)
 
     def _cancel_questions(self, number: int | None = None) -> None:
         """Cancel the open questions of a request, or of all if None."""
@@ -317,7 +309,6 @@ class HostedEnvironment:
         self._model_dir = model_dir
         self._model_files = [] if model_dir is None else [model_dir / name for name in CHAT_FILES]
         self._set_up = EnvironmentSetUp(
-            SET_UP,
             # without the keys of a subclass, which the process does not know, and the judge's URL and key
             config.published().model_dump_json().encode(),
             str(model_dir.absolute()) if model_dir else "",

@@ -15,7 +15,9 @@ from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from ..ops.control import EngineRow
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .fingerprint import Projection
@@ -71,9 +73,11 @@ class Completion:
     engine.enable_return_routed_experts; else empty."""
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Load of an engine; counts are sums over all of its processes."""
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
+    """Load of an engine; counts are sums over all of its processes.
+
+    A process sends it to its node whenever it has changed.
+    """
 
     running: int = 0
     """Sequences being generated."""
@@ -95,6 +99,44 @@ class EngineStats:
     """Restarts of its processes."""
     fault: str = ""
     """Reason why it cannot generate now (it is being restarted), for the operator; else empty."""
+    lanes: int = 0
+    """Micro-batches that stage 0 of a pipeline cuts its sequences into."""
+    in_flight: int = 0
+    """Micro-batches under way."""
+    stall_share: float = 0.0
+    """Share of its time that the slowest stage waits."""
+
+    def row(self, kind: str, *, inflight: int, cap: int) -> EngineRow:
+        """Describe an engine of the type `kind` for its operator."""
+        return EngineRow(
+            type=kind,
+            inflight=inflight,
+            cap=cap,
+            running=self.running,
+            waiting=self.waiting,
+            kv_use=round(self.kv_use, 3),
+            preemptions=self.preemptions,
+            generated_tokens=self.generated_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            restarts=self.restarts,
+            fault=self.fault,
+        )
+
+    def with_totals(self, *others: "EngineStats") -> "EngineStats":
+        """Add the counts since the start of `others` to these."""
+        sums = {name: sum(getattr(one, name) for one in (self, *others)) for name in COUNTS}
+        return replace(self, **sums)
+
+
+COUNTS = (
+    "preemptions",
+    "prompt_tokens",
+    "generated_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+"""Fields of EngineStats that count since a process's start."""
 
 
 class Engine(Protocol):

@@ -25,10 +25,10 @@ from .host_messages import (
     FAULT,
     LOST,
     MAX_FRAME,
+    REQUESTS,
     USAGE,
     ApiOptions,
     EngineAnswer,
-    EngineBusy,
     EngineCheck,
     EngineDone,
     EngineDraw,
@@ -45,7 +45,6 @@ from .host_messages import (
     EngineSetUp,
     EngineStage,
     EngineWrite,
-    read_engine_request,
 )
 from .prefill import PrefillRequest
 
@@ -274,15 +273,11 @@ class EngineHost:
 
     async def _report(self, core: EngineCore) -> None:
         """Send the engine's load whenever it has changed."""
-        sent = EngineBusy()
+        sent = EngineStats()
         while True:
-            stats = core.stats()
-            busy = EngineBusy(
-                **{name: getattr(stats, name, 0) for name in EngineBusy.__struct_fields__}
-            )
-            if busy != sent:
-                self._outbox.put(ProcessMessage(0, busy))
-                sent = busy
+            if (stats := core.stats()) != sent:
+                self._outbox.put(ProcessMessage(0, stats))
+                sent = stats
             await asyncio.sleep(BUSY_S)
 
 
@@ -291,7 +286,7 @@ def main(make: MakeCore) -> None:
     if os.getpgrp() == os.getpid():
         # vLLM's own processes watch this one only after their start
         signal.signal(signal.SIGTERM, _end_all)
-    serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
+    serve_parent(REQUESTS.decode, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
 
 
 def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:

@@ -7,7 +7,7 @@ file that both processes can read (handover.py), never in a message.
 import msgspec
 
 from ..process.frames import ProcessMessage
-from .engine import Completion, GenerateRequest, WeightsFault, Written
+from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
 from .prefill import PrefillRequest
 
 MAX_FRAME = 2**28
@@ -122,26 +122,6 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     kind: str
 
 
-class EngineBusy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
-    """Load of the engine, sent when it changes; fields as in EngineStats."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_use: float = 0.0
-    kv_tokens: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    lanes: int = 0
-    """Micro-batches that stage 0 of a pipeline cuts its sequences into."""
-    in_flight: int = 0
-    """Micro-batches under way."""
-    stall_share: float = 0.0
-    """Share of its time that the slowest stage waits."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 EngineRequest = (
     EngineSetUp
     | EngineCheck
@@ -162,21 +142,11 @@ EngineAnswer = (
     | EnginePrefilled
     | EnginePong
     | EngineFailed
-    | EngineBusy
+    | EngineStats
 )
-_REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
+REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[EngineRequest]] = msgspec.msgpack.Decoder(
     ProcessMessage[EngineRequest]
 )
-_ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EngineAnswer]] = msgspec.msgpack.Decoder(
+ANSWERS: msgspec.msgpack.Decoder[ProcessMessage[EngineAnswer]] = msgspec.msgpack.Decoder(
     ProcessMessage[EngineAnswer]
 )
-
-
-def read_engine_request(body: bytes) -> ProcessMessage[EngineRequest]:
-    """Decode a request. Raises msgspec.DecodeError (a ValueError)."""
-    return _REQUESTS.decode(body)
-
-
-def read_engine_answer(body: bytes) -> ProcessMessage[EngineAnswer]:
-    """Decode an answer. Raises msgspec.DecodeError (a ValueError)."""
-    return _ANSWERS.decode(body)

@@ -233,20 +233,16 @@ class HostedEngine:
     def stats(self) -> EngineStats:
         """See Engine. Raises EngineError if every engine was given up."""
         fault = "" if self._fault else self._down()
-        found = [replica.busy for replica in self._replicas]
-        return EngineStats(
+        found = [replica.stats for replica in self._replicas]
+        whole = EngineStats(
             running=sum(one.running for one in found),
             waiting=sum(one.waiting for one in found),
             kv_use=max((one.kv_use for one in found), default=0.0),
             kv_tokens=sum(one.kv_tokens for one in found),
-            preemptions=sum(one.preemptions for one in found),
-            prompt_tokens=sum(one.prompt_tokens for one in found),
-            generated_tokens=sum(one.generated_tokens for one in found),
-            drafted_tokens=sum(one.drafted_tokens for one in found),
-            accepted_tokens=sum(one.accepted_tokens for one in found),
             restarts=sum(replica.restarts for replica in self._replicas),
             fault=fault,
         )
+        return whole.with_totals(*found)
 
     async def close(self) -> None:
         """End the processes, by force if need be; pending requests raise EngineError."""

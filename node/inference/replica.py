@@ -5,7 +5,6 @@ consecutive failure, and with the newest policy before any work.
 """
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
@@ -13,21 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
-
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
 from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
 from ..process.frames import ProcessMessage
-from .engine import Completion, GenerateRequest, WeightsFault, Written
+from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (
+    ANSWERS,
     LOST,
     MAX_FRAME,
     USAGE,
-    EngineAnswer,
-    EngineBusy,
     EngineCheck,
     EngineDone,
     EngineDraw,
@@ -44,7 +40,6 @@ from .host_messages import (
     EngineSetUp,
     EngineStage,
     EngineWrite,
-    read_engine_answer,
 )
 from .prefill import PrefillRequest
 
@@ -146,6 +141,7 @@ class EngineChild(ChildProcess):
 
     Error = EngineError
     Lost = EngineLost
+    answers = ANSWERS
     max_frame = MAX_FRAME
 
     def __init__(
@@ -158,10 +154,9 @@ class EngineChild(ChildProcess):
     ) -> None:
         super().__init__(name, title, program, environment)
         self._timeouts = timeouts
-        self._numbers = itertools.count(1)
         self._ready = False
         self._stuck_s = 0.0
-        self.busy = EngineBusy()
+        self.stats = EngineStats()
         """Load that the process reported last."""
 
     async def start(self, setup: EngineSetUp) -> None:
@@ -169,8 +164,7 @@ class EngineChild(ChildProcess):
         await self.spawn()
         await self._ask(setup, EngineDone, self._timeouts.start_s)
         self._ready = True
-        ping = ProcessMessage(0, EnginePing())
-        self._watch(lambda: ping, self._timeouts.ping_s, self._timeouts.silent_s)
+        self._watch(EnginePing(), self._timeouts.ping_s, self._timeouts.silent_s)
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
@@ -218,10 +212,10 @@ class EngineChild(ChildProcess):
         """
         number = next(self._numbers)
         try:
-            answer = (await self._answer(ProcessMessage(number, request), timeout_s)).body
+            answer = await self._answer(request, timeout_s, number)
         except asyncio.CancelledError:
             if isinstance(request, EngineDraw | EnginePrefill) and not self._closing:
-                self._send(ProcessMessage(number, EngineDrop()))
+                self._send(EngineDrop(), number)
             raise
         if isinstance(answer, EngineFailed):
             raise await self._refused(answer)
@@ -245,9 +239,6 @@ class EngineChild(ChildProcess):
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
 
-    def _decode(self, body: bytes) -> ProcessMessage[EngineAnswer]:
-        return read_engine_answer(body)
-
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
         process = f"{self._title}'s process"
         return exit_reason(process, code, lines, causes=self._causes, memory_advice=MEMORY_ADVICE)
@@ -256,9 +247,9 @@ class EngineChild(ChildProcess):
     def _causes(self) -> Causes:
         return VLLM_CAUSES if self._title == "vLLM" else OTHER_CAUSES
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message.body, EngineBusy):
-            self.busy = message.body
+    def _take(self, message: ProcessMessage[Any]) -> None:
+        if isinstance(message.body, EngineStats):
+            self.stats = message.body
         elif isinstance(message.body, EnginePong):
             self._stuck_s = message.body.stuck_s
         else:
@@ -297,7 +288,8 @@ class EngineReplica:
         self._failures = 0
         self._watching: asyncio.Task[None] | None = None
         self._reason = ""
-        self._past = EngineBusy()
+        self._past = EngineStats()
+        """Counts of the earlier processes, all else empty."""
         self.restarts = 0
         self.given_up = False
         """Whether the engine will not be restarted."""
@@ -315,9 +307,9 @@ class EngineReplica:
         return self._reason or self._child.fault
 
     @property
-    def busy(self) -> EngineBusy:
+    def stats(self) -> EngineStats:
         """Load of the engine; totals include earlier processes."""
-        return self._past if self.child is None else self._with_past(self._child.busy)
+        return self._past if self.child is None else self._child.stats.with_totals(self._past)
 
     async def start(self) -> None:
         """Start and watch the first process. Raises the errors of its start, without a retry."""
@@ -345,14 +337,7 @@ class EngineReplica:
             await self._child.lost.wait()
             if time.monotonic() - began >= self._timeouts.steady_s:
                 self._failures = 0
-            total = self._with_past(self._child.busy)
-            self._past = EngineBusy(
-                preemptions=total.preemptions,
-                prompt_tokens=total.prompt_tokens,
-                generated_tokens=total.generated_tokens,
-                drafted_tokens=total.drafted_tokens,
-                accepted_tokens=total.accepted_tokens,
-            )
+            self._past = self._past.with_totals(self._child.stats)
             self._down(self._child.fault)
             await self._child.kill()
             await self._replace()
@@ -385,17 +370,6 @@ class EngineReplica:
             await child.kill()
             return
         logger.info("%s works again", self._name)
-
-    def _with_past(self, now: EngineBusy) -> EngineBusy:
-        past = self._past
-        return msgspec.structs.replace(
-            now,
-            preemptions=past.preemptions + now.preemptions,
-            prompt_tokens=past.prompt_tokens + now.prompt_tokens,
-            generated_tokens=past.generated_tokens + now.generated_tokens,
-            drafted_tokens=past.drafted_tokens + now.drafted_tokens,
-            accepted_tokens=past.accepted_tokens + now.accepted_tokens,
-        )
 
     def _down(self, fault: str) -> None:
         self._up, self._reason = False, fault

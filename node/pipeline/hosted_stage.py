@@ -1,28 +1,18 @@
-"""Interfaces of a pipeline's engines, and their implementations: vLLM in child processes.
+"""A pipeline's engines: vLLM in child processes; that of stage 0 extends Engine.
 
-They extend Engine by rejoin() and the micro-batch figures. Engines do not touch the network: they exchange
-frames with the node's process over a Port, and the node tells stage 0 when to begin a new ring epoch.
+Engines do not touch the network: they exchange frames with the node's process over a Port, and the node tells
+stage 0 when to begin a new ring epoch.
 """
 
 import sys
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..config.engine import EngineConfig
-from ..inference.engine import Completion, Engine, GenerateRequest
-from ..inference.host_messages import EngineBusy
+from ..inference.engine import Completion, Engine, EngineStats, GenerateRequest
 from ..inference.hosted import HostedEngine
 from ..ops.errors import EngineError, EngineLost
+from .micro_batches import LaneStats
 from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
-
-
-@dataclass(frozen=True)
-class HostedLanes:
-    """Micro-batch figures of stage 0; they may be a second old."""
-
-    lanes: int
-    in_flight: int
-    stall_share: float
 
 
 class HeadEngine(Engine, Protocol):
@@ -40,18 +30,9 @@ class HeadEngine(Engine, Protocol):
         """
         ...
 
-    def lanes(self) -> HostedLanes:
-        """Return the micro-batch figures."""
+    def lanes(self) -> LaneStats:
+        """Return the micro-batch figures; they may be a second old."""
         ...
-
-
-class StageEngine(Engine, Protocol):
-    """The engine of a later stage.
-
-    load() and update() prepare weights, which a SWITCH frame applies.
-
-    Before its first ring epoch they take effect at once. generate() raises EngineError.
-    """
 
 
 HEAD_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "head")
@@ -73,14 +54,17 @@ class HostedHead(HostedEngine):
                 raise EngineLost(f"the vLLM engine is restarting: {self._down()}")
             await child.rejoin(epoch)
 
-    def lanes(self) -> HostedLanes:
+    def lanes(self) -> LaneStats:
         """Return the micro-batch figures of the last report."""
-        busy = self._replicas[0].busy if self._replicas else EngineBusy()
-        return HostedLanes(busy.lanes, busy.in_flight, busy.stall_share)
+        stats = self._replicas[0].stats if self._replicas else EngineStats()
+        return LaneStats(stats.lanes, stats.in_flight, stats.stall_share)
 
 
 class HostedStage(HostedEngine):
-    """Implements StageEngine."""
+    """The engine of a later stage: load() and update() prepare weights, which a SWITCH frame applies.
+
+    Before its first ring epoch they take effect at once.
+    """
 
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         super().__init__(_planned(config, place), STAGE_PROGRAM, place=place)

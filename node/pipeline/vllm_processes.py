@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..config.engine import EngineConfig
 from ..inference.engine import (
@@ -53,15 +54,6 @@ STAGING_POLL_S = 0.005
 RECONNECT_S = 0.2
 
 
-@dataclass(frozen=True)
-class HeadStats(EngineStats):
-    """Engine stats with stage 0's micro-batch figures; see EngineBusy."""
-
-    lanes: int = 0
-    in_flight: int = 0
-    stall_share: float = 0.0
-
-
 class HeadCore(VllmCore):
     """Implements EngineCore and RejoiningCore."""
 
@@ -79,12 +71,12 @@ class HeadCore(VllmCore):
     def stats(self) -> EngineStats:
         """Return the engine's stats with its micro-batch figures."""
         lanes, in_flight, stall_share = self._lane_stats
-        figures: dict[str, Any] = {
-            "lanes": int(lanes),
-            "in_flight": int(in_flight),
-            "stall_share": round(stall_share, 2),
-        }
-        return HeadStats(**vars(super().stats()) | figures)
+        return replace(
+            super().stats(),
+            lanes=int(lanes),
+            in_flight=int(in_flight),
+            stall_share=round(stall_share, 2),
+        )
 
     async def close(self) -> None:
         """Close the engine."""

@@ -9,11 +9,12 @@ Many requests may be pending at once. Invariants:
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ import msgspec
 
 from ..ops.errors import NodeError
 from .exit_reason import LOOK, exit_reason
-from .frames import MAX_FRAME, frame, read_frames
+from .frames import MAX_FRAME, ProcessMessage, frame, read_frames
 from .spawn import LogTail, kill_group, start_process, to_the_end
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
@@ -44,6 +45,8 @@ class ChildProcess:
     """Raised if it cannot be started, is not started, or is closed."""
     Lost: ClassVar[type[NodeError]] = NodeError
     """Raised once it has ended, hangs or sent an unreadable frame."""
+    answers: ClassVar[msgspec.msgpack.Decoder[ProcessMessage[Any]]]
+    """Decoder of its frames."""
     max_frame: ClassVar[int] = MAX_FRAME
     log_level: ClassVar[int] = logging.INFO
     """Level of its own log lines."""
@@ -64,6 +67,7 @@ class ChildProcess:
         """The writer if it is a socket; a pipe closes with its process, a socket is closed here."""
         self._reading: asyncio.Task[None] | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._out: list[bytes] = []
         self._failure: NodeError | None = None
@@ -91,14 +95,10 @@ class ChildProcess:
 
     # -- for subclasses ----------------------------------------------------------------------------
 
-    def _decode(self, body: bytes) -> Any:
-        """Decode a frame into a message with a `number`. Raises ValueError."""
-        raise NotImplementedError
-
-    def _take(self, message: Any) -> None:
-        """Deliver a message to the request with its number. Raises EOFError to stop reading."""
+    def _take(self, message: ProcessMessage[Any]) -> None:
+        """Deliver an answer to the request with its number. Raises EOFError to stop reading."""
         if (future := self._pending.get(message.number)) is not None and not future.done():
-            future.set_result(message)
+            future.set_result(message.body)
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
         """Explain its exit to the operator; `code` is negative for a signal, None while it runs."""
@@ -246,14 +246,17 @@ class ChildProcess:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    async def _answer(self, request: Any, timeout_s: float | None) -> Any:
-        """Send a request and return the message with its number.
+    async def _answer(
+        self, request: Any, timeout_s: float | None, number: int | None = None
+    ) -> Any:
+        """Send a request and return its answer; `number` is the request's, by default the next one.
 
         Raises Lost, also after `timeout_s`; Error once it is closed; ValueError if the request is longer than
         `max_frame`.
         """
-        name = type(getattr(request, "body", request)).__name__
-        return await self._exchange(request.number, frame(request, self.max_frame), name, timeout_s)
+        number = next(self._numbers) if number is None else number
+        data = frame(ProcessMessage(number, request), self.max_frame)
+        return await self._exchange(number, data, type(request).__name__, timeout_s)
 
     async def _exchange(self, number: int, data: bytes, name: str, timeout_s: float | None) -> Any:
         """Send an encoded request as _answer() does; errors call it `name`."""
@@ -279,9 +282,9 @@ class ChildProcess:
             )
             raise self._failed()
 
-    def _send(self, message: msgspec.Struct) -> None:
-        """Send a message that has no answer."""
-        self._write(frame(message, self.max_frame))
+    def _send(self, request: Any, number: int = 0) -> None:
+        """Send a request that has no answer; `number` is that of the request it is about."""
+        self._write(frame(ProcessMessage(number, request), self.max_frame))
 
     def _write(self, data: bytes) -> None:
         """Queue a frame; the frames of one event loop turn are written together."""
@@ -298,7 +301,7 @@ class ChildProcess:
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
             async for body in read_frames(stream, self.max_frame):
-                message = self._decode(body)
+                message = self.answers.decode(body)
                 self._received += 1
                 self._heard_at = time.monotonic()
                 self._take(message)
@@ -335,21 +338,17 @@ class ChildProcess:
 
     # -- watching ----------------------------------------------------------------------------------
 
-    def _watch(
-        self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
-    ) -> None:
-        """Ping it from now on and declare it lost after `silent_s` without a sign of life."""
+    def _watch(self, ping: Any, every_s: float, silent_s: float) -> None:
+        """Send it `ping` from now on and declare it lost after `silent_s` without a sign of life."""
         self._heartbeat = asyncio.create_task(
-            self._beat(make_ping, every_s, silent_s), name=f"{self._name} heartbeat"
+            self._beat(ping, every_s, silent_s), name=f"{self._name} heartbeat"
         )
 
-    async def _beat(
-        self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
-    ) -> None:
+    async def _beat(self, ping: Any, every_s: float, silent_s: float) -> None:
         # Counts beats, not seconds: while our own event loop is blocked no answer can be read.
         life, silent = self._life(), 0.0
         while self._failure is None:
-            self._send(make_ping())
+            self._send(ping)
             await asyncio.sleep(every_s)
             before, life = life, self._life()
             if life != before:

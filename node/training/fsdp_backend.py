@@ -17,21 +17,15 @@ from ..weights.state import State
 from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
 from .rank_group import NOT_RUNNING, RankGroup
 from .rank_messages import (
-    RankCompile,
     RankDone,
-    RankEndSupervised,
     RankEvaluate,
-    RankExport,
-    RankLoad,
     RankRequest,
-    RankSave,
-    RankStage,
+    RankRun,
     RankStart,
     RankStep,
     RankSupervise,
     RankWriteSnapshot,
     RankWriteStaged,
-    RankWriteState,
 )
 from .snapshot import SnapshotReader, exchange_directory
 
@@ -110,7 +104,7 @@ class FsdpBackend:
 
         Deadline: fsdp.start_timeout_s.
         """
-        await self._ask(RankCompile(), self._config.fsdp.start_timeout_s)
+        await self._ask(RankRun("compile_step"), self._config.fsdp.start_timeout_s)
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Make one optimizer step; an empty batch only advances the schedule.
@@ -131,7 +125,7 @@ class FsdpBackend:
 
         async def read(ranks: RankGroup) -> State:
             path = ranks.directory / "state"
-            await ranks.ask(RankWriteState(str(path)), self._model_s)
+            await ranks.ask(RankRun("write_state", str(path)), self._model_s)
             return await asyncio.to_thread(self._reader.state, path)
 
         return await self._in_turn(read)
@@ -151,11 +145,11 @@ class FsdpBackend:
 
     async def save(self, directory: Path) -> None:
         """Write everything needed to resume into `directory`, whole or not at all."""
-        await self._ask(RankSave(_absolute(directory)), self._model_s)
+        await self._ask(RankRun("save", _absolute(directory)), self._model_s)
 
     async def stage(self) -> None:
         """Copy the content of a checkpoint into the ranks' memory."""
-        await self._ask(RankStage(), self._model_s)
+        await self._ask(RankRun("stage"), self._model_s)
 
     async def write_staged(self, directory: Path) -> None:
         """Write the newest stage(), while other calls go on. Deadline: 10 x fsdp.timeout_s."""
@@ -166,11 +160,11 @@ class FsdpBackend:
 
     async def load(self, directory: Path) -> None:
         """Continue exactly from a directory that save() wrote. Raises StorageError."""
-        await self._ask(RankLoad(_absolute(directory)), self._model_s)
+        await self._ask(RankRun("load", _absolute(directory)), self._model_s)
 
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
-        await self._ask(RankExport(_absolute(directory)), self._model_s)
+        await self._ask(RankRun("export", _absolute(directory)), self._model_s)
 
     async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
         """Make one step of cross entropy on completions; returns the loss per token. For warm_up()."""
@@ -181,7 +175,7 @@ class FsdpBackend:
 
     async def end_supervised(self) -> None:
         """Reset the optimizer after a warm-up."""
-        await self._ask(RankEndSupervised(), self._model_s)
+        await self._ask(RankRun("end_supervised"), self._model_s)
 
     async def close(self) -> None:
         """End the ranks, also in the middle of a call; safe to call twice."""

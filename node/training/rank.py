@@ -29,30 +29,25 @@ from .rank_messages import (
     ENDED,
     EXIT_LOST,
     MAX_FRAME,
-    READING,
     RankAnswer,
     RankCall,
-    RankCompile,
     RankDone,
     RankEnd,
-    RankEndSupervised,
     RankError,
     RankEvaluate,
-    RankExport,
     RankIdle,
     RankJoin,
-    RankLoad,
     RankRequest,
-    RankSave,
+    RankRun,
     RanksBroken,
     RanksJoined,
-    RankStage,
     RankStart,
     RankStep,
     RankSupervise,
     RankWriteSnapshot,
     RankWriteStaged,
-    RankWriteState,
+    changes_nothing,
+    name_of,
 )
 from .world import RankChannel, RanksMissing, World
 
@@ -136,11 +131,12 @@ class RankServer:
         try:
             return RankDone(self._figures(request))
         except (ValueError, EngineError, StorageError) as error:
-            logger.info("%s failed: %s", type(request).__name__, error)
+            logger.info("%s failed: %s", name_of(request), error)
             return RankError(str(error), isinstance(error, StorageError))
 
     def _figures(self, request: RankRequest) -> dict[str, float]:
-        if isinstance(request, RankSave | RankStage | RankLoad | RankStart):
+        method = request.method if isinstance(request, RankRun) else ""
+        if method in ("save", "stage", "load") or isinstance(request, RankStart):
             self._finish_write()  # checkpoints are written and read one at a time
         if isinstance(request, RankStart):
             learner, self._learner = self._learner, None
@@ -150,28 +146,16 @@ class RankServer:
             return {}
         learner = self._started()
         match request:
-            case RankCompile():
-                learner.compile_step()
+            case RankRun(method, path):
+                getattr(learner, method)(*([Path(path)] if path else []))
             case RankStep(batch):
                 return learner.step(batch).values
             case RankEvaluate(samples):
                 return learner.evaluate(samples)
             case RankSupervise(examples, lr):
                 return {"loss": learner.supervised_step(examples, lr)}
-            case RankEndSupervised():
-                learner.end_supervised()
-            case RankWriteState(path):
-                learner.write_state(Path(path))
             case RankWriteSnapshot(path, whole):
                 learner.write_snapshot(Path(path), whole=whole)
-            case RankExport(directory):
-                learner.export(Path(directory))
-            case RankSave(directory):
-                learner.save(Path(directory))
-            case RankStage():
-                learner.stage()
-            case RankLoad(directory):
-                learner.load(Path(directory))
             case _:
                 raise ValueError(f"{type(request).__name__} does not belong here: use one version")
         return {}
@@ -193,7 +177,7 @@ class RankServer:
         codes = self._channel.gather(code)
         if len(set(codes)) == 1:
             return mine
-        if not isinstance(request, READING):
+        if not changes_nothing(request):
             raise OutOfStep(mine)
         if code:
             return mine

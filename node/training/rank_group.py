@@ -6,7 +6,6 @@ node 0, so that rank 0 is beside the daemon: with several machines that needs a 
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import re
@@ -36,10 +35,10 @@ from .rank_messages import (
     RankEnd,
     RankError,
     RankJoin,
-    RankReply,
     RankRequest,
     RanksBroken,
     RanksJoined,
+    name_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -139,6 +138,7 @@ class RankGroup(ChildProcess):
 
     Error = EngineError
     Lost = RankFailed
+    answers = REPLIES
     max_frame = MAX_FRAME
 
     def __init__(
@@ -151,7 +151,6 @@ class RankGroup(ChildProcess):
         self._rank_program = program
         self._directory: Path | None = None
         self._attribution = FailureAttribution()
-        self._numbers = itertools.count(1)
         self.pids: list[int] = []
         """Process ids of the ranks in order; 0 for a rank on another machine."""
 
@@ -184,11 +183,10 @@ class RankGroup(ChildProcess):
             data = await asyncio.to_thread(frame, ProcessMessage(number, request), MAX_FRAME)
         except ValueError as error:
             raise EngineError(f"this batch is too large ({error}): make smaller ones") from error
-        reply: RankReply = await self._exchange(number, data, type(request).__name__, timeout_s)
-        if isinstance(reply.body, RankError):
-            kind = StorageError if reply.body.of_storage else EngineError
-            raise kind(reply.body.detail)
-        return reply.body
+        answer: RankAnswer = await self._exchange(number, data, name_of(request), timeout_s)
+        if isinstance(answer, RankError):
+            raise (StorageError if answer.of_storage else EngineError)(answer.detail)
+        return answer
 
     async def close(self) -> None:
         """End the ranks, in order if they are healthy; safe to call twice."""
@@ -226,10 +224,7 @@ class RankGroup(ChildProcess):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _decode(self, body: bytes) -> RankReply:
-        return REPLIES.decode(body)
-
-    def _take(self, message: Any) -> None:
+    def _take(self, message: ProcessMessage[Any]) -> None:
         if isinstance(message.body, RanksBroken):
             broken = message.body
             self._attribution.mute(broken.ranks, f"does not answer ({broken.detail})")
@@ -245,7 +240,7 @@ class RankGroup(ChildProcess):
         return EngineError(NOT_RUNNING)
 
     def _request_end(self) -> None:
-        self._send(ProcessMessage(0, RankEnd()))
+        self._send(RankEnd())
 
     async def _find_reason(self, fault: str) -> str:
         """End everything, after giving the ranks and torchrun time to report the rank at fault."""

@@ -4,6 +4,8 @@ No torch. Frames as in node/process/frames.py. Numbers, text and bytes go across
 files in a folder that only the daemon's user can read.
 """
 
+from typing import Literal
+
 import msgspec
 
 from ..process.frames import ProcessMessage
@@ -36,8 +38,14 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     """Terms of environments with their own sampling or loss, by name."""
 
 
-class RankCompile(msgspec.Struct, frozen=True, tag="compile"):
-    """Request to compile what a step computes."""
+class RankRun(msgspec.Struct, frozen=True, tag="run"):
+    """Request to run a method of the learner that gives no figures."""
+
+    method: Literal[
+        "compile_step", "end_supervised", "stage", "write_state", "save", "load", "export"
+    ]
+    path: str = ""
+    """The file or directory that it writes or reads; empty if it takes none."""
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step"):
@@ -59,16 +67,6 @@ class RankSupervise(msgspec.Struct, frozen=True, tag="supervise"):
     lr: float
 
 
-class RankEndSupervised(msgspec.Struct, frozen=True, tag="end_supervised"):
-    """Request to forget the optimizer's moments."""
-
-
-class RankWriteState(msgspec.Struct, frozen=True, tag="state"):
-    """Request to write the bf16 policy to a file."""
-
-    path: str
-
-
 class RankWriteSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """Request to write the changes since the last snapshot to a file, or the whole policy."""
 
@@ -76,30 +74,8 @@ class RankWriteSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     whole: bool
 
 
-class RankSave(msgspec.Struct, frozen=True, tag="save"):
-    """Request to write a checkpoint."""
-
-    directory: str
-
-
-class RankStage(msgspec.Struct, frozen=True, tag="stage"):
-    """Request to copy the content of a checkpoint into host memory."""
-
-
 class RankWriteStaged(msgspec.Struct, frozen=True, tag="write_staged"):
     """Request to write the staged checkpoint, answered once written; other calls go on."""
-
-    directory: str
-
-
-class RankLoad(msgspec.Struct, frozen=True, tag="load"):
-    """Request to continue from a checkpoint."""
-
-    directory: str
-
-
-class RankExport(msgspec.Struct, frozen=True, tag="export"):
-    """Request to write a Hugging Face model."""
 
     directory: str
 
@@ -115,23 +91,27 @@ class RankEnd(msgspec.Struct, frozen=True, tag="end"):
 RankRequest = (
     RankJoin
     | RankStart
-    | RankCompile
+    | RankRun
     | RankStep
     | RankEvaluate
     | RankSupervise
-    | RankEndSupervised
-    | RankWriteState
     | RankWriteSnapshot
-    | RankSave
-    | RankStage
     | RankWriteStaged
-    | RankLoad
-    | RankExport
     | RankIdle
     | RankEnd
 )
-READING = (RankEvaluate, RankWriteState, RankWriteSnapshot, RankSave, RankExport)
-"""Calls that change nothing: if one rank alone fails in them, all go on."""
+
+
+def changes_nothing(request: RankRequest) -> bool:
+    """Return whether the learner stays as it is: if one rank alone fails, all go on."""
+    if isinstance(request, RankRun):
+        return request.method in ("write_state", "save", "export")
+    return isinstance(request, RankEvaluate | RankWriteSnapshot)
+
+
+def name_of(request: RankRequest) -> str:
+    """Name a request in logs and errors."""
+    return request.method if isinstance(request, RankRun) else type(request).__name__
 
 
 class RanksJoined(msgspec.Struct, frozen=True, tag="joined"):

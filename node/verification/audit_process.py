@@ -69,13 +69,12 @@ class AuditError(msgspec.Struct, frozen=True, tag="error"):
 
 AuditProcessRequest = AuditSetUp | HoldState | MeasureItems
 AuditProcessReply = AuditReady | MeasuredItems | AuditError
-_REQUESTS = msgspec.msgpack.Decoder(ProcessMessage[AuditProcessRequest])
-_REPLIES = msgspec.msgpack.Decoder(ProcessMessage[AuditProcessReply])
-
-
-def read_reply(body: bytes) -> ProcessMessage[AuditProcessReply]:
-    """Decode a reply. Raises ValueError."""
-    return _REPLIES.decode(body)
+REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[AuditProcessRequest]] = msgspec.msgpack.Decoder(
+    ProcessMessage[AuditProcessRequest]
+)
+REPLIES: msgspec.msgpack.Decoder[ProcessMessage[AuditProcessReply]] = msgspec.msgpack.Decoder(
+    ProcessMessage[AuditProcessReply]
+)
 
 
 class Measurer(Protocol):
@@ -167,7 +166,7 @@ def build_replay(setup: AuditSetUp) -> Measurer:
 
 def main(build: Callable[[AuditSetUp], Measurer] = build_replay) -> None:
     """Serve requests on standard input and output; libraries' prints go to standard error."""
-    serve_parent(_REQUESTS.decode, lambda outbox: AuditServer(outbox, build), max_frame=MAX_FRAME)
+    serve_parent(REQUESTS.decode, lambda outbox: AuditServer(outbox, build), max_frame=MAX_FRAME)
 
 
 if __name__ == "__main__":

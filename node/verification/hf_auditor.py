@@ -17,12 +17,12 @@ from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..ops.errors import EngineError
 from ..process.child_process import ChildProcess
-from ..process.frames import ProcessMessage
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import State
 from ..weights.state_history import WHOLE
 from .audit_process import (
     MAX_FRAME,
+    REPLIES,
     AuditError,
     AuditProcessReply,
     AuditProcessRequest,
@@ -30,7 +30,6 @@ from .audit_process import (
     HoldState,
     MeasuredItems,
     MeasureItems,
-    read_reply,
 )
 from .auditor import (
     AuditItem,
@@ -59,13 +58,13 @@ class AuditChild(ChildProcess):
 
     Error = EngineError
     Lost = AuditFailed
+    answers = REPLIES
     max_frame = MAX_FRAME
     log_level = logging.WARNING
 
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
         super().__init__("audit process", "the process that audits", program, environment)
-        self._numbers = itertools.count(1)
 
     async def ask(self, request: AuditProcessRequest, timeout_s: float) -> AuditProcessReply:
         """Send a request and return the answer.
@@ -73,15 +72,12 @@ class AuditChild(ChildProcess):
         Raises AuditFailed, also after `timeout_s`, and EngineError if it can never answer.
         """
         try:
-            answer = await self._answer(ProcessMessage(next(self._numbers), request), timeout_s)
+            answer: AuditProcessReply = await self._answer(request, timeout_s)
         except ValueError as error:
             raise AuditFailed(f"too much for one audit ({error})") from error
-        if isinstance(answer.body, AuditError):
-            raise (EngineError if answer.body.always else AuditFailed)(answer.body.detail)
-        return answer.body
-
-    def _decode(self, body: bytes) -> ProcessMessage[AuditProcessReply]:
-        return read_reply(body)
+        if isinstance(answer, AuditError):
+            raise (EngineError if answer.always else AuditFailed)(answer.detail)
+        return answer
 
 
 class HeldStates:

@@ -340,22 +340,11 @@ class InferenceRole:
             stats = self._engine.stats()
         except EngineError as error:  # it has failed for good, and this node is about to end
             stats = EngineStats(fault=str(error))
-        return EngineRow(
-            type=self._config.type,
-            inflight=self._admission.inflight,
-            cap=self._admission.cap,
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_use=round(stats.kv_use, 3),
-            preemptions=stats.preemptions,
-            taken_back=self._admission.taken_back,
-            generated_tokens=stats.generated_tokens,
-            drafted_tokens=stats.drafted_tokens,
-            accepted_tokens=stats.accepted_tokens,
-            tokens_per_s=round(self._admission.tokens_per_s, 1),
-            restarts=stats.restarts,
-            fault=stats.fault,
-        )
+        admission = self._admission
+        row = stats.row(self._config.type, inflight=admission.inflight, cap=admission.cap)
+        row.taken_back = admission.taken_back
+        row.tokens_per_s = round(admission.tokens_per_s, 1)
+        return row
 
     # -- leases ----------------------------------------------------------------------------------
 

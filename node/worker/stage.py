@@ -16,11 +16,11 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import PrepareVersion
 from ...protocol.pipelines import PipelinePlan
+from ..inference.engine import Engine
 from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..pipeline.acceptor import LinkAcceptor
-from ..pipeline.hosted_stage import StageEngine
 from ..pipeline.ring import Ring, RingFault
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
@@ -320,7 +320,7 @@ class StageRole:
         run: RunManifest,
         book: HeadStore,
         weight_sync: WeightSync,
-        engine: StageEngine,
+        engine: Engine,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._answer_s = answer_s

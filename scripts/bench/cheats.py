@@ -1,11 +1,15 @@
 """Measure how often the checks catch each cheat, and how often they punish the honest.
 
     python scripts/bench/cheats.py [--quick] [--models tiny,50m] [--json FILE] [--save FILE | --load FILE...]
+    bash scripts/bench/gpu.sh cheats --device cuda --engine vllm --models 0.6b:bfloat16 --audit bfloat16
+        --tokens 128 --lr 1e-6 1e-5 --blocks 112000 --rollouts 256 --save FILE
 
 Production parts end to end (Verifier, auditor, reputation), judged by the built-in bounds and by bounds
 calibrated with the same honest rollouts; tests/attacks/cheat_book.py describes the cheats. Models are trained a
-little (trained_model.py). Honest workers generate alone, a few at a time and in large batches; with --engine
-vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_cheats.
+little (trained_model.py). Honest workers generate alone, a few at a time and in large batches. With --engine
+vllm honest workers and cheats generate by vLLM. With several rates of the policy updates, those after the first
+measure the cheats by older versions, and fewer honest rollouts. Tables can be made anywhere of what --save
+keeps.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
@@ -51,7 +56,7 @@ from primerl.scripts.bench.cheats_measure import (
     start_auditors,
 )
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
-from primerl.tests.attacks.cheat_book import BOOK, Cheat
+from primerl.tests.attacks.cheat_book import BOOK
 from primerl.tests.attacks.cheat_world import (
     Outcome,
     World,
@@ -60,11 +65,32 @@ from primerl.tests.attacks.cheat_world import (
     with_updates,
 )
 
-COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
+COMPANY = {
+    "hf": ((1, 0.01), (8, 0.09), (256, 0.9)),
+    "vllm": ((8, 0.01), (64, 0.09), (1024, 0.9)),
+}
 """Numbers of concurrent rollouts, and their shares of the honest blocks."""
-MOST = 128
+MOST = {"hf": 128, "vllm": 256}
 """Maximum number of concurrent rollouts of a cheat."""
+VLLM: dict[str, Any] = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, *range(32, 257, 32)],
+    },
+    "max_num_batched_tokens": 16384,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.35,
+}
+"""On a GPU, which auditors and cheats use as well."""
 UPDATES = 4
+VERSIONS = ("previous policy version", "base model without deltas")
+FEW = (
+    *VERSIONS,
+    *("int8 weights", "int4 weights", "fp8 KV cache", "temperature 0.9"),
+)
+LATER = 0.05
+"""Share of --blocks at each rate but the first."""
 EXPECTED_AUDITS = 200_000
 """Audits of the run that the thresholds are made for: 800 steps of 16 x 8 rollouts, twice."""
 SUBMISSION = 8
@@ -100,92 +126,92 @@ COLUMNS = (
 # -- measuring ------------------------------------------------------------------------------------
 
 
-async def start_main(world: World, config: EngineConfig) -> Engine | None:
-    """Start vLLM, if it generates."""
-    if config.type != "vllm":
-        return None
-    engine = build_engine(config)
-    await engine.start(world.model_dir, fingerprint=world.run.proofs.fingerprint)
-    return engine
-
-
-async def measure_honest(
-    world: World, name: str, config: EngineConfig, options: argparse.Namespace, blocks: int
-) -> list[list[Sample]]:
-    """Return, for each auditor, samples of honest workers at every concurrency of COMPANY."""
+async def measure_rate(
+    world: World,
+    label: str,
+    main: Engine | None,
+    options: argparse.Namespace,
+    *,
+    blocks: int,
+    cheats: Sequence[str],
+) -> AsyncIterator[list[Setting]]:
+    """Measure a world; yield its settings, one for each auditor, whenever they have new samples."""
     auditors = await start_auditors(world, options.audit.split(","))
-    main = await start_main(world, config)
-    found: list[list[Sample]] = [[] for _ in auditors]
+    found = [
+        Setting(f"{label}, audited in {dtype or world.engine.dtype}", world.run.proofs, [], [])
+        for dtype in options.audit.split(",")
+    ]
     try:
-        for at_once, share in COMPANY:
-            kind = f"{name}, {at_once} at once"
+        for at_once, share in COMPANY[options.engine]:
+            kind = f"{label}, {at_once} at once"
             wanted = max(1, int(share * blocks))
             samples = await play_honestly(
                 world, auditors, kind, blocks=wanted, at_once=at_once, main=main, say=say
             )
-            for sink, sample in zip(found, samples, strict=True):
-                sink.append(sample)
+            for setting, sample in zip(found, samples, strict=True):
+                setting.honest.append(sample)
+        yield found
+        book = [BOOK[name] for name in cheats]
+        most, at_once = options.rollouts, min(options.rollouts, MOST[options.engine])
+        played = play_cheats(
+            world, auditors, book, rollouts=most, at_once=at_once, main=main, say=say
+        )
+        async for samples in played:
+            for setting, sample in zip(found, samples, strict=True):
+                setting.cheats.append(sample)
+            yield found
+    finally:
+        for auditor in auditors:
+            await auditor.close()
+
+
+async def measure_model(
+    model: str, options: argparse.Namespace
+) -> AsyncIterator[tuple[float, list[Setting]]]:
+    """Measure a model at every rate; yield (rate, settings) whenever they have new samples."""
+    name, _, dtype = model.partition(":")
+    own = EngineConfig.model_validate(
+        {
+            "dtype": dtype or "float32",
+            "device": options.device,
+            "max_batch": 256,
+            "max_model_len": options.tokens + 64,
+        }
+    )
+    right, small = models_of(name, options.train_device or options.device, small=not options.few)
+    fresh = new_world(right, small, own, max_tokens=options.tokens)
+    material = await learning_material(fresh, 4 * UPDATES)
+    worlds = [with_updates(fresh, material, lr=lr, updates=UPDATES) for lr in options.lr]
+    main: Engine | None = None
+    try:
+        if options.engine == "vllm":
+            torch.cuda.empty_cache()
+            vllm = {} if options.device == "cpu" else VLLM
+            main = build_engine(own.model_copy(update={"type": "vllm", "vllm": vllm}))
+            await main.start(fresh.model_dir, fingerprint=fresh.run.proofs.fingerprint)
+        for number, (lr, world) in enumerate(zip(options.lr, worlds, strict=True)):
+            cheats = VERSIONS if number else FEW if options.few else tuple(BOOK)
+            blocks = int(LATER * options.blocks) if number else options.blocks
+            label = f"{name}, {own.dtype}, lr {lr:g}"
+            async for found in measure_rate(
+                world, label, main, options, blocks=blocks, cheats=cheats
+            ):
+                yield lr, found
     finally:
         if main is not None:
             await main.close()
-        for auditor in auditors:
-            await auditor.close()
-    return found
-
-
-async def measure_cheats(
-    world: World,
-    cheats: Sequence[Cheat],
-    settings: Sequence[Setting],
-    *,
-    dtypes: Sequence[str],
-    rollouts: int,
-) -> AsyncIterator[Cheat]:
-    """Add samples of each cheat to the settings, one for each auditor; yield each cheat."""
-    auditors = await start_auditors(world, dtypes)
-    at_once = min(rollouts, MOST)
-    try:
-        played = play_cheats(world, auditors, cheats, rollouts=rollouts, at_once=at_once, say=say)
-        async for samples in played:
-            for setting, sample in zip(settings, samples, strict=True):
-                setting.cheats.append(sample)
-            yield BOOK[samples[0].name]
-    finally:
-        for auditor in auditors:
-            await auditor.close()
 
 
 async def measure(options: argparse.Namespace) -> list[Setting]:
-    """Measure every setting and print its tables."""
+    """Measure every setting, and print its tables."""
     settings: list[Setting] = []
     for model in options.models.split(","):
-        name, _, dtype = model.partition(":")
-        config = EngineConfig.model_validate(
-            {
-                "type": options.engine,
-                "dtype": dtype or "float32",
-                "device": options.device,
-                "max_batch": 256,
-                "max_model_len": options.tokens + 64,
-            }
-        )
-        own = config.model_copy(update={"type": "hf"})
-        right, small = models_of(name, options.train_device or options.device)
-        fresh = new_world(right, small, own, max_tokens=options.tokens)
-        material = await learning_material(fresh, 4 * UPDATES)
-        world = with_updates(fresh, material, lr=options.lr, updates=UPDATES)
-        label = f"{name}, {own.dtype}"
-        honest = await measure_honest(world, label, config, options, options.blocks)
-        dtypes = options.audit.split(",")
-        new = [
-            Setting(f"{label}, audited in {dtype or own.dtype}", world.run.proofs, samples, [])
-            for dtype, samples in zip(dtypes, honest, strict=True)
-        ]
+        by_rate: dict[float, list[Setting]] = {}
+        async for lr, found in measure_model(model, options):
+            by_rate[lr] = found
+            keep(options, [*settings, *(one for some in by_rate.values() for one in some)])
+        new = [one for some in by_rate.values() for one in some]
         settings += new
-        keep(options, settings)
-        book = list(BOOK.values())
-        async for _ in measure_cheats(world, book, new, dtypes=dtypes, rollouts=options.rollouts):
-            keep(options, settings)
         show(new)
     return settings
 
@@ -559,11 +585,13 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser(__doc__, "tiny model: about a minute")
     parser.add_argument("--models", default="tiny,tiny:bfloat16,50m", help="NAME[:DTYPE],...")
-    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of honest workers")
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="that generates")
     parser.add_argument("--blocks", type=int, default=10_000, help="honest, per model")
     parser.add_argument("--rollouts", type=int, default=128, help="of every cheat")
     parser.add_argument("--tokens", type=int, default=96, help="of a rollout at most")
-    parser.add_argument("--lr", type=float, default=1e-5, help="of the policy updates")
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-5], help="of the policy updates")
+    parser.add_argument("--few", action="store_true", help="a few cheats, no smaller model")
+    parser.add_argument("--tf32", action="store_true", help="audits in float32 multiply in TF32")
     parser.add_argument("--audit", default="", help="dtypes to audit in, DTYPE,...; as the run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -575,12 +603,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Measure, print, write the report, and return exit code 0 if every goal was met."""
-    import torch
-
     options = arguments()
     if options.quick:
         options.models, options.blocks, options.rollouts = "tiny", 600, 32
     torch.set_num_threads(options.threads)
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
     if options.load:
         settings = [one for path in options.load for one in load(path)]
     else:

@@ -1,4 +1,4 @@
-"""Measure the cost of seeded sampling and proofs in vLLM on a GPU, and check the proofs.
+"""Measure the cost of seeded sampling and proofs in vLLM on a GPU.
 
     bash scripts/bench/gpu.sh gpu_proofs [--sequences 256,512] [--repeats 3] [--quick] [--json FILE]
 
@@ -12,8 +12,6 @@ vLLM's older runner.
 
 import argparse
 import asyncio
-import json
-import os
 import sys
 import tempfile
 import time
@@ -25,14 +23,11 @@ import numpy as np
 import torch
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.vllm_arguments import engine_arguments, read_shape
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
-from primerl.node.models import huggingface
-from primerl.node.weights.state import Changed, State
-from primerl.scripts.bench.models import SHAPES, moved, random_policy
+from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import conclude, make_parser
 
 PROMPT, TOKENS = 64, 256
@@ -117,14 +112,10 @@ def ours(engine: HostedEngine) -> Generate:
     """Generate with a node's engine."""
 
     async def generate(seed: int, tokens: int) -> int:
-        return len((await engine.generate(request(seed, tokens))).token_ids)
+        request = GenerateRequest(prompt(seed), tokens, 1.0, 2**62 + seed, ())
+        return len((await engine.generate(request)).token_ids)
 
     return generate
-
-
-def request(seed: int, tokens: int = TOKENS) -> GenerateRequest:
-    """Make the request of a seed."""
-    return GenerateRequest(prompt(seed), tokens, 1.0, 2**62 + seed, ())
 
 
 # -- tokens per second -----------------------------------------------------------------------------
@@ -234,91 +225,12 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
     return found
 
 
-# -- correctness -----------------------------------------------------------------------------------
-
-
-def other_policy(state: State) -> tuple[State, Changed]:
-    """Return `state` with three elements in a thousand negated: a distant policy."""
-    new, changed = moved(state, 0.003)
-    for name, positions in changed.items():
-        new[name].data[positions] ^= 0x8000
-    return new, changed
-
-
-def hidden_states(model: Any, found: list[tuple[GenerateRequest, Completion]]) -> list[Any]:
-    """Return the hidden states that led to the tokens, by prefills of 32 completions each."""
-    states: list[Any] = []
-    for start in range(0, len(found), 32):
-        part = found[start : start + 32]
-        tokens = torch.tensor([[*one.prompt, *done.token_ids] for one, done in part], device="cuda")
-        with torch.inference_mode():
-            hidden = model.model(input_ids=tokens).last_hidden_state[:, PROMPT - 1 : -1]
-        states += list(hidden.float().cpu().numpy())
-    return states
-
-
-async def correctness(
-    engine: HostedEngine, name: str, directory: Path, policies: list[Any]
-) -> dict[str, Any]:
-    """Check proof distances under both policies, repeatability by seed, and an update."""
-    state, new, changed = policies
-    fingerprint = Projection()
-    requests = [request(seed) for seed in range(128)]
-    first = await asyncio.gather(*map(engine.generate, requests))
-    again = await asyncio.gather(*map(engine.generate, requests))
-    longer = [request(seed, 440) for seed in range(128)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in longer]
-    await asyncio.sleep(0.3)
-    await engine.update(1, new, changed)
-    across = await asyncio.gather(*tasks)
-    await engine.load(0, state)
-    own, other = [], []
-    prefilled: list[list[Any]] = []
-    for which, policy in enumerate((state, new)):
-        model = huggingface.model_from_state(directory, policy, dtype="bfloat16", device="cuda")
-        hidden = hidden_states(model, list(zip(requests, first, strict=True)))
-        sink = own if which == 0 else other
-        sink += [
-            fingerprint.compare(one.proof, states).distance
-            for one, states in zip(first, hidden, strict=True)
-        ]
-        prefilled.append(hidden_states(model, list(zip(longer, across, strict=True))))
-        del model
-    spans = span_distances(fingerprint, across, prefilled)
-    return {
-        "fingerprint": name,
-        "same tokens again": sum(
-            a.token_ids == b.token_ids for a, b in zip(first, again, strict=True)
-        ),
-        "of": len(requests),
-        "distance": [float(np.mean(own)), float(np.max(own))],
-        "distance to the other policy": [float(np.min(other)), float(np.mean(other))],
-        "completions with two spans": sum(len(one.spans) == 2 for one in across),
-        "spans: own, other (mean)": spans,
-    }
-
-
-def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) -> list[float]:
-    """Return spans' mean proof distance to their own policy's states and to the other's."""
-    own, other = [], []
-    for row, one in enumerate(across):
-        spans = one.spans or ((0, one.policy_first),)
-        ends = [start for start, _ in spans[1:]] + [len(one.token_ids)]
-        for (start, version), end in zip(spans, ends, strict=True):
-            proof = one.proof[8 * start : 8 * end]
-            for sink, which in ((own, version), (other, 1 - version)):
-                hidden = prefilled[which][row][start:end]
-                sink.append(fingerprint.compare(proof, hidden).distance)
-    return [float(np.mean(own)), float(np.mean(other))] if own else []
-
-
 # -- all measurements ------------------------------------------------------------------------------
 
 
 async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Start every engine, then measure in turns."""
     state = random_policy(directory, options.shape)
-    new, changed = other_policy(state)
     shape = SHAPES[options.shape]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%F")}
     if not options.speeds_only:
@@ -344,13 +256,6 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
             "vllm logprobs": bare(llm, logprobs=0, flat_logprobs=True),
             "vllm seeds, logprobs": bare(llm, logprobs=0, flat_logprobs=True, seeded=True),
         } | {labels[name]: ours(engine) for name, engine in engines.items()}
-        report["checks"] = [
-            await correctness(engine, name, directory, [state, new, changed])
-            for name, engine in engines.items()
-            if name and not options.speeds_only
-        ]
-        for one in report["checks"]:
-            print(json.dumps(one), flush=True)
         if options.ways:
             ways = {name: ways[name] for name in options.ways.split(";")}
         report["speeds"] = await speeds(ways, options)
@@ -361,7 +266,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> int:
-    """Print the tables, and write them to $OUT if that is set."""
+    """Print the tables."""
     parser = make_parser(__doc__, "few sequences, one round")
     parser.add_argument(
         "--sequences", type=lambda text: list(map(int, text.split(","))), default=[256, 512]
@@ -373,7 +278,6 @@ def main() -> int:
     parser.add_argument("--speeds-only", action="store_true")
     parser.add_argument("--ways", default="", help="names of the table, between semicolons")
     parser.add_argument("--steady-below", type=int, default=1024)
-    parser.add_argument("--name", default="proofs")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure", file=sys.stderr)
@@ -382,8 +286,6 @@ def main() -> int:
         options.sequences, options.repeats = [32], 1
     with tempfile.TemporaryDirectory() as name:
         report = asyncio.run(measure(Path(name), options))
-    if out := os.environ.get("OUT"):
-        (Path(out) / f"{options.name}.json").write_text(json.dumps(report, indent=1))
     return conclude(report.pop("speeds"), [], options.json, **report)
 
 

@@ -6,8 +6,8 @@
 Model and settings: gpu_run.toml. It learns to reverse text or, with --turns, a task of several turns and one
 with a tool (gpu_run_turns.toml). With one GPU trainer and worker share it; with two each has its own. --quick
 uses a small model on the CPU, to check that this script works. Writes DIR/run_N.json (figures, reward and
-mismatch curves; or FILE), DIR/run_N.png and DIR/run_N.log; for a run that stalls also DIR/hang_N.txt with the
-state of its processes.
+mismatch curves; or FILE), DIR/run_N.png and DIR/run_N.log; of a run that stalls the log holds the stacks of its
+processes.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -38,11 +37,6 @@ PUBLISHED = "policy 0 published"
 STALL_S = 90.0
 """Maximum seconds between steps once the policy is published, a cold start of vLLM included; longer means a
 hang."""
-PROC = Path("/proc")
-MACHINE = ("loadavg", "pressure/cpu", "pressure/io", "pressure/memory")
-MEMORY = ("MemTotal", "MemAvailable", "Dirty", "Writeback")
-STACK = 6
-"""Innermost kernel functions shown for a thread that sleeps in the kernel."""
 TOY = {
     "model.create.hidden-size": 96,
     "model.create.num-hidden-layers": 2,
@@ -62,57 +56,6 @@ TOY = {
     "training.threads": 1,
     "max-steps": 30,
 }
-
-
-# -- causes of a hang: Linux only, and kernel stacks only as root --------------------------------
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Return the command line of each process that descends from `root`."""
-    found: dict[int, str] = {}
-    for one in psutil.Process(root).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            found[one.pid] = " ".join(one.cmdline())[:160]
-    return found
-
-
-def what_hangs(root: int) -> str:
-    """Return the machine's state, its UDP counters, and all threads of `root`'s descendants."""
-    lines = ["-- machine"]
-    lines += [f"{name}: {' '.join(_read(PROC / name).split())}" for name in MACHINE]
-    memory = _read(PROC / "meminfo").splitlines()
-    lines += [line for line in memory if line.startswith(MEMORY)]
-    lines += [line for line in _read(PROC / "net/snmp").splitlines() if line.startswith("Udp:")]
-    lines += [line for line in _read(PROC / "net/sockstat").splitlines() if "UDP" in line]
-    for pid, command in sorted(descendants(root).items()):
-        lines += [f"-- {pid} {command}", *_threads(PROC / str(pid) / "task")]
-    return "\n".join(lines)
-
-
-def abort(root: int, name: str) -> None:
-    """Abort processes below `root` with `name` in their command line; each prints its stacks."""
-    for pid, command in descendants(root).items():
-        if name in command:
-            os.kill(pid, signal.SIGABRT)
-
-
-def _threads(tasks: Path) -> list[str]:
-    """Count threads by state and wait channel; include the kernel stacks of stuck ones."""
-    found: Counter[str] = Counter()
-    for task in tasks.glob("[0-9]*"):
-        state = _read(task / "stat").rpartition(")")[2].split()[:1]
-        stack = " < ".join(line.split()[-1] for line in _read(task / "stack").splitlines()[:STACK])
-        where = stack if state == ["D"] else _read(task / "wchan")
-        found[f"{_read(task / 'comm').strip()} {''.join(state)} {where}"] += 1
-    return [f"  {count} x {what}" for what, count in found.most_common(25)]
-
-
-def _read(path: Path) -> str:
-    """Return a file of /proc; empty if it is gone or not readable."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -190,8 +133,7 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
         try:
             why = wait(rl, directory, began + options.limit)
             if why:
-                (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs(rl.pid))
-                abort(rl.pid, "primerl.cli.main")
+                abort(rl.pid)
                 time.sleep(2.0)
                 rl.kill()
         finally:
@@ -202,6 +144,14 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
     if why or rl.returncode:
         raise SystemExit(f"{why}\n{tail(directory)}")
     return time.monotonic() - began
+
+
+def abort(root: int) -> None:
+    """Abort the nodes below `root`; each prints its stacks."""
+    for one in psutil.Process(root).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "primerl.cli.main" in " ".join(one.cmdline()):
+                one.send_signal(signal.SIGABRT)
 
 
 def wait(rl: "subprocess.Popen[bytes]", directory: Path, deadline: float) -> str:

@@ -30,11 +30,12 @@ from primerl.node.inference.engine import Completion, Engine, EngineStats, Gener
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.logs import configure
 from primerl.node.storage.ledger import Ledger
-from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
+from primerl.node.training.backend import Snapshot, StepMetrics, TrainBatch
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.manifests import RunManifest
 from primerl.scripts.bench.children import Event, Wire, cpu_by_process, cpu_seconds
+from primerl.tests.support.counting_backend import CountingBackend
 from primerl.tests.support.scripted_engine import ScriptedEngine
 
 PROMPTS = 512
@@ -81,57 +82,31 @@ def place(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
-class IdleBackend:
+class IdleBackend(CountingBackend):
     """TrainBackend that learns nothing: each step leaves the weights alone."""
 
     def __init__(self) -> None:
-        self._state: State = {}
-        self._seen = False
+        super().__init__()
+        self._weights: State = {}
+        self._base: State | None = None
 
     async def start(self, model_dir: Path) -> None:
         """Read the weights."""
-        self._state = await asyncio.to_thread(read_state, model_dir)
-        self._seen = False
-
-    async def compile_step(self) -> None:
-        """Do nothing."""
+        await super().start(model_dir)
+        self._weights, self._base = await asyncio.to_thread(read_state, model_dir), None
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Do nothing."""
         return StepMetrics({"optim/skipped": 0.0})
 
-    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Measure nothing."""
-        return {"loss/mean": 0.0, "tokens": 0.0}
-
     async def state(self) -> State:
         """Return the weights."""
-        return self._state
+        return self._weights
 
     async def snapshot(self) -> Snapshot:
         """Return the weights, with no changes since the last snapshot."""
-        if not self._seen:
-            self._seen = True
-            return Snapshot(self._state)
-        return Snapshot(self._state, self._state, {})
-
-    async def save(self, directory: Path) -> None:
-        """Write an empty checkpoint."""
-        await asyncio.to_thread(_write_empty, directory)
-
-    async def load(self, directory: Path) -> None:
-        """Do nothing: nothing was saved."""
-
-    async def export(self, directory: Path) -> None:
-        """Do nothing: nothing was learned."""
-
-    async def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
-def _write_empty(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "idle.json").write_text("{}")
+        base, self._base = self._base, self._weights
+        return Snapshot(self._weights, base)
 
 
 class ContentAuditor:

@@ -4,7 +4,7 @@ Every cheat is as clever as it can be beside what it does: a forger has the righ
 they would say.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,9 @@ from primerl.protocol.rollouts import (
     pack_f32,
     unpack_f32,
 )
+from primerl.tests.support.counting_environment import even_share
 
-from .cheat_world import Groups, Sampler, Sent, Workshop, worth
+from .cheat_world import Groups, Sampler, Sent, Workshop
 
 
 class Float8Cache(DynamicCache):
@@ -180,7 +181,7 @@ async def best_of_several(shop: Workshop) -> Sampler:
             await honest(replace(request, seed=request.seed ^ number))
             for number in range(CANDIDATES)
         ]
-        return max(drawn, key=lambda one: worth(one.token_ids))
+        return max(drawn, key=lambda one: even_share(one.token_ids))
 
     return sampler
 
@@ -510,8 +511,3 @@ BOOK: dict[str, Cheat] = _cheats(
     Cheat("proof of an older version's rollout", older_proofs, MODEL | PROOF | POLICY),
 )
 """By name, as in the issue."""
-
-
-def audited_by_content(names: Sequence[str] = tuple(BOOK)) -> list[str]:
-    """Those that only an audit can catch."""
-    return [name for name in names if BOOK[name].reasons <= ANY_AUDIT]

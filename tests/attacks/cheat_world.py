@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 from primerl.crypto.hashing import derive
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import (
-    Branch,
     Environment,
-    Episode,
-    Policy,
     Score,
-    ScoreMismatch,
-    Split,
     Task,
 )
-from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
@@ -46,6 +40,7 @@ from primerl.protocol.rollouts import (
     unpack_u32,
 )
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
+from primerl.tests.support.counting_environment import CountingEnvironment, even_share
 
 if TYPE_CHECKING:
     from primerl.node.inference.model import LanguageModel
@@ -55,42 +50,16 @@ SHORTEST, LONGEST = 16, 48
 """Tokens of a prompt."""
 
 
-class CorpusEnvironment:
-    """Single turn, deterministic, no start-up cost."""
-
-    judge_fault = ""
-    stops = None
+class CorpusEnvironment(CountingEnvironment):
+    """Prompts are beginnings of texts; the reward is the share of even tokens, and no reply is right."""
 
     def __init__(self, corpus: Corpus, *, max_tokens: int, stops: tuple[int, ...]) -> None:
+        super().__init__(max_tokens=max_tokens, name="corpus", stops=stops)
         self._corpus = corpus
-        self._max_tokens = max_tokens
-        self._stops = stops
-
-    @property
-    def name(self) -> str:
-        """Its id."""
-        return "corpus"
-
-    @property
-    def status(self) -> str:
-        """Nothing can go wrong."""
-        return ""
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def close(self) -> None:
-        """Nothing to stop."""
-
-    async def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index`."""
-        parts = (split.encode(), index.to_bytes(8, "little"))
-        return Task(index=index, digest=derive("corpus task", *parts), split=split)
 
     async def prompt(self, task: Task) -> list[int]:
         """The beginning of a text."""
-        if task != await self.task(task.index, task.split):
-            raise ScoreMismatch(f"task {task.index} has other content here")
+        self._check(task)
         tokens = SHORTEST + task.digest[0] % (LONGEST - SHORTEST)
         text = self._corpus.text([1, *task.digest[:8]], tokens)
         return [token for token in text if token not in self._stops]
@@ -98,39 +67,8 @@ class CorpusEnvironment:
     async def demonstration(self, task: Task) -> None:
         """Nothing is right here."""
 
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """One turn."""
-        exchange = Exchange(
-            policy, max_tokens=self._max_tokens, stop_token_ids=self._stops, deadline=60.0
-        )
-        try:
-            prompt = await self.prompt(task)
-            async with exchange.bounded():
-                completion = await exchange.sample(prompt)
-        except (PlayFailed, ScoreMismatch) as error:
-            return Episode(branches=[], score=Score(reward=0.0), error=str(error))
-        reply = completion.token_ids
-        sequence = Branch.of_turns(
-            [*prompt, *reply],
-            [False] * len(prompt) + [True] * len(reply),
-            [0.0] * len(prompt) + completion.logprobs,
-            [completion],
-        )
-        return Episode(branches=[sequence], score=Score(reward=worth(reply)))
-
-    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
-        """Play again with the recorded turn."""
-        recording = RecordedRollout(branches, stop_token_ids=self._stops)
-        episode = await self.run(task, recording)
-        if episode.error:
-            raise ScoreMismatch(episode.error)
-        recording.check(episode.branches)
-        return replace(episode.score, turns=recording.turns())
-
-
-def worth(reply: Sequence[int]) -> float:
-    """The reward: the share of even tokens."""
-    return sum(token % 2 == 0 for token in reply) / len(reply)
+    def _worth(self, task: Task, reply: Sequence[int]) -> Score:
+        return Score(reward=even_share(reply))
 
 
 Sampler = Callable[[GenerateRequest], Awaitable[Completion]]

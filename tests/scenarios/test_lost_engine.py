@@ -1,10 +1,10 @@
 """A worker whose engine dies: others get its leases at once, it goes on when the engine is back, or ends."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes, WitnessEngine

@@ -36,12 +36,18 @@ class CountingEnvironment:
     stops: StopStrings | None = None
 
     def __init__(
-        self, *, max_tokens: int = 4, deadline: float = 60.0, name: str = "counting"
+        self,
+        *,
+        max_tokens: int = 4,
+        deadline: float = 60.0,
+        name: str = "counting",
+        stops: tuple[int, ...] = (STOP,),
     ) -> None:
         """Environments of different names have different tasks."""
         self._max_tokens = max_tokens
         self._deadline = deadline
         self._name = name
+        self._stops = stops
 
     @property
     def name(self) -> str:
@@ -83,7 +89,7 @@ class CountingEnvironment:
         exchange = Exchange(
             policy,
             max_tokens=self._max_tokens,
-            stop_token_ids=(STOP,),
+            stop_token_ids=self._stops,
             deadline=self._deadline,
             stops=self.stops,
         )
@@ -100,18 +106,21 @@ class CountingEnvironment:
             [0.0] * len(prompt) + completion.logprobs,
             [completion],
         )
-        exact = float(reply == right_reply(task))
-        return Episode(branches=[sequence], score=Score(reward=exact, metrics={"exact": exact}))
+        return Episode(branches=[sequence], score=self._worth(task, reply))
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
         self._check(task)
-        recording = RecordedRollout(branches, stop_token_ids=(STOP,))
+        recording = RecordedRollout(branches, stop_token_ids=self._stops)
         episode = await self.run(task, recording)
         if episode.error:
             raise ScoreMismatch(episode.error)
         recording.check(episode.branches)
         return replace(episode.score, turns=recording.turns())
+
+    def _worth(self, task: Task, reply: Sequence[int]) -> Score:
+        exact = float(list(reply) == right_reply(task))
+        return Score(reward=exact, metrics={"exact": exact})
 
     def _check(self, task: Task) -> None:
         if task != counting_task(task.index, task.split, self._name):
@@ -142,21 +151,14 @@ def _number(task: Task) -> int:
 class EvenEnvironment(CountingEnvironment):
     """The reward is the share of even tokens: something to learn from the first step on."""
 
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """See Environment."""
-        episode = await super().run(task, policy)
-        return replace(episode, score=_even(episode.branches)) if episode.branches else episode
+    def _worth(self, task: Task, reply: Sequence[int]) -> Score:
+        share = even_share(reply)
+        return Score(reward=share, metrics={"exact": float(share == 1.0)})
 
 
-def _even(branches: Sequence[Branch]) -> Score:
-    drawn = [
-        token
-        for branch in branches
-        for token, sampled in zip(branch.token_ids, branch.sampled, strict=True)
-        if sampled
-    ]
-    share = sum(token % 2 == 0 for token in drawn) / len(drawn)
-    return Score(reward=share, metrics={"exact": float(share == 1.0)})
+def even_share(reply: Sequence[int]) -> float:
+    """The share of even tokens."""
+    return sum(token % 2 == 0 for token in reply) / len(reply)
 
 
 class DuelEnvironment(CountingEnvironment):

@@ -19,9 +19,10 @@ MAX_FRAME = 4096
 CONNECT_S = 30.0
 
 
-def read(body: bytes) -> ProcessMessage[str]:
-    """Decode a message of either end."""
-    return msgspec.msgpack.decode(body, type=ProcessMessage[str])
+MESSAGES: msgspec.msgpack.Decoder[ProcessMessage[str]] = msgspec.msgpack.Decoder(
+    ProcessMessage[str]
+)
+"""Of either end."""
 
 
 class Echo:
@@ -74,7 +75,7 @@ def answer_at_socket() -> None:
         while True:
             if (body := parent.next(0.05)) is None:
                 continue
-            request = read(body)
+            request = MESSAGES.decode(body)
             if request.body == "end":
                 parent.end()
                 return
@@ -93,4 +94,4 @@ if __name__ == "__main__":
             print("no such device", file=sys.stderr)
             sys.exit(4)
         case _:
-            serve_parent(read, Echo, max_frame=MAX_FRAME)
+            serve_parent(MESSAGES.decode, Echo, max_frame=MAX_FRAME)

@@ -32,8 +32,7 @@ from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.pipeline import trails
 from primerl.node.pipeline.activations import pack, rounded, unpack
 from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind
-from primerl.node.pipeline.hosted_stage import HostedLanes
-from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
+from primerl.node.pipeline.micro_batches import LaneStats, MicroBatches, RingClient
 from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
 from primerl.node.pipeline.stage_loop import serve
@@ -128,7 +127,7 @@ class ScriptedDrawn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScriptedStage:
-    """Implements StageEngine, and StageCompute for its own loop."""
+    """Implements Engine as a later stage does, and StageCompute for its own loop."""
 
     def __init__(
         self,
@@ -157,14 +156,14 @@ class ScriptedStage:
         self._thread.start()
 
     async def load(self, version: int, state: State) -> None:
-        """See StageEngine."""
+        """See HostedStage."""
         with self._lock:
             self._ready[version] = weights_of(state)
             if not self._chained:
                 self._write(version)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See StageEngine."""
+        """See HostedStage."""
         await self.load(version, state)
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -366,9 +365,9 @@ class ScriptedHead:
         """See Engine."""
         return EngineStats(generated_tokens=self.generated)
 
-    def lanes(self) -> HostedLanes:
+    def lanes(self) -> LaneStats:
         """See HeadEngine."""
-        return HostedLanes(*self._chain.lane_stats)
+        return self._chain.lane_stats
 
     async def close(self) -> None:
         """See Engine."""

@@ -20,6 +20,7 @@ from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
 from primerl.node.environments.environment import Environment
 from primerl.node.inference.engine import Engine
 from primerl.node.memory_plan.stages import cannot_hold
+from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.verification.auditor import Auditor
 from primerl.node.weights.state import State, Tensor
 
@@ -136,8 +137,8 @@ class RealStageSwarm(StageSwarm):
             engine=engine,
             evaluation_engine=factories.make_evaluation_engine,
             auditor=factories.make_auditor,
-            pipeline_head=factories.make_pipeline_head,
-            pipeline_stage=factories.make_pipeline_stage,
+            pipeline_head=HostedHead,
+            pipeline_stage=HostedStage,
         )
 
 

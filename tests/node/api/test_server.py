@@ -1,7 +1,7 @@
 """The server: authentication, limits, timeouts, health and metrics."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -244,8 +244,15 @@ async def test_a_model_answers_for_its_own_id_and_for_no_other(model_dir: Path, 
 
 
 async def test_metrics_count_what_was_served_in_prometheus_words(model_dir: Path) -> None:
-    stats = EngineStats(running=3, waiting=2, kv_use=0.25, preemptions=4, restarts=1)
-    stats = replace(stats, drafted_tokens=9, accepted_tokens=5)
+    stats = EngineStats(
+        running=3,
+        waiting=2,
+        kv_use=0.25,
+        preemptions=4,
+        restarts=1,
+        drafted_tokens=9,
+        accepted_tokens=5,
+    )
     async with api(SayingEngine("ok", now=stats), model_dir) as client:
         await client.complete(n=2)
         await client.complete(max_tokens=1)

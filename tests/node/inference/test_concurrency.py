@@ -1,9 +1,10 @@
 """Every rule by which the number of sequences in flight follows the engine; all together in a model of one."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.inference.concurrency import (

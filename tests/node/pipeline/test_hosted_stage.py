@@ -14,11 +14,11 @@ from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats
 from primerl.node.inference.host import EngineHost
 from primerl.node.inference.host_messages import (
+    ANSWERS,
     EngineDrawn,
     EngineRejoin,
     EngineRequest,
     EngineSetUp,
-    read_engine_answer,
 )
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
@@ -116,7 +116,7 @@ async def test_a_whole_engine_has_no_chain_to_begin() -> None:
 def test_fingerprints_of_boundaries_come_along() -> None:
     found = Completion([1, 2], [-1.0, -2.0], "stop", 3, 3, proof=b"p" * 16, boundaries=(b"a", b"b"))
     body = msgspec.msgpack.encode(ProcessMessage(4, EngineDrawn(found)))
-    assert read_engine_answer(body) == ProcessMessage(4, EngineDrawn(found))
+    assert ANSWERS.decode(body) == ProcessMessage(4, EngineDrawn(found))
 
 
 async def test_a_later_stage_answers_no_requests() -> None:

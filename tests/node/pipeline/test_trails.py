@@ -4,28 +4,17 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from support import ring_cases
 from support.protocol_cases import RUN
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.pipeline.frames import Frame, FrameLimits, Kind, Packet, decode, packet
 from primerl.node.pipeline.trails import BadTrail, SignedTrails, append
-from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
+from primerl.protocol.pipelines import PipelinePlan, Stage
 
 KEYS = [SecretKey.from_seed(bytes([number + 1]) * 32) for number in range(4)]
-SHAPE = PipelineShape(
-    engine="vllm",
-    software="test",
-    dtype="float32",
-    hidden_size=8,
-    max_model_len=64,
-    max_sequences=8,
-    max_step_tokens=64,
-    block_size=16,
-    kv_tokens=1024,
-    micro_batches=4,
-    fingerprint="projection",
-)
+SHAPE = msgspec.structs.replace(ring_cases.SHAPE, fingerprint="projection")
 LIMITS = FrameLimits.of(SHAPE)
 ROWS = 3
 Change = Callable[[int, Packet], Packet]

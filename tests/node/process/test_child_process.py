@@ -1,7 +1,6 @@
 """Real child processes: requests, every way of failing, and that no process is left behind."""
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ from support.machine import DEADLINE_S, gone
 
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess
-from primerl.node.process.frames import ProcessMessage
 from primerl.node.process.spawn import PARENT_VARIABLE
 from primerl.node.process.unix_sockets import TOKEN_VARIABLE, connected
 
@@ -29,23 +27,20 @@ class Child(ChildProcess):
 
     Error = EngineError
     Lost = EngineLost
+    answers = echo.MESSAGES
     max_frame = echo.MAX_FRAME
 
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
         super().__init__("echo", "the echo", program, environment)
-        self._numbers = itertools.count(1)
-
-    def _decode(self, body: bytes) -> ProcessMessage[str]:
-        return echo.read(body)
 
     async def ask(self, body: str, timeout_s: float | None = DEADLINE_S) -> str:
-        answer = await self._answer(ProcessMessage(next(self._numbers), body), timeout_s)
-        await self._expect(answer.body, str)
-        return answer.body
+        answer = await self._answer(body, timeout_s)
+        await self._expect(answer, str)
+        return answer
 
     def watch(self, every_s: float, silent_s: float) -> None:
-        self._watch(lambda: ProcessMessage(0, "ping"), every_s, silent_s)
+        self._watch("ping", every_s, silent_s)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from support.ring_cases import SHAPE
 from support.waiting import until
 
 from primerl.node.p2p.rpc import Refused
@@ -13,20 +14,8 @@ from primerl.node.pipeline.ring import RingFault
 from primerl.node.worker.stage import AHEAD, RingSupervisor
 from primerl.node.worker.stage_offers import AssignedPlan
 from primerl.protocol.errors import Reason
-from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
+from primerl.protocol.pipelines import PipelinePlan, Stage
 
-SHAPE = PipelineShape(
-    engine="vllm",
-    software="vllm 0",
-    dtype="float32",
-    hidden_size=8,
-    max_model_len=16,
-    max_sequences=4,
-    max_step_tokens=16,
-    block_size=16,
-    kv_tokens=64,
-    micro_batches=2,
-)
 NODES = [bytes([number]) * 32 for number in range(4)]
 
 

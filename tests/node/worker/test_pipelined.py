@@ -11,7 +11,7 @@ from support.waiting import until
 
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
-from primerl.node.pipeline.hosted_stage import HostedLanes
+from primerl.node.pipeline.micro_batches import LaneStats
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.pipelined_engine import PipelinedEngine
 from primerl.node.worker.stage import AHEAD
@@ -86,8 +86,8 @@ class FakeHead:
             raise self.lost.pop(0)
         return Completion([3], [-1.0], "length", 0, 0, boundaries=(b"12345678",))
 
-    def lanes(self) -> HostedLanes:
-        return HostedLanes(0, 0, 0.0)
+    def lanes(self) -> LaneStats:
+        return LaneStats(0, 0, 0.0)
 
     def stats(self) -> EngineStats:
         if self.dead:
