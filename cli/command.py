@@ -146,6 +146,33 @@ def check_model(config: "RunConfig | SftConfig") -> None:
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
 
 
+def check_found(config: "RunConfig | SftConfig") -> None:
+    """Raise NodeError if the run lacks its model, an environment, a data file or a free port.
+
+    Called before `--clean` removes the earlier run.
+    """
+    from ..node.config.run import RunConfig
+    from ..node.environments.allowed import find_package
+    from ..node.models.architectures import read_config as read_model
+    from ..node.ops.doctor import check_ports
+    from ..node.ops.errors import BusyError, UsageError
+
+    if config.model.create is None:
+        if "name" not in config.model.model_fields_set:
+            raise UsageError("no model: set model.name to a directory or a hub id")
+        read_model(config.model)
+    if isinstance(config, RunConfig):
+        for one in config.mixture:
+            find_package(one.id)
+        for port in check_ports(config) if config.clean and not config.goes_on else ():
+            if port.state == "problem":
+                raise BusyError(f"{port.name} {port.found}: {port.advice}")
+        return
+    from ..node.sft.data import find_files
+
+    find_files([*config.data.files, *config.validation.files])
+
+
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
     """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
     code is confined."""
@@ -174,7 +201,11 @@ def find_node(data_dir: Path | None) -> Path:
     from ..node.ops.errors import NetworkError
 
     if data_dir is not None:
-        return expand_home(data_dir)
+        given = expand_home(data_dir)
+        trainer = given / "trainer"  # of a run's directory
+        return (
+            trainer if socket_path(trainer).exists() and not socket_path(given).exists() else given
+        )
     entries = running()
     if not entries:
         if socket_path(default_data_dir()).exists():

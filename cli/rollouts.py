@@ -119,11 +119,16 @@ def run(
 
 def open_files(run_dir: Path | None) -> "RolloutFiles":
     """Find the rollouts of a run. Raises UsageError where there are none."""
-    from ..node.ops.errors import UsageError
+    from ..node.ops.errors import NetworkError, UsageError
     from ..node.storage.rollouts import RolloutFiles
     from ..node.storage.run_files import ROLLOUTS
 
-    directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
+    try:
+        directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
+    except NetworkError as error:
+        raise UsageError(
+            "no trainer runs here: give the directory of a run, outputs/NAME"
+        ) from error
     files = RolloutFiles(directory / ROLLOUTS)
     if not files.steps():
         raise UsageError(

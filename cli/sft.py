@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .command import DryRun, DryRunJson, check_model, read_config, run_to_end, show_config
+from .command import (
+    DryRun,
+    DryRunJson,
+    check_found,
+    check_model,
+    read_config,
+    run_to_end,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.sft.loop import SftProgress
@@ -37,6 +45,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     if dry_run:
         show_config(config, as_json=as_json)
         return
+    check_found(config)
     from ..node.app.sft import sft
     from .tables import ProgressView, label_table, write
 

@@ -14,6 +14,7 @@ from .command import (
     Tp,
     arguments,
     check_engine,
+    check_found,
     check_model,
     parallel,
     read_config,
@@ -62,6 +63,7 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
         show_config(config, as_json=as_json)
         show_environments(config, as_json=as_json)
         return
+    check_found(config)
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node train  {config.name}") as view:
@@ -122,6 +124,7 @@ def rl(
             typer.echo(line if as_json else f"# {line}", err=as_json)
         show_environments(config, as_json=as_json)
         return
+    check_found(config)
     from ..node.launch.launcher import launch
     from .live import open_view, print_summary
 

@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -242,7 +243,34 @@ async def test_watched_json_is_an_object_a_line_and_a_watched_pipe_gets_tables_w
 async def test_a_refusal_of_the_node_is_one_line(ask: Ask, serve: Serve) -> None:
     node = str(await serve(status=NodeError("not yet:\ntry again")))
     (await ask("status", "-d", node)).refused(1, "not yet: try again")
-    (await ask("ticket", "-d", node)).refused(1, "commands are: status")
+    (await ask("ticket", "-d", node)).refused(
+        1, "does not answer 'ticket', only status: ask its trainer"
+    )
+
+
+async def test_a_run_s_directory_stands_for_its_trainer(
+    ask: Ask, serve: Serve, short_dir: Path
+) -> None:
+    trainer = await serve(status=STATUS)
+    (short_dir / "run").mkdir()
+    (short_dir / "run" / "trainer").symlink_to(trainer)
+    for directory in (short_dir / "run", trainer):
+        assert "running" in (await ask("status", "-d", str(directory))).out
+
+
+def test_the_status_of_a_worker_that_ended_says_how_its_work_went(cli: Cli, tmp_path: Path) -> None:
+    line = ("status", "-d", str(tmp_path))
+    last = tmp_path / "last_status.json"
+    for text, work in (
+        (
+            '{"accepted": 368, "rejected": {"stale": 8}}',
+            "368 rollouts accepted, 8 rejected (stale 8)",
+        ),
+        ("[]", "no node runs in"),
+        ('{"accepted": 1, "rejected": 3}', "no node runs in"),
+    ):
+        last.write_text(text)
+        cli(*line).refused(6, "no node runs in", work)
 
 
 async def test_stop_asks_and_says_when_the_node_is_still_there(ask: Ask, serve: Serve) -> None:
