@@ -120,7 +120,7 @@ def run(
     config = with_checked_ticket(config)
     while True:
         try:
-            with open_view(f"primerl-node join  as {config.role}", LINE_EVERY_S) as view:
+            with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:
                 run_to_end(_join(config, view))
             return
         except EnvironmentNotAllowed as refused:

@@ -157,7 +157,7 @@ def plain_line(nodes: Mapping[str, NodeState]) -> str:
     if trainer is None and nodes:
         return "; ".join(map(_own_line, nodes.values()))
     if trainer is None or trainer.status is None:
-        return f"trainer: {trainer.note if trainer else NONE}"
+        return f"trainer: {trainer.note if trainer else 'starting'}"
     status = trainer.status
     parts = [_phase(status), f"environment: {status.environment}" if status.environment else ""]
     if status.history:
@@ -247,7 +247,7 @@ def screen_of(
     else:
         parts = [label_table(_own(node)) for node in nodes.values()]
         parts = parts or [_progress(None, width)]
-    head = f"[bold]{escape(title)}[/] {duration(elapsed_s)}"
+    head = f"[bold]{escape(title)}[/]  {duration(elapsed_s)}"
     return Panel(Group(*parts), title=head, title_align="left", border_style="blue")
 
 

@@ -49,7 +49,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     from ..node.app.sft import sft
     from .tables import ProgressView, label_table, write
 
-    with ProgressView(f"primerl-node sft  {config.name}", LINE_EVERY_S, sys.stdout) as view:
+    with ProgressView(f"primerl-node sft {config.name}", LINE_EVERY_S, sys.stdout) as view:
 
         def show(progress: "SftProgress") -> None:
             view.update("step", progress.step, progress.max_steps, figures(progress))

@@ -66,7 +66,7 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     check_found(config)
     from .live import open_view, print_summary
 
-    with open_view(f"primerl-node train  {config.name}") as view:
+    with open_view(f"primerl-node train {config.name}") as view:
         directory = run_to_end(_train(config, view))
     print_summary(directory)
 
@@ -128,6 +128,6 @@ def rl(
     from ..node.launch.launcher import launch
     from .live import open_view, print_summary
 
-    with open_view(f"primerl-node rl  {config.name}") as view:
+    with open_view(f"primerl-node rl {config.name}") as view:
         directory = run_to_end(launch(config, args, view=view, placement=placement))
     print_summary(directory)

@@ -544,8 +544,8 @@ class TrainerNode(IssuingNode):
             await services.heads.end("the trainer was stopped and may be resumed", "stopped")
         await services.head_server.wait_told((), left, self.farewell.stopped_s)
 
-    def _enter(self, phase: str) -> None:
-        self.phase = phase
+    def _enter(self, phase: str, detail: str = "") -> None:
+        self.phase, self.detail = phase, detail
 
     async def _finish(
         self,
