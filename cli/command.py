@@ -156,21 +156,21 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.models.architectures import read_config as read_model
     from ..node.ops.doctor import check_ports
     from ..node.ops.errors import BusyError, UsageError
+    from ..node.sft.data import find_files
 
+    if not isinstance(config, RunConfig):
+        find_files([*config.data.files, *config.validation.files])
     if config.model.create is None:
         if "name" not in config.model.model_fields_set:
             raise UsageError("no model: set model.name to a directory or a hub id")
         read_model(config.model)
-    if isinstance(config, RunConfig):
-        for one in config.mixture:
-            find_package(one.id)
-        for port in check_ports(config) if config.clean and not config.goes_on else ():
-            if port.state == "problem":
-                raise BusyError(f"{port.name} {port.found}: {port.advice}")
+    if not isinstance(config, RunConfig):
         return
-    from ..node.sft.data import find_files
-
-    find_files([*config.data.files, *config.validation.files])
+    for one in config.mixture:
+        find_package(one.id)
+    for port in check_ports(config) if config.clean and not config.goes_on else ():
+        if port.state == "problem":
+            raise BusyError(f"{port.name} {port.found}: {port.advice}")
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
@@ -236,6 +236,10 @@ def _shortened(path: Path) -> Path:
 # -- signals ---------------------------------------------------------------------------------------
 
 
+RESUMABLE = ("trainer/ledger.db", "checkpoints", "metrics.jsonl")
+"""Traces of a run that --resume goes on with."""
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM stopped the program in order."""
 
@@ -244,10 +248,11 @@ class Interrupted(Exception):
         self.number = number
 
 
-def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
 
-    Raises Interrupted when SIGINT or SIGTERM ended it.
+    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a
+    run that is left in `run_dir`.
     """
     received: list[int] = []
 
@@ -273,6 +278,8 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
+        if run_dir is not None and any((run_dir / name).exists() for name in RESUMABLE):
+            print(f"stopped; go on with --resume: {run_dir}", file=sys.stderr)
         raise Interrupted(received[0]) from None
     if received:
         raise Interrupted(received[0])

@@ -54,7 +54,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
         def show(progress: "SftProgress") -> None:
             view.update("step", progress.step, progress.max_steps, figures(progress))
 
-        directory = run_to_end(sft(config, watch=show))
+        directory = run_to_end(sft(config, watch=show), config.run_dir)
     write(label_table(summary_lines(read_summary(directory))))
 
 

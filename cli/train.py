@@ -67,7 +67,7 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node train {config.name}") as view:
-        directory = run_to_end(_train(config, view))
+        directory = run_to_end(_train(config, view), config.run_dir)
     print_summary(directory)
 
 
@@ -129,5 +129,5 @@ def rl(
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node rl {config.name}") as view:
-        directory = run_to_end(launch(config, args, view=view, placement=placement))
+        directory = run_to_end(launch(config, args, view=view, placement=placement), config.run_dir)
     print_summary(directory)

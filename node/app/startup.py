@@ -44,7 +44,7 @@ class Startup:
         clock: PhaseClock,
         enter: Callable[[str, str], None],
     ) -> None:
-        """`environments` are those of the run; `enter` is called with the phase that begins, and how far it is."""
+        """`environments` are those of the run; `enter` is called with the phase, and how far it is."""
         self._config = config
         self._environments = environments
         self._backend = backend

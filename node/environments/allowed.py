@@ -114,8 +114,8 @@ def find_package(environment: str) -> Package | None:
     root = root_of(module)
     if root is None:
         raise UsageError(
-            f"the environment {environment!r} is not installed here: `primerl-node env install` takes its wheel "
-            "or directory, `primerl-node env list` shows those that are"
+            f"the environment {environment!r} is not installed here: `primerl-node env install` takes its "
+            "wheel or directory, `primerl-node env list` shows those that are"
         )
     names = distributions_by_module().get(module, [])
     if not names:

@@ -381,8 +381,8 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
     if not wanted:
         raise NodeError(f"no verdicts yet in {data_dir}: nothing was submitted and verified")
     raise NodeError(
-        f"no verdict on {wanted} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer keeps the last "
-        "10000, and a node gets those on its own work"
+        f"no verdict on {wanted} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer "
+        "keeps the last 10000, and a node gets those on its own work"
     )
 
 
