@@ -127,10 +127,8 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
 
     Installed ones are found by their distribution, which requires verifiers and has a module with a Taskset.
     """
-    from rich.markup import escape
-
     from ..node.environments.allowed import BUNDLED, installed
-    from .tables import NONE, plain_table, write
+    from .tables import NONE, fitted, write
 
     directory = _data_dir(data_dir)
     rows = [_bundled(name, directory) for name in BUNDLED]
@@ -138,10 +136,14 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
         return
-    table = plain_table("ID", "SOURCE", "DIGEST", "TRUST", "NOTE")
-    for row in rows:
-        table.add_row(row.id, row.source, row.digest[:12] or NONE, row.trust, escape(row.note))
-    write(table)
+    write(
+        fitted(
+            ("ID", "SOURCE", "DIGEST", "TRUST", "NOTE"),
+            [(row.id, row.source, row.digest[:12] or NONE, row.trust, row.note) for row in rows],
+            elastic=("SOURCE", "NOTE"),
+            drop=("DIGEST",),
+        )
+    )
 
 
 @app.command("trust", short_help="Let workers of this machine play an environment.")

@@ -202,10 +202,9 @@ def visible(text: str) -> str:
 
 
 def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json: bool) -> None:
-    from rich.markup import escape
 
     from ..node.storage.rollouts import BRIEF
-    from .tables import NONE, plain_table, write
+    from .tables import NONE, fitted, write
 
     found: list[KeptRollout] = []
     left = 0
@@ -224,21 +223,24 @@ def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json:
         write("no rollout is like that")
         return
     names = "ROLLOUT VERDICT REASON REWARD ADVANTAGE VERSIONS WORKER ENVIRONMENT REPLY".split()
-    table = plain_table(*names, right=("REWARD", "ADVANTAGE", "VERSIONS"))
+    rows: list[Sequence[str]] = []
     for one in found:
         first, newest = one.policy_first, one.policy_last
-        table.add_row(
+        cells = (
             one.place if not one.branch else f"{one.place}.{one.branch}",
             one.verdict,
-            escape(one.reason) or NONE,
+            one.reason or NONE,
             f"{one.reward:.3g}",
             NONE if one.advantage is None else f"{one.advantage:+.3g}",
             str(first) if first == newest else f"{first}-{newest}",
             one.worker[:SHORT],
-            escape(one.environment),
-            escape(repr(one.completion[:PREVIEW])),
+            one.environment,
+            repr(one.completion[:PREVIEW]),
         )
-    write(table)
+        rows.append(cells)
+    right = ("REWARD", "ADVANTAGE", "VERSIONS")
+    drop = ("WORKER", "ENVIRONMENT", "VERSIONS", "ADVANTAGE")
+    write(fitted(names, rows, right=right, elastic=("REPLY",), drop=drop))
     if left:
         write(f"and older ones: --last {2 * last}, or --step, show more")
 

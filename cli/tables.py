@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Self, TextIO, TypeVar
 
@@ -146,7 +147,10 @@ SPARE = 45
 def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
     """Make a table of the most important columns that fit into `width`; of all of them for None."""
     cells = {one.name: [one.cell(row) for row in rows] for one in columns}
-    whole = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
+    whole = {
+        name: max(cell_len(text) for text in [*name.splitlines(), *texts])
+        for name, texts in cells.items()
+    }
     room = whole if width is None else _fitting(columns, whole, width)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     shown = [one for one in columns if one.name in room]
@@ -159,18 +163,48 @@ def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None =
     return table
 
 
+def fitted(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Iterable[str] = (),
+    elastic: Iterable[str] = (),
+    drop: Sequence[str] = (),
+) -> Table:
+    """Make a table at the width of standard output: where that is small, without the first columns of `drop`.
+
+    Texts of `elastic` columns are cut off before a column is left out.
+    """
+    columns = [
+        Column[Sequence[str]](
+            name,
+            itemgetter(at),
+            drop.index(name) if name in drop else 100 - at,
+            right=name in right,
+            elastic=name in elastic,
+        )
+        for at, name in enumerate(names)
+    ]
+    return listing(columns, rows, console().width)
+
+
 def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int) -> dict[str, int]:
     """Choose the columns that fit, and the width of each."""
     room: dict[str, int] = {}
+
+    def stretch() -> None:
+        for other in columns:
+            if other.elastic and other.name in room:
+                left = width - sum(room.values()) - GAP * (len(room) - 1)
+                room[other.name] = min(whole[other.name], room[other.name] + left)
+
     for one in sorted(columns, key=lambda one: -one.importance):
         if one.importance < SPARE:
-            for other in columns:
-                if other.elastic and other.name in room:
-                    left = width - sum(room.values()) - GAP * (len(room) - 1)
-                    room[other.name] = min(whole[other.name], room[other.name] + left)
+            stretch()
         least = min(whole[one.name], ELASTIC) if one.elastic else whole[one.name]
         if not room or sum(room.values()) + GAP * len(room) + least <= width:
             room[one.name] = least
+    stretch()
     return room
 
 

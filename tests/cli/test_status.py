@@ -4,14 +4,15 @@ import io
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from primerl.cli.tables import bounds, bounds_in_one, group, peers_table, status_lines
+from primerl.cli import tables
+from primerl.cli.tables import bounds, bounds_in_one, fitted, group, peers_table, status_lines
 from primerl.node.ops.control import (
     BoundsRow,
     EngineRow,
@@ -246,6 +247,24 @@ async def test_a_refusal_of_the_node_is_one_line(ask: Ask, serve: Serve) -> None
     (await ask("ticket", "-d", node)).refused(
         1, "does not answer 'ticket', only status: ask its trainer"
     )
+
+
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [(80, ["NAME", "NOTE", "COUNT"]), (36, ["NAME", "NOTE"]), (12, ["NAME"])],
+)
+def test_a_narrow_terminal_shows_the_columns_that_matter_most(
+    width: int, head: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Console(width=width, file=io.StringIO(), color_system=None)
+    monkeypatch.setattr(tables, "console", lambda: screen)
+    rows = [("sort-digits", "reads a data set [of] a hub", "12"), ("math", "", "3")]
+    screen.print(fitted(("NAME", "NOTE", "COUNT"), rows, elastic=("NOTE",), drop=("COUNT",)))
+    lines = cast(io.StringIO, screen.file).getvalue().splitlines()
+    assert lines[0].split() == head
+    assert all(len(line) <= width for line in lines)
+    assert lines[1].startswith("sort-digits")
+    assert ("[of] a hub" in lines[1]) == (width == 80)
 
 
 async def test_a_run_s_directory_stands_for_its_trainer(

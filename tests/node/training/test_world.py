@@ -16,7 +16,7 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.world import World
+from primerl.node.training.world import RankChannel, World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})
 SHAPES: dict[str, dict[str, Any]] = {
@@ -299,4 +299,4 @@ def test_a_full_disk_is_named_with_what_to_do() -> None:
         raise SafetensorError("Error while serializing: No space left on device (os error 28)")
 
     with pytest.raises(StorageError, match="the disk is full: make room, then go on with --resume"):
-        World.alone(torch.device("cpu")).first(save)
+        RankChannel().first(save)
