@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -46,10 +47,13 @@ Tp = Annotated[
 ]
 Pp = Annotated[
     str | None,
-    typer.Option("--pp", help="GPUs in a row that hold some layers each (vLLM, engine.pp)."),
+    typer.Option(
+        "--pp", help="GPUs in a pipeline, each with some of the layers (vLLM, engine.pp)."
+    ),
 ]
 Dp = Annotated[
-    str | None, typer.Option("--dp", help="Engines side by side, not with --pp (vLLM, engine.dp).")
+    str | None,
+    typer.Option("--dp", help="Number of engine replicas, not with --pp (vLLM, engine.dp)."),
 ]
 DataDir = Annotated[
     Path | None,
@@ -288,10 +292,11 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
 
 # -- help of config keys ---------------------------------------------------------------------------
 
-KEYS = """Config keys, with defaults in brackets. Each is a flag (--network.host 127.0.0.1), a variable
-(PRIMERL_NETWORK__HOST=127.0.0.1) and a line of a TOML file (`@ file.toml`, as many as you like):
+KEYS = """Config keys, with defaults in brackets. Each is a flag
+(--network.host 127.0.0.1), a variable (PRIMERL_NETWORK__HOST=127.0.0.1) and a
+line of a TOML file (`@ file.toml`, as many as you like):
 """
-WIDTH = 100
+WIDEST = 100
 INDENT = " " * 8
 KINDS = {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
@@ -322,10 +327,11 @@ class ConfigCommand(typer.core.TyperCommand):
             "judge": JudgeRunConfig,
         }
         cls = others.get(self.name or "", RunConfig)
-        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
+        width = min(WIDEST, shutil.get_terminal_size().columns)
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls, width)}"
 
 
-def keys_help(cls: "type[BaseModel]") -> str:
+def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     """Describe every key of `cls`, section by section, by the docstrings below the fields."""
     docs: Docs = {}
     for source in _sources(cls):
@@ -340,7 +346,15 @@ def keys_help(cls: "type[BaseModel]") -> str:
                         docs[node.name, name] = " ".join(text.split())
                     case _:
                         pass
-    return "\n".join(_section(cls, "", docs)).strip("\n")
+    lines = "\n".join(_section(cls, "", docs)).strip("\n").splitlines()
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=_indent(line), break_on_hyphens=False)
+        for line in lines
+    )
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())] or "  "
 
 
 def _sources(cls: "type[BaseModel]") -> set[Path]:
@@ -380,8 +394,7 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
         value = field.get_default(call_default_factory=True)
         default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
-        text = f"{meaning} {default}".strip()
-        yield textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+        yield f"{INDENT}{meaning} {default}".rstrip()
     for title, prefix, inner, flag in sorted(sections, key=lambda one: not one[3]):
         yield title
         yield from _section(inner, prefix, docs, flag)

@@ -146,7 +146,7 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     )
 
 
-@app.command("trust", short_help="Let workers of this machine play an environment.")
+@app.command("trust", short_help="Let workers with this data directory play an environment.")
 def trust(
     environment: Id,
     remove: Annotated[bool, typer.Option("--remove", help="Stop trusting it.")] = False,
@@ -262,8 +262,8 @@ def install(
         typer.echo(f"installed: {row.id} ({row.source}), digest {row.digest}")
         if row.trust != "trusted":
             typer.echo(
-                f"{row.trust}: workers of this machine ask before they play it; "
-                f"primerl-node env trust {row.id}"
+                f"{row.trust}: `join` asks before it plays it; "
+                f"primerl-node env trust {row.id} --data-dir WORKER allows it for good"
             )
 
 

@@ -62,9 +62,9 @@ def run(
     \b
     Examples:
       primerl-node eval --weights-dir outputs/demo/weights
-      primerl-node eval --weights-dir outputs/demo/weights --steps 5,10 --no-eval-base
-      primerl-node eval --models Qwen/Qwen3-0.6B --environments '[{"id": "reverse-text", "samples": 8}]'
-      primerl-node eval @ eval_api            endpoints: a base URL, and the variable that holds the key
+      primerl-node eval --weights-dir outputs/demo/weights --steps 5,10
+      primerl-node eval --models Qwen/Qwen3-0.6B --environments '[{"id": "math"}]'
+      primerl-node eval @ eval_api        a model behind an OpenAI-compatible API
     """
     from ..node.config.evaluation import EvalConfig
 

@@ -49,9 +49,9 @@ def run(
 
     \b
     Examples:
-      primerl-node explain --data-dir worker            the latest that was rejected
-      primerl-node explain 4294967298 -d worker         by lease
-      primerl-node explain 1f0c -d outputs/demo         by digest, at the trainer
+      primerl-node explain --data-dir worker       the latest that was rejected
+      primerl-node explain 4294967298 -d worker    by lease
+      primerl-node explain 1f0c -d outputs/demo    by digest, at the trainer
       primerl-node explain --list
     """
     import msgspec

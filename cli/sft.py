@@ -34,9 +34,10 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     \b
     Examples:
       primerl-node sft @ sft_demo
-      primerl-node sft --model.name Qwen/Qwen3-0.6B --data.files chats.jsonl --validation.fraction 0.02
+      primerl-node sft --model.name Qwen/Qwen3-0.6B --data.files chats.jsonl
       primerl-node sft @ sft_demo --resume        go on where it was interrupted
-      primerl-node train @ demo --no-warmup --model.name outputs/sft-demo/weights/step_100
+      primerl-node train @ demo --no-warmup \\
+        --model.name outputs/sft-demo/weights/step_100
     """
     from ..node.config.sft import SftConfig
 

@@ -49,11 +49,12 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     \b
     Examples:
       primerl-node train @ demo
-      primerl-node train @ demo @ mine.toml --training.lr 1e-5 --rollouts.group-size 16
-      primerl-node train @ demo --resume       go on where it was interrupted
-      primerl-node train @ demo --resume.step 40                          go back to a checkpoint
-      primerl-node train @ demo --name b --resume.dir outputs/demo        a new run from another one
-      primerl-node train @ demo --dry-run      show the whole config, start nothing
+      primerl-node train @ demo @ mine.toml --training.lr 1e-5
+      primerl-node train @ demo --resume           go on where it was interrupted
+      primerl-node train @ demo --resume.step 40   go back to a checkpoint
+      primerl-node train @ demo --name b --resume.dir outputs/demo
+                                                   a new run from another one
+      primerl-node train @ demo --dry-run          show the config, start nothing
     """
     from ..node.config.run import RunConfig
 

@@ -276,7 +276,9 @@ class ControlServer:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._path.exists():
             if _answers(self._path):
-                raise BusyError(f"a node already runs in {self._path.parent}: stop it first")
+                raise BusyError(
+                    f"a node already runs in {self._path.parent}: stop it, or choose another --data-dir"
+                )
             self._path.unlink()
         with short(self._path) as name:
             self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
