@@ -133,6 +133,7 @@ def run(
 async def _join(config: "JoinConfig", view: "OpenView") -> None:
     """Work until the run ends, with our own node in the view; the last line sums up its work."""
     from ..node.app.daemon import join
+    from ..node.environments.allowed import EnvironmentNotAllowed
     from ..node.ops.control import NodeState, watched
     from .live import plain_line
 
@@ -140,8 +141,11 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
         farewell = await watched(nodes, view, join(config), pace_s=view.pace_s)
+    except EnvironmentNotAllowed:
+        nodes.clear()  # it did nothing: its owner is asked
+        raise
     finally:
-        status = nodes[config.role].status
+        status = nodes[config.role].status if nodes else None
         if status is not None:
             status.phase, status.detail, status.waiting_for = "ended", "", ""
             view.say(plain_line(nodes))

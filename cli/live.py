@@ -145,7 +145,7 @@ class LiveView:
     def _draw(self) -> Any:
         elapsed = time.monotonic() - self._started
         width, height = self._console.size
-        return screen_of(self._title, self._nodes, elapsed, width, height)
+        return screen_of(self._title, self._nodes, elapsed, width - ECHO, height)
 
 
 # -- plain lines -----------------------------------------------------------------------------------
@@ -207,6 +207,8 @@ OTHER_LINES = 14
 """Lines of the screen that are no rows of nodes."""
 FRAME = 4
 """Columns."""
+ECHO = 2
+"""Columns that are left free for the terminal's ^C, which would move the screen down by a line."""
 Cells = Mapping[str, str]
 
 
@@ -248,7 +250,7 @@ def screen_of(
         parts = [label_table(_own(node)) for node in nodes.values()]
         parts = parts or [_progress(None, width)]
     head = f"[bold]{escape(title)}[/]  {duration(elapsed_s)}"
-    return Panel(Group(*parts), title=head, title_align="left", border_style="blue")
+    return Panel(Group(*parts), title=head, title_align="left", border_style="blue", width=width)
 
 
 def _progress(status: Status | None, width: int) -> Table:

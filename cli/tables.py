@@ -455,6 +455,8 @@ def policy(status: Status) -> str:
     """Say which version a node holds, and how far that is behind."""
     if status.newest_version < 0:
         return "none yet"
+    if status.version < 0:
+        return f"none yet, the newest is version {status.newest_version}"
     behind = status.newest_version - status.version
     how = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
     return f"version {version(status.version)}, {how}"

@@ -281,9 +281,10 @@ class PeerNode(Node):
                     ) from error
                 if lines.due():
                     logger.info(
-                        "waiting for trainer %s for %.0f s: %s",
+                        "waiting for trainer %s, %.0f s of at most %.0f: %s",
                         short(ticket.trainer),
                         waited,
+                        limit,
                         error,
                     )
             except Refused as refusal:

@@ -201,6 +201,12 @@ def test_the_bounds_of_each_class_say_of_what_they_are_made() -> None:
     )
 
 
+def test_a_worker_without_a_version_says_which_is_the_newest() -> None:
+    assert lines_of(version=-1, newest_version=84)["policy"] == "none yet, the newest is version 84"
+    assert lines_of(version=-1, newest_version=-1)["policy"] == "none yet"
+    assert lines_of(version=83, newest_version=84)["policy"] == "version 83, 1 behind version 84"
+
+
 def test_a_trainer_shows_its_pipelines() -> None:
     row = GroupRow("ab12", 3, ["one", "two"], ["0-13", "14-27"], 1, 41.6, 8192, "planned")
     assert lines_of(pipelines=[row])["pipeline"] == (
