@@ -99,7 +99,10 @@ def init(
         except OSError as error:
             raise file_error(error, directory / file) from error
         typer.echo(directory / file)
-    typer.echo(f"next: primerl-node env install {directory}; primerl-node env test {name}")
+    place = (
+        directory if directory.is_absolute() else f"./{directory}"
+    )  # no name that an index knows
+    typer.echo(f"next: primerl-node env install {place}; primerl-node env test {name}")
 
 
 # -- list, trust -----------------------------------------------------------------------------------
