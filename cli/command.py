@@ -61,7 +61,7 @@ DataDir = Annotated[
         "--data-dir",
         "-d",
         envvar="PRIMERL_DATA_DIR",
-        help="The node's data directory; without it, the node that runs on this machine.",
+        help="The node's data directory, or its run's; without it, the node that runs on this machine.",
     ),
 ]
 OwnDataDir = Annotated[

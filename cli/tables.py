@@ -329,7 +329,9 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     Column(
         "OK/REJECTED",
         lambda row: (
-            f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
+            NONE
+            if row.role == "trainer"
+            else f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
         ),
         80,
         lambda row: -row.accepted,
@@ -337,7 +339,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     _figure("AUDITED", "audited", 20),
     Column(
         "TRUST",
-        lambda row: trust(row.trust, row.trusts),
+        lambda row: NONE if row.role == "trainer" else trust(row.trust, row.trusts),
         65,
         lambda row: row.trust,
         right=True,
