@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Self, TextIO, TypeVar
 
+import rich.table
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
@@ -82,6 +83,11 @@ def label_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+BAR = 20
+COUNTS = 9
+"""Columns of a bar, and of counts like 1000/2000, which keep their place beside long figures."""
+
+
 class ProgressView:
     """Show progress as a bar in a terminal, as a line now and then in a pipe."""
 
@@ -99,7 +105,9 @@ class ProgressView:
                 TextColumn(text, markup=False)
                 for text in ("{task.description}", "{task.fields[figures]}")
             )
-            columns = (title, BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+            whole = rich.table.Column(no_wrap=True, min_width=COUNTS)
+            counts = MofNCompleteColumn(table_column=whole)
+            columns = (title, BarColumn(BAR), counts, figures, TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(file=self._stream))
             self._bar.add_task(self._title, total=None, figures="starting")
             self._stack.enter_context(self._bar)
