@@ -313,22 +313,26 @@ class ConfigCommand(typer.core.TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Return typer's help and the keys."""
-        from ..node.config.evaluation import EvalConfig
-        from ..node.config.judge import JudgeRunConfig
-        from ..node.config.run import JoinConfig, RunConfig
-        from ..node.config.serving import ServeConfig
-        from ..node.config.sft import SftConfig
-
-        others = {
-            "join": JoinConfig,
-            "sft": SftConfig,
-            "eval": EvalConfig,
-            "inference": ServeConfig,
-            "judge": JudgeRunConfig,
-        }
-        cls = others.get(self.name or "", RunConfig)
         width = min(WIDEST, shutil.get_terminal_size().columns)
-        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls, width)}"
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(config_of(self.name or ''), width)}"
+
+
+def config_of(command: str) -> "type[BaseModel]":
+    """Return the config class of a command."""
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.judge import JudgeRunConfig
+    from ..node.config.run import JoinConfig, RunConfig
+    from ..node.config.serving import ServeConfig
+    from ..node.config.sft import SftConfig
+
+    others = {
+        "join": JoinConfig,
+        "sft": SftConfig,
+        "eval": EvalConfig,
+        "inference": ServeConfig,
+        "judge": JudgeRunConfig,
+    }
+    return others.get(command, RunConfig)
 
 
 def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
