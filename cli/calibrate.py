@@ -70,7 +70,7 @@ def run(
     \b
     Examples:
       primerl-node calibrate @ run.toml --out calibration.json
-      primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
+      primerl-node calibrate @ run.toml --out c.json --against hf --against vllm
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
     from ..node.config.run import RunConfig

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -46,10 +47,13 @@ Tp = Annotated[
 ]
 Pp = Annotated[
     str | None,
-    typer.Option("--pp", help="GPUs in a row that hold some layers each (vLLM, engine.pp)."),
+    typer.Option(
+        "--pp", help="GPUs in a pipeline, each with some of the layers (vLLM, engine.pp)."
+    ),
 ]
 Dp = Annotated[
-    str | None, typer.Option("--dp", help="Engines side by side, not with --pp (vLLM, engine.dp).")
+    str | None,
+    typer.Option("--dp", help="Number of engine replicas, not with --pp (vLLM, engine.dp)."),
 ]
 DataDir = Annotated[
     Path | None,
@@ -57,7 +61,7 @@ DataDir = Annotated[
         "--data-dir",
         "-d",
         envvar="PRIMERL_DATA_DIR",
-        help="The node's data directory; without it, the node that runs on this machine.",
+        help="The node's data directory, or its run's; without it, the node that runs on this machine.",
     ),
 ]
 OwnDataDir = Annotated[
@@ -146,6 +150,33 @@ def check_model(config: "RunConfig | SftConfig") -> None:
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
 
 
+def check_found(config: "RunConfig | SftConfig") -> None:
+    """Raise NodeError if the run lacks its model, an environment, a data file or a free port.
+
+    Called before `--clean` removes the earlier run.
+    """
+    from ..node.config.run import RunConfig
+    from ..node.environments.allowed import find_package
+    from ..node.models.architectures import read_config as read_model
+    from ..node.ops.doctor import check_ports
+    from ..node.ops.errors import BusyError, UsageError
+    from ..node.sft.data import find_files
+
+    if not isinstance(config, RunConfig):
+        find_files([*config.data.files, *config.validation.files])
+    if config.model.create is None:
+        if "name" not in config.model.model_fields_set:
+            raise UsageError("no model: set model.name to a directory or a hub id")
+        read_model(config.model)
+    if not isinstance(config, RunConfig):
+        return
+    for one in config.mixture:
+        find_package(one.id)
+    for port in check_ports(config) if config.clean and not config.goes_on else ():
+        if port.state == "problem":
+            raise BusyError(f"{port.name} {port.found}: {port.advice}")
+
+
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
     """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
     code is confined."""
@@ -174,7 +205,11 @@ def find_node(data_dir: Path | None) -> Path:
     from ..node.ops.errors import NetworkError
 
     if data_dir is not None:
-        return expand_home(data_dir)
+        given = expand_home(data_dir)
+        trainer = given / "trainer"  # of a run's directory
+        return (
+            trainer if socket_path(trainer).exists() and not socket_path(given).exists() else given
+        )
     entries = running()
     if not entries:
         if socket_path(default_data_dir()).exists():
@@ -205,6 +240,10 @@ def _shortened(path: Path) -> Path:
 # -- signals ---------------------------------------------------------------------------------------
 
 
+RESUMABLE = ("trainer/ledger.db", "checkpoints", "metrics.jsonl")
+"""Traces of a run that --resume goes on with."""
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM stopped the program in order."""
 
@@ -213,10 +252,11 @@ class Interrupted(Exception):
         self.number = number
 
 
-def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
 
-    Raises Interrupted when SIGINT or SIGTERM ended it.
+    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a
+    run that is left in `run_dir`.
     """
     received: list[int] = []
 
@@ -242,6 +282,8 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
+        if run_dir is not None and any((run_dir / name).exists() for name in RESUMABLE):
+            print(f"stopped; go on with --resume: {run_dir}", file=sys.stderr)
         raise Interrupted(received[0]) from None
     if received:
         raise Interrupted(received[0])
@@ -250,10 +292,11 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
 
 # -- help of config keys ---------------------------------------------------------------------------
 
-KEYS = """Config keys, with defaults in brackets. Each is a flag (--network.host 127.0.0.1), a variable
-(PRIMERL_NETWORK__HOST=127.0.0.1) and a line of a TOML file (`@ file.toml`, as many as you like):
+KEYS = """Config keys, with defaults in brackets. Each is a flag
+(--network.host 127.0.0.1), a variable (PRIMERL_NETWORK__HOST=127.0.0.1) and a
+line of a TOML file (`@ file.toml`, as many as you like):
 """
-WIDTH = 100
+WIDEST = 100
 INDENT = " " * 8
 KINDS = {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
@@ -270,24 +313,29 @@ class ConfigCommand(typer.core.TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """Return typer's help and the keys."""
-        from ..node.config.evaluation import EvalConfig
-        from ..node.config.judge import JudgeRunConfig
-        from ..node.config.run import JoinConfig, RunConfig
-        from ..node.config.serving import ServeConfig
-        from ..node.config.sft import SftConfig
-
-        others = {
-            "join": JoinConfig,
-            "sft": SftConfig,
-            "eval": EvalConfig,
-            "inference": ServeConfig,
-            "judge": JudgeRunConfig,
-        }
-        cls = others.get(self.name or "", RunConfig)
-        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
+        width = min(WIDEST, shutil.get_terminal_size().columns)
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(config_of(self.name or ''), width)}"
 
 
-def keys_help(cls: "type[BaseModel]") -> str:
+def config_of(command: str) -> "type[BaseModel]":
+    """Return the config class of a command."""
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.judge import JudgeRunConfig
+    from ..node.config.run import JoinConfig, RunConfig
+    from ..node.config.serving import ServeConfig
+    from ..node.config.sft import SftConfig
+
+    others = {
+        "join": JoinConfig,
+        "sft": SftConfig,
+        "eval": EvalConfig,
+        "inference": ServeConfig,
+        "judge": JudgeRunConfig,
+    }
+    return others.get(command, RunConfig)
+
+
+def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     """Describe every key of `cls`, section by section, by the docstrings below the fields."""
     docs: Docs = {}
     for source in _sources(cls):
@@ -302,7 +350,15 @@ def keys_help(cls: "type[BaseModel]") -> str:
                         docs[node.name, name] = " ".join(text.split())
                     case _:
                         pass
-    return "\n".join(_section(cls, "", docs)).strip("\n")
+    lines = "\n".join(_section(cls, "", docs)).strip("\n").splitlines()
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=_indent(line), break_on_hyphens=False)
+        for line in lines
+    )
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())] or "  "
 
 
 def _sources(cls: "type[BaseModel]") -> set[Path]:
@@ -342,8 +398,7 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
         value = field.get_default(call_default_factory=True)
         default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
-        text = f"{meaning} {default}".strip()
-        yield textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+        yield f"{INDENT}{meaning} {default}".rstrip()
     for title, prefix, inner, flag in sorted(sections, key=lambda one: not one[3]):
         yield title
         yield from _section(inner, prefix, docs, flag)

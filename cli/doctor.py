@@ -46,10 +46,11 @@ def run(
 
     \b
     Examples:
-      primerl-node doctor                                       this machine alone
+      primerl-node doctor                       this machine alone
       primerl-node doctor --model.name Qwen/Qwen3-4B --engine.max-model-len 8192
-      primerl-node doctor @ run.toml --gpu-memory 24 --gpus 2   a machine that is elsewhere
-      primerl-node doctor @ run.toml --shared                   trainer and worker on one GPU
+      primerl-node doctor @ run.toml --shared   trainer and worker on one GPU
+      primerl-node doctor @ run.toml --gpu-memory 24 --gpus 2
+                                                a machine that is elsewhere
     """
     from ..node.config.run import RunConfig
     from ..node.ops import doctor

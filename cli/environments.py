@@ -99,7 +99,10 @@ def init(
         except OSError as error:
             raise file_error(error, directory / file) from error
         typer.echo(directory / file)
-    typer.echo(f"next: primerl-node env install {directory}; primerl-node env test {name}")
+    place = (
+        directory if directory.is_absolute() else f"./{directory}"
+    )  # no name that an index knows
+    typer.echo(f"next: primerl-node env install {place}; primerl-node env test {name}")
 
 
 # -- list, trust -----------------------------------------------------------------------------------
@@ -127,10 +130,8 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
 
     Installed ones are found by their distribution, which requires verifiers and has a module with a Taskset.
     """
-    from rich.markup import escape
-
     from ..node.environments.allowed import BUNDLED, installed
-    from .tables import NONE, plain_table, write
+    from .tables import NONE, fitted, write
 
     directory = _data_dir(data_dir)
     rows = [_bundled(name, directory) for name in BUNDLED]
@@ -138,13 +139,17 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
         return
-    table = plain_table("ID", "SOURCE", "DIGEST", "TRUST", "NOTE")
-    for row in rows:
-        table.add_row(row.id, row.source, row.digest[:12] or NONE, row.trust, escape(row.note))
-    write(table)
+    write(
+        fitted(
+            ("ID", "SOURCE", "DIGEST", "TRUST", "NOTE"),
+            [(row.id, row.source, row.digest[:12] or NONE, row.trust, row.note) for row in rows],
+            elastic=("SOURCE", "NOTE"),
+            drop=("DIGEST",),
+        )
+    )
 
 
-@app.command("trust", short_help="Let workers of this machine play an environment.")
+@app.command("trust", short_help="Let workers with this data directory play an environment.")
 def trust(
     environment: Id,
     remove: Annotated[bool, typer.Option("--remove", help="Stop trusting it.")] = False,
@@ -260,8 +265,8 @@ def install(
         typer.echo(f"installed: {row.id} ({row.source}), digest {row.digest}")
         if row.trust != "trusted":
             typer.echo(
-                f"{row.trust}: workers of this machine ask before they play it; "
-                f"primerl-node env trust {row.id}"
+                f"{row.trust}: `join` asks before it plays it; "
+                f"primerl-node env trust {row.id} --data-dir WORKER allows it for good"
             )
 
 

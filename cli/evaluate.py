@@ -62,9 +62,9 @@ def run(
     \b
     Examples:
       primerl-node eval --weights-dir outputs/demo/weights
-      primerl-node eval --weights-dir outputs/demo/weights --steps 5,10 --no-eval-base
-      primerl-node eval --models Qwen/Qwen3-0.6B --environments '[{"id": "reverse-text", "samples": 8}]'
-      primerl-node eval @ eval_api            endpoints: a base URL, and the variable that holds the key
+      primerl-node eval --weights-dir outputs/demo/weights --steps 5,10
+      primerl-node eval --models Qwen/Qwen3-0.6B --environments '[{"id": "math"}]'
+      primerl-node eval @ eval_api        a model behind an OpenAI-compatible API
     """
     from ..node.config.evaluation import EvalConfig
 
@@ -128,28 +128,29 @@ def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
 
 def results_table(cells: Sequence["Cell"]) -> "Table":
     """Draw a row for each environment and model: means with 95 % intervals."""
-    from rich.markup import escape
-
-    from .tables import plain_table
+    from .tables import fitted
 
     tries = _tries(cells)
-    passes = (f"pass@{one}" for one in tries)
+    passes = [f"pass@{one}" for one in tries]
     names = ("PROMPTS", "avg@k", *passes, "CUT", "FAILED", "TOKENS")
-    table = plain_table("ENVIRONMENT", "MODEL", *names, right=names)
+    rows: list[Sequence[str]] = []
     for cell in sorted(cells, key=lambda cell: cell.environment):
         told = cell.figures
-        passes = [told.passes.get(one) for one in tries]
-        table.add_row(
-            escape(cell.environment),
-            escape(cell.model),
+        found = [told.passes.get(one) for one in tries]
+        row = (
+            cell.environment,
+            cell.model,
             f"{told.prompts} x {told.samples}",
             estimate(told.avg),
-            *(estimate(one) if one else "-" for one in passes),
+            *(estimate(one) if one else "-" for one in found),
             f"{told.truncated:.1%}",
             f"{told.failed:.1%}",
             f"{told.completion_mean:.1f}",
         )
-    return table
+        rows.append(row)
+    drop = ("TOKENS", "PROMPTS", "CUT", *passes[:-1], "FAILED")
+    names = ("ENVIRONMENT", "MODEL", *names)
+    return fitted(names, rows, right=names[2:], elastic=("MODEL",), drop=drop)
 
 
 def _tries(cells: Sequence["Cell"]) -> list[str]:

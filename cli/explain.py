@@ -18,10 +18,11 @@ MAX_ROWS = 32
 """Rows of evidence that are shown; --json has them all."""
 WIDTH = 100
 READING = (
-    "! is above the bound to reject, ? above the bound to suspect: one in a hundred honest rollouts is, so "
-    "only many of them tell against a node. Distances are relative, the others in nats.",
-    "A rollout is audited if its lot is below the rate. The lot is a hash of the rollout's place and of the "
-    "challenge, which was drawn after the receipt: anybody can compute it again.",
+    "! marks a measure above the bound for rejection, ? one above the bound for suspicion. One honest rollout "
+    "in a hundred exceeds the latter, so a few of them do not count against a node. Fingerprints are relative "
+    "distances, the other measures are in nats.",
+    "A rollout is audited if its draw is below the rate. The draw is a hash of the rollout's place and of the "
+    "challenge, which the trainer chose after the receipt: anybody can compute it again.",
 )
 
 
@@ -48,9 +49,9 @@ def run(
 
     \b
     Examples:
-      primerl-node explain --data-dir worker            the latest that was rejected
-      primerl-node explain 4294967298 -d worker         by lease
-      primerl-node explain 1f0c -d outputs/demo         by digest, at the trainer
+      primerl-node explain --data-dir worker       the latest that was rejected
+      primerl-node explain 4294967298 -d worker    by lease
+      primerl-node explain 1f0c -d outputs/demo    by digest, at the trainer
       primerl-node explain --list
     """
     import msgspec
@@ -93,24 +94,22 @@ def _directory(data_dir: Path | None) -> Path:
 
 def verdict_list(lines: "Sequence[VerdictLine]") -> Any:
     """Draw one line for each verdict."""
-    from rich.markup import escape
-
-    from .tables import NONE, plain_table
+    from .tables import NONE, fitted
 
     if not lines:
         return "no verdicts yet"
     names = ("NO", "LEASE", "SUBMISSION", "NODE", "ACCEPTED", "REJECTED", "AUDITED", "REASON")
-    table = plain_table(*names, right=set(names) - {"SUBMISSION", "NODE", "REASON"})
+    rows: list[Sequence[str]] = []
     for line in lines:
         node, number = line.worker[:SHORT], str(line.number)
         if line.fault:
-            fault = f"NOT GENUINE: {escape(line.fault)}"
-            table.add_row(number, NONE, NONE, node, "", "", "", fault)
+            rows.append((number, NONE, NONE, node, "", "", "", f"NOT GENUINE: {line.fault}"))
             continue
         counts = map(str, (line.accepted, line.rejected, line.audited))
-        reason = escape(line.reason) or NONE
-        table.add_row(number, str(line.lease), line.submission[:SHORT], node, *counts, reason)
-    return table
+        reason = line.reason or NONE
+        rows.append((number, str(line.lease), line.submission[:SHORT], node, *counts, reason))
+    right = set(names) - {"SUBMISSION", "NODE", "REASON"}
+    return fitted(names, rows, right=right, elastic=("REASON",), drop=("AUDITED", "NO"))
 
 
 def explanation(found: "Explanation") -> Any:
@@ -128,7 +127,12 @@ def explanation(found: "Explanation") -> Any:
         ),
         ("on", f"submission {found.submission[:16]} of node {node}, lease {found.lease}"),
         ("result", f"{found.accepted} accepted, {found.rejected} rejected"),
-        ("audited", f"{found.audited} rollouts, by {measurer}" if found.audited else "nothing"),
+        (
+            "audited",
+            f"{found.audited} rollout{'s' * (found.audited > 1)}, by {measurer}"
+            if found.audited
+            else "nothing",
+        ),
     ]
     if found.challenge:
         facts.append(("challenge", f"{found.challenge}  (rate {found.rate:.3g})"))
@@ -175,21 +179,25 @@ def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
 
 def _evidence(found: "Explanation") -> list[Any]:
     """Draw the measurements beside their bounds, and how to read them."""
-    from .tables import plain_table
+    from .tables import fitted
 
-    measures = [one.name.upper().replace("_", " ") for one in found.evidence[0].measures]
-    table = plain_table("ROLLOUT", "TOKENS", "WHY", *measures, right=("TOKENS", *measures))
+    measures = [one.name.upper().replace("_", "\n") for one in found.evidence[0].measures]
+    rows: list[Sequence[str]] = []
     for row in found.evidence[:MAX_ROWS]:
-        why = f"guilt of another (lot {row.lot:.3f})"
-        if row.drawn:
-            why = f"lot {row.lot:.3f} < {found.rate:.3g}"
-        cells = (f"{one.value:.4g}{one.mark or ' '}" for one in row.measures)
-        table.add_row(f"{row.group}/{row.rollout}", str(row.tokens), why, *cells)
+        why = (
+            f"{row.lot:.3f} < {found.rate:.3g}" if row.drawn else f"another failed ({row.lot:.3f})"
+        )
+        cells = (f"{one.value:.3g}{one.mark or ' '}" for one in row.measures)
+        rows.append((f"{row.group}/{row.rollout}", *cells, str(row.tokens), why))
     for label, bounds in (
         ("suspect above", [one.suspect for one in found.evidence[0].measures]),
         ("reject above", [one.reject for one in found.evidence[0].measures]),
     ):
-        table.add_row(label, "", "", *(f"{bound:.4g} " for bound in bounds), style="dim")
+        rows.append((label, *(f"{bound:.3g} " for bound in bounds), "", ""))
+    names = ("ROLLOUT", *measures, "TOKENS", "DRAW")
+    table = fitted(names, rows, right=("TOKENS", *measures), drop=("TOKENS", "DRAW"))
+    for row in table.rows[-2:]:
+        row.style = "dim"
     sample = "not measured on this model"
     if found.honest_rollouts:
         sample = f"{found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens"

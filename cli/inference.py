@@ -49,7 +49,8 @@ def run(
     Examples:
       primerl-node inference --model.name outputs/demo/weights/step_200
       primerl-node inference --ticket run.ticket --engine.type vllm --tp auto
-      primerl-node inference --model.name Qwen/Qwen3-0.6B --api.host 0.0.0.0 --api.key-variable API_KEY
+      primerl-node inference --model.name Qwen/Qwen3-0.6B \\
+        --api.host 0.0.0.0 --api.key-variable API_KEY
       curl http://127.0.0.1:8000/v1/models
     """
     from ..node.config.serving import ServeConfig

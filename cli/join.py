@@ -78,15 +78,17 @@ def run(
 ) -> None:
     """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
 
-    Come and go as you like; needs no open port. The ticket is checked before anything is sent. A validator
-    measures instead what other nodes sent in; the trainer's verification.validators has to name it.
-    A data directory that was admitted once needs no ticket any more.
+    It needs no open port. All that it writes is in the data directory: its key, logs, and weights
+    (weights.max_disk_gib at most). Ctrl-C or `primerl-node stop` hands its unfinished work back; join again
+    at any time, without a ticket. `primerl-node status` shows what was accepted, `explain` why something
+    was not.
 
     A run names its environment, and a worker imports that package: beside the bundled ones only those that you
     allow. Without --allow-environment a terminal is asked, and `always` is kept in the data directory.
 
-    A machine that cannot hold the model offers its memory, and holds some layers of it together with others
-    (--pp.mode on does so anyway, off never).
+    A machine that cannot hold the model holds some of its layers, together with others (--pp.mode on:
+    always, off: never). A validator audits what other nodes sent in; the trainer's verification.validators
+    has to name it.
 
     \b
     Examples:
@@ -94,7 +96,7 @@ def run(
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm --tp auto
       primerl-node join --data-dir worker      again, for the run that admitted it
-      primerl-node join --ticket run.ticket --engine.type vllm --pp.rank 0 --pp.world-size 2
+      primerl-node join --ticket T --engine vllm --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config.run import JoinConfig
@@ -120,7 +122,7 @@ def run(
     config = with_checked_ticket(config)
     while True:
         try:
-            with open_view(f"primerl-node join  as {config.role}", LINE_EVERY_S) as view:
+            with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:
                 run_to_end(_join(config, view))
             return
         except EnvironmentNotAllowed as refused:
@@ -131,6 +133,7 @@ def run(
 async def _join(config: "JoinConfig", view: "OpenView") -> None:
     """Work until the run ends, with our own node in the view; the last line sums up its work."""
     from ..node.app.daemon import join
+    from ..node.environments.allowed import EnvironmentNotAllowed
     from ..node.ops.control import NodeState, watched
     from .live import plain_line
 
@@ -138,8 +141,11 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
         farewell = await watched(nodes, view, join(config), pace_s=view.pace_s)
+    except EnvironmentNotAllowed:
+        nodes.clear()  # it did nothing: its owner is asked
+        raise
     finally:
-        status = nodes[config.role].status
+        status = nodes[config.role].status if nodes else None
         if status is not None:
             status.phase, status.detail, status.waiting_for = "ended", "", ""
             view.say(plain_line(nodes))
@@ -208,6 +214,8 @@ def ticket_text(given: str) -> str:
             text = file.read(MAX_TICKET_FILE + 1)
         if len(text) > MAX_TICKET_FILE:
             raise TicketError(f"{given[:80]} is too large for a ticket: give a file that holds one")
+        if not text.strip().startswith(PREFIX):
+            raise TicketError(f"{given[:80]} holds no ticket: they start with {PREFIX}")
         return text.strip()
     except FileNotFoundError as error:
         raise TicketError(

@@ -145,7 +145,7 @@ class LiveView:
     def _draw(self) -> Any:
         elapsed = time.monotonic() - self._started
         width, height = self._console.size
-        return screen_of(self._title, self._nodes, elapsed, width, height)
+        return screen_of(self._title, self._nodes, elapsed, width - ECHO, height)
 
 
 # -- plain lines -----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def plain_line(nodes: Mapping[str, NodeState]) -> str:
     if trainer is None and nodes:
         return "; ".join(map(_own_line, nodes.values()))
     if trainer is None or trainer.status is None:
-        return f"trainer: {trainer.note if trainer else NONE}"
+        return f"trainer: {trainer.note if trainer else 'starting'}"
     status = trainer.status
     parts = [_phase(status), f"environment: {status.environment}" if status.environment else ""]
     if status.history:
@@ -207,6 +207,8 @@ OTHER_LINES = 14
 """Lines of the screen that are no rows of nodes."""
 FRAME = 4
 """Columns."""
+ECHO = 2
+"""Columns that are left free for the terminal's ^C, which would move the screen down by a line."""
 Cells = Mapping[str, str]
 
 
@@ -247,8 +249,8 @@ def screen_of(
     else:
         parts = [label_table(_own(node)) for node in nodes.values()]
         parts = parts or [_progress(None, width)]
-    head = f"[bold]{escape(title)}[/] {duration(elapsed_s)}"
-    return Panel(Group(*parts), title=head, title_align="left", border_style="blue")
+    head = f"[bold]{escape(title)}[/]  {duration(elapsed_s)}"
+    return Panel(Group(*parts), title=head, title_align="left", border_style="blue", width=width)
 
 
 def _progress(status: Status | None, width: int) -> Table:

@@ -119,11 +119,16 @@ def run(
 
 def open_files(run_dir: Path | None) -> "RolloutFiles":
     """Find the rollouts of a run. Raises UsageError where there are none."""
-    from ..node.ops.errors import UsageError
+    from ..node.ops.errors import NetworkError, UsageError
     from ..node.storage.rollouts import RolloutFiles
     from ..node.storage.run_files import ROLLOUTS
 
-    directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
+    try:
+        directory = expand_home(run_dir) if run_dir is not None else find_node(None).parent
+    except NetworkError as error:
+        raise UsageError(
+            "no trainer runs here: give the directory of a run, outputs/NAME"
+        ) from error
     files = RolloutFiles(directory / ROLLOUTS)
     if not files.steps():
         raise UsageError(
@@ -197,10 +202,9 @@ def visible(text: str) -> str:
 
 
 def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json: bool) -> None:
-    from rich.markup import escape
 
     from ..node.storage.rollouts import BRIEF
-    from .tables import NONE, plain_table, write
+    from .tables import NONE, fitted, write
 
     found: list[KeptRollout] = []
     left = 0
@@ -219,21 +223,24 @@ def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json:
         write("no rollout is like that")
         return
     names = "ROLLOUT VERDICT REASON REWARD ADVANTAGE VERSIONS WORKER ENVIRONMENT REPLY".split()
-    table = plain_table(*names, right=("REWARD", "ADVANTAGE", "VERSIONS"))
+    rows: list[Sequence[str]] = []
     for one in found:
         first, newest = one.policy_first, one.policy_last
-        table.add_row(
+        cells = (
             one.place if not one.branch else f"{one.place}.{one.branch}",
             one.verdict,
-            escape(one.reason) or NONE,
+            one.reason or NONE,
             f"{one.reward:.3g}",
             NONE if one.advantage is None else f"{one.advantage:+.3g}",
             str(first) if first == newest else f"{first}-{newest}",
             one.worker[:SHORT],
-            escape(one.environment),
-            escape(repr(one.completion[:PREVIEW])),
+            one.environment,
+            repr(one.completion[:PREVIEW]),
         )
-    write(table)
+        rows.append(cells)
+    right = ("REWARD", "ADVANTAGE", "VERSIONS")
+    drop = ("WORKER", "ENVIRONMENT", "VERSIONS", "ADVANTAGE")
+    write(fitted(names, rows, right=right, elastic=("REPLY",), drop=drop))
     if left:
         write(f"and older ones: --last {2 * last}, or --step, show more")
 

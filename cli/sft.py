@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .command import DryRun, DryRunJson, check_model, read_config, run_to_end, show_config
+from .command import (
+    DryRun,
+    DryRunJson,
+    check_found,
+    check_model,
+    read_config,
+    run_to_end,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.sft.loop import SftProgress
@@ -26,9 +34,10 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     \b
     Examples:
       primerl-node sft @ sft_demo
-      primerl-node sft --model.name Qwen/Qwen3-0.6B --data.files chats.jsonl --validation.fraction 0.02
+      primerl-node sft --model.name Qwen/Qwen3-0.6B --data.files chats.jsonl
       primerl-node sft @ sft_demo --resume        go on where it was interrupted
-      primerl-node train @ demo --no-warmup --model.name outputs/sft-demo/weights/step_100
+      primerl-node train @ demo --no-warmup \\
+        --model.name outputs/sft-demo/weights/step_100
     """
     from ..node.config.sft import SftConfig
 
@@ -37,15 +46,16 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     if dry_run:
         show_config(config, as_json=as_json)
         return
+    check_found(config)
     from ..node.app.sft import sft
     from .tables import ProgressView, label_table, write
 
-    with ProgressView(f"primerl-node sft  {config.name}", LINE_EVERY_S, sys.stdout) as view:
+    with ProgressView(f"primerl-node sft {config.name}", LINE_EVERY_S, sys.stdout) as view:
 
         def show(progress: "SftProgress") -> None:
             view.update("step", progress.step, progress.max_steps, figures(progress))
 
-        directory = run_to_end(sft(config, watch=show))
+        directory = run_to_end(sft(config, watch=show), config.run_dir)
     write(label_table(summary_lines(read_summary(directory))))
 
 

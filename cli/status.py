@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -60,13 +61,30 @@ def status(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = Fal
     import msgspec
 
     from ..node.ops.control import Status
+    from ..node.ops.errors import NetworkError
     from .tables import label_table, show_answer, status_lines
 
     def draw(answer: Any, width: int | None) -> Any:
         del width  # values are folded
         return label_table(status_lines(msgspec.convert(answer, Status)))
 
-    show_answer(find_node(data_dir), "status", draw, as_json=as_json, watch=watch)
+    node = find_node(data_dir)
+    try:
+        show_answer(node, "status", draw, as_json=as_json, watch=watch)
+    except NetworkError as error:
+        raise NetworkError(f"{error}{_work_of_the_last(node)}") from error
+
+
+def _work_of_the_last(data_dir: Path) -> str:
+    """Count the rollouts of the worker that ran last in a data directory; empty if none did."""
+    from .tables import rejected
+
+    try:
+        last = json.loads((data_dir / "last_status.json").read_text(encoding="utf-8"))
+        work = f"{last['accepted']} rollouts accepted, {rejected(last['rejected'])}"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return f"; the last one here had {work} (`primerl-node explain --list` shows the verdicts)"
 
 
 def stop(

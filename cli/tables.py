@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Self, TextIO, TypeVar
 
+import rich.table
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
@@ -81,6 +83,11 @@ def label_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+BAR = 20
+COUNTS = 9
+"""Columns of a bar, and of counts like 1000/2000, which keep their place beside long figures."""
+
+
 class ProgressView:
     """Show progress as a bar in a terminal, as a line now and then in a pipe."""
 
@@ -98,7 +105,9 @@ class ProgressView:
                 TextColumn(text, markup=False)
                 for text in ("{task.description}", "{task.fields[figures]}")
             )
-            columns = (title, BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+            whole = rich.table.Column(no_wrap=True, min_width=COUNTS)
+            counts = MofNCompleteColumn(table_column=whole)
+            columns = (title, BarColumn(BAR), counts, figures, TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(file=self._stream))
             self._bar.add_task(self._title, total=None, figures="starting")
             self._stack.enter_context(self._bar)
@@ -146,7 +155,10 @@ SPARE = 45
 def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
     """Make a table of the most important columns that fit into `width`; of all of them for None."""
     cells = {one.name: [one.cell(row) for row in rows] for one in columns}
-    whole = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
+    whole = {
+        name: max(cell_len(text) for text in [*name.splitlines(), *texts])
+        for name, texts in cells.items()
+    }
     room = whole if width is None else _fitting(columns, whole, width)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     shown = [one for one in columns if one.name in room]
@@ -159,18 +171,48 @@ def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None =
     return table
 
 
+def fitted(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Iterable[str] = (),
+    elastic: Iterable[str] = (),
+    drop: Sequence[str] = (),
+) -> Table:
+    """Make a table at the width of standard output: where that is small, without the first columns of `drop`.
+
+    Texts of `elastic` columns are cut off before a column is left out.
+    """
+    columns = [
+        Column[Sequence[str]](
+            name,
+            itemgetter(at),
+            drop.index(name) if name in drop else 100 - at,
+            right=name in right,
+            elastic=name in elastic,
+        )
+        for at, name in enumerate(names)
+    ]
+    return listing(columns, rows, console().width)
+
+
 def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int) -> dict[str, int]:
     """Choose the columns that fit, and the width of each."""
     room: dict[str, int] = {}
+
+    def stretch() -> None:
+        for other in columns:
+            if other.elastic and other.name in room:
+                left = width - sum(room.values()) - GAP * (len(room) - 1)
+                room[other.name] = min(whole[other.name], room[other.name] + left)
+
     for one in sorted(columns, key=lambda one: -one.importance):
         if one.importance < SPARE:
-            for other in columns:
-                if other.elastic and other.name in room:
-                    left = width - sum(room.values()) - GAP * (len(room) - 1)
-                    room[other.name] = min(whole[other.name], room[other.name] + left)
+            stretch()
         least = min(whole[one.name], ELASTIC) if one.elastic else whole[one.name]
         if not room or sum(room.values()) + GAP * len(room) + least <= width:
             room[one.name] = least
+    stretch()
     return room
 
 
@@ -295,7 +337,9 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     Column(
         "OK/REJECTED",
         lambda row: (
-            f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
+            NONE
+            if row.role == "trainer"
+            else f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
         ),
         80,
         lambda row: -row.accepted,
@@ -303,7 +347,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     _figure("AUDITED", "audited", 20),
     Column(
         "TRUST",
-        lambda row: trust(row.trust, row.trusts),
+        lambda row: NONE if row.role == "trainer" else trust(row.trust, row.trusts),
         65,
         lambda row: row.trust,
         right=True,
@@ -421,6 +465,8 @@ def policy(status: Status) -> str:
     """Say which version a node holds, and how far that is behind."""
     if status.newest_version < 0:
         return "none yet"
+    if status.version < 0:
+        return f"none yet, the newest is version {status.newest_version}"
     behind = status.newest_version - status.version
     how = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
     return f"version {version(status.version)}, {how}"

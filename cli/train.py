@@ -14,6 +14,7 @@ from .command import (
     Tp,
     arguments,
     check_engine,
+    check_found,
     check_model,
     parallel,
     read_config,
@@ -48,11 +49,12 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     \b
     Examples:
       primerl-node train @ demo
-      primerl-node train @ demo @ mine.toml --training.lr 1e-5 --rollouts.group-size 16
-      primerl-node train @ demo --resume       go on where it was interrupted
-      primerl-node train @ demo --resume.step 40                          go back to a checkpoint
-      primerl-node train @ demo --name b --resume.dir outputs/demo        a new run from another one
-      primerl-node train @ demo --dry-run      show the whole config, start nothing
+      primerl-node train @ demo @ mine.toml --training.lr 1e-5
+      primerl-node train @ demo --resume           go on where it was interrupted
+      primerl-node train @ demo --resume.step 40   go back to a checkpoint
+      primerl-node train @ demo --name b --resume.dir outputs/demo
+                                                   a new run from another one
+      primerl-node train @ demo --dry-run          show the config, start nothing
     """
     from ..node.config.run import RunConfig
 
@@ -62,10 +64,11 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
         show_config(config, as_json=as_json)
         show_environments(config, as_json=as_json)
         return
+    check_found(config)
     from .live import open_view, print_summary
 
-    with open_view(f"primerl-node train  {config.name}") as view:
-        directory = run_to_end(_train(config, view))
+    with open_view(f"primerl-node train {config.name}") as view:
+        directory = run_to_end(_train(config, view), config.run_dir)
     print_summary(directory)
 
 
@@ -122,9 +125,10 @@ def rl(
             typer.echo(line if as_json else f"# {line}", err=as_json)
         show_environments(config, as_json=as_json)
         return
+    check_found(config)
     from ..node.launch.launcher import launch
     from .live import open_view, print_summary
 
-    with open_view(f"primerl-node rl  {config.name}") as view:
-        directory = run_to_end(launch(config, args, view=view, placement=placement))
+    with open_view(f"primerl-node rl {config.name}") as view:
+        directory = run_to_end(launch(config, args, view=view, placement=placement), config.run_dir)
     print_summary(directory)

@@ -185,6 +185,14 @@ class PeerNode(Node):
         documents = await self._hello(services, ticket)
         run = documents.manifest
         await asyncio.to_thread(self._check_environments, run)
+        logger.info(
+            "joined run %s (%s): model %s, %s, %d steps",
+            printable(run.name),
+            short(ticket.run),
+            printable(run.model.name),
+            ", ".join(printable(one.name) for one in run.environments),
+            run.max_steps,
+        )
         self._name, self._obstacle = run.name, "fetching the files of the model"
         remember(services.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
@@ -281,9 +289,10 @@ class PeerNode(Node):
                     ) from error
                 if lines.due():
                     logger.info(
-                        "waiting for trainer %s for %.0f s: %s",
+                        "waiting for trainer %s, %.0f s of at most %.0f: %s",
                         short(ticket.trainer),
                         waited,
+                        limit,
                         error,
                     )
             except Refused as refusal:

@@ -26,6 +26,7 @@ class Node:
         self.data_dir = data_dir
         self.role = role
         self.phase = "starting"
+        self.detail = ""
         self.lag = EventLoopMonitor()
         self._started = time.monotonic()
         self._stop = asyncio.Event()
@@ -41,6 +42,7 @@ class Node:
             uptime_s=round(time.monotonic() - self._started, 1),
             data_dir=str(self.data_dir.resolve()),
             phase=self.phase,
+            detail=self.detail,
             event_loop_lag=self.lag.read(),
         )
 

@@ -117,7 +117,7 @@ async def _start_transport(
             transport = await factories.transport(config.network, key, port)
         except AddressInUse as error:
             if wanted:
-                raise BusyError(f"{error}: choose another --network.port") from error
+                raise BusyError(str(error)) from error
             logger.warning("port %d of the last start is taken, using another", port)
             continue
         ledger.set(PORT, _port(transport).to_bytes(4, "big"))
@@ -150,7 +150,7 @@ async def _start_discovery(
             if port == remembered and not wanted and port:
                 logger.warning("TCP port %d of the last start is taken, using another", port)
                 continue
-            raise BusyError(f"{error}: choose another --network.libp2p-port") from error
+            raise BusyError(str(error)) from error
         if discovery is not None and (bound := _tcp_port(discovery)):
             ledger.set(LIBP2P_PORT, bound.to_bytes(4, "big"))
         return discovery

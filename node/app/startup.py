@@ -42,9 +42,9 @@ class Startup:
         backend: TrainBackend,
         evaluator: Evaluator,
         clock: PhaseClock,
-        enter: Callable[[str], None],
+        enter: Callable[[str, str], None],
     ) -> None:
-        """`environments` are those of the run; `enter` is called with the phase that begins."""
+        """`environments` are those of the run; `enter` is called with the phase, and how far it is."""
         self._config = config
         self._environments = environments
         self._backend = backend
@@ -83,7 +83,7 @@ class Startup:
         if resume is not None and resume.dir is not None:
             step = await self._fork(resume.dir, resume.step, role)
         elif self._config.warmup is not None:
-            self._enter("warm-up")
+            self._enter("warm-up", "")
             with self._clock.phase("warm-up"):
                 await self._warm_up(self._config.warmup)
         before = await self.evaluate()
@@ -109,7 +109,7 @@ class Startup:
         prompts = self._config.evaluation.prompts
         if not prompts:
             return EvalResult(0, 0.0, 0.0)
-        self._enter("evaluating")
+        self._enter("evaluating", "")
         with self._clock.phase("evaluate"):
             return await self._evaluator.evaluate(
                 await self._backend.state(),
@@ -135,10 +135,21 @@ class Startup:
             )
             return result.exact
 
-        async with aclosing(demonstrations([one.environment for one in shown])) as examples:
-            await warm_up(
-                self._backend, examples, config, evaluate=accuracy, progress=show_progress
+        def show(progress: WarmupProgress) -> None:
+            logger.info(
+                "warm-up step %d | loss %.3f | exact %.3f",
+                progress.step,
+                progress.loss,
+                progress.accuracy,
             )
+            right = (
+                f"{progress.accuracy:.0%} of its answers right, the target is {config.target:.0%}"
+            )
+            self._enter("warm-up", f"step {progress.step} of {config.max_steps} at most, {right}")
+
+        async with aclosing(demonstrations([one.environment for one in shown])) as examples:
+            await warm_up(self._backend, examples, config, evaluate=accuracy, progress=show)
+        self._enter("warm-up", "")
 
 
 async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[str, bytes]] | None:
@@ -146,13 +157,6 @@ async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[
     if step is None:
         return await checkpoints.read_newest()
     return step, await checkpoints.read(step)
-
-
-def show_progress(progress: WarmupProgress) -> None:
-    """Log one line per evaluation."""
-    logger.info(
-        "warm-up step %d | loss %.3f | exact %.3f", progress.step, progress.loss, progress.accuracy
-    )
 
 
 def own_tasks(

@@ -40,7 +40,7 @@ def usable_ticket(given: str, data_dir: Path, now: int) -> str:
         if error.reason in (Reason.WRONG_VERSION, Reason.WRONG_CLOCK):
             raise TicketError(error.detail) from error
         raise TicketError(
-            f"this is no ticket that can be trusted ({error}): copy it again, whole and in one line"
+            f"the ticket is not valid ({error}): copy it again, whole and in one line"
         ) from error
     return given
 

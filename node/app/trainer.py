@@ -505,13 +505,15 @@ class TrainerNode(IssuingNode):
             gossip = services.gossip()
             if gossip is not None:
                 background.append(group.create_task(gossip.run()))
-            with self._clock.phase("restart" if again else "start"):
-                await started
-            step, before = await startup.first_version(role, services.ledger, boot, restarted=again)
-            await asyncio.to_thread(evaluation.log.open, step)
-            evaluation.begin(step, publisher.states[step])
-            self.phase = "running"
             try:
+                with self._clock.phase("restart" if again else "start"):
+                    await started
+                step, before = await startup.first_version(
+                    role, services.ledger, boot, restarted=again
+                )
+                await asyncio.to_thread(evaluation.log.open, step)
+                evaluation.begin(step, publisher.states[step])
+                self.phase = "running"
                 with self._clock.phase("training"):
                     await role.run(step)
             except BaseException as error:
@@ -544,8 +546,8 @@ class TrainerNode(IssuingNode):
             await services.heads.end("the trainer was stopped and may be resumed", "stopped")
         await services.head_server.wait_told((), left, self.farewell.stopped_s)
 
-    def _enter(self, phase: str) -> None:
-        self.phase = phase
+    def _enter(self, phase: str, detail: str = "") -> None:
+        self.phase, self.detail = phase, detail
 
     async def _finish(
         self,

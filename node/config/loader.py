@@ -88,9 +88,12 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """Merge `over` into a copy of `base`, table by table.
 
-    If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment.
+    If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment. If it
+    names another model, so is the shape of the one that `base` would create.
     """
     result = dict(base)
+    if "name" in over and "create" in base and over["name"] != base.get("name"):
+        result.pop("create")
     if "id" in over and "id" in base and over["id"] != base["id"]:
         result.pop("args", None)
     for key, value in over.items():
@@ -120,8 +123,12 @@ def find_file(name: str) -> Path:
     shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
     if (bundled := shipped.get(inside.with_suffix(""))) is not None:
         return bundled
-    names = ", ".join(sorted(map(str, shipped)))
-    raise UsageError(f"no config file {name}: give a path, or the name of a bundled one ({names})")
+    names = sorted(map(str, shipped))
+    if close := difflib.get_close_matches(str(inside.with_suffix("")), names, n=1, cutoff=0.75):
+        raise UsageError(f"no config file {name}: did you mean {close[0]}?")
+    raise UsageError(
+        f"no config file {name}: give a path, or the name of a bundled one ({', '.join(names)})"
+    )
 
 
 def _split_equals(args: Sequence[str]) -> list[str]:
@@ -196,7 +203,9 @@ def read_file(path: Path) -> Tree:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+        raise UsageError(
+            f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
+        ) from error
     if not isinstance(tree, dict):
         raise UsageError(f"{path} must hold a table of keys")
     return cast(Tree, tree)
@@ -244,14 +253,17 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
     Examples: `--environment.args.min-len 5`, `--environment.id math`, `--training.betas [0.9,0.99]`.
 
     merge() must see ids, as another id drops `args`. pydantic_config guesses the type of a table's value only
-    if no file set a neighbouring key, and accepts JSON for lists but not for tuples.
+    if no file set a neighbouring key, and accepts JSON for lists but not for tuples. A model's name drops
+    `create`, unless flags describe that, too.
     """
+    shaped = any(arg.startswith("--model.create") for arg in args)
     flags: list[str] = []
     tree: Tree = {}
     rest = iter(args)
     for arg in rest:
         path = arg[2:].replace("-", "_").split(".") if arg.startswith("--") else []
-        inside = _inside_dict(cls, path) or (path[-1:] == ["id"] and _field(cls, path) == (str, []))
+        drops = path[-1:] == ["id"] or (path == ["model", "name"] and not shaped)
+        inside = _inside_dict(cls, path) or (drops and _field(cls, path) == (str, []))
         if not inside and not _is_container(cls, path):
             flags.append(arg)
             continue
@@ -320,6 +332,9 @@ def _explain(
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         message = " ".join(error.message.split())
+        for word in message.removeprefix("Unrecognized arguments: ").split():
+            if word.endswith((".toml", ".json")):
+                raise UsageError(f"{word} is no flag: a config file follows an @, as in `@ {word}`")
         return message[:1].lower() + message[1:]
     problems = cause.errors(include_url=False)
     known = list(keys(cls))

@@ -649,8 +649,8 @@ class JoinConfig(NodeConfig):
     wait: bool = False
     """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Time to wait for a trainer that does not answer, or that was stopped (see wait), before leaving; inf:
-    for ever."""
+    """Time to wait for a trainer that does not answer (60 s at least), or that was stopped (see wait), before
+    leaving; inf: for ever."""
     pp: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")

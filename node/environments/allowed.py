@@ -77,7 +77,8 @@ class Package:
 class EnvironmentNotAllowed(UsageError):
     """The owner of this machine has not allowed the environment of a run."""
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, data_dir: Path) -> None:
+        """`data_dir` is that of the worker which would run the code."""
         self.package = package
         why = ""
         if package.of_library:
@@ -87,7 +88,7 @@ class EnvironmentNotAllowed(UsageError):
         super().__init__(
             f"this run wants to run the environment {package.environment!r} ({package}{why}) on this machine: "
             f"if you trust it, allow it with --allow-environment {package.environment}, or this release for "
-            f"good with `primerl-node env trust {package.environment}`"
+            f"good with `primerl-node env trust {package.environment} --data-dir {data_dir}`"
         )
 
 
@@ -112,7 +113,10 @@ def find_package(environment: str) -> Package | None:
         raise UsageError(f"{environment!r} is a part of Python, no environment: refused")
     root = root_of(module)
     if root is None:
-        raise UsageError(f"the environment {environment!r} is not installed here")
+        raise UsageError(
+            f"the environment {environment!r} is not installed here: `primerl-node env install` takes its "
+            "wheel or directory, `primerl-node env list` shows those that are"
+        )
     names = distributions_by_module().get(module, [])
     if not names:
         return Package(environment, f"{module}, no distribution", _digest([root]))
@@ -333,7 +337,7 @@ def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Pat
     if package.bundled or _plain(contract.id) in {_plain(name) for name in allow}:
         return
     if not is_remembered(package, data_dir):
-        raise EnvironmentNotAllowed(package)
+        raise EnvironmentNotAllowed(package, data_dir)
 
 
 def remembered(data_dir: Path) -> Mapping[str, str]:

@@ -117,7 +117,7 @@ class Sandbox:
         elif platform.machine() not in _SYSTEMS:
             yield f"sockets and processes of environments are not confined on {platform.machine()}"
         elif self.config.network:
-            yield "the network is open (sandbox.network)"
+            yield "sockets are allowed (sandbox.network)"
         if not self.confines_files:
             why = f" ({self.missing})" if self.missing else ""
             yield f"files are not confined, so that it can read this node's key{why}"

@@ -147,14 +147,14 @@ class HfEngine:
     async def load(self, version: int, state: State) -> None:
         """See Engine. Waits for the running batch; a state that does not fit changes nothing."""
         await self._started().run(self._load, version, state)
-        logger.info("policy %d loaded", version)
+        logger.debug("policy %d loaded", version)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """See Engine. Writes in place, between two batches; a refused update changes nothing."""
         thread = self._started()
         check_update(state, changed)
         written = await thread.run(self._update, version, state, changed)
-        logger.info("policy %d %s", version, "updated in place" if written else "loaded whole")
+        logger.debug("policy %d %s", version, "updated in place" if written else "loaded whole")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. Also raises EngineError for a request that this model cannot answer."""

@@ -276,7 +276,9 @@ class ControlServer:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._path.exists():
             if _answers(self._path):
-                raise BusyError(f"a node already runs in {self._path.parent}: stop it first")
+                raise BusyError(
+                    f"a node already runs in {self._path.parent}: stop it, or choose another --data-dir"
+                )
             self._path.unlink()
         with short(self._path) as name:
             self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
@@ -308,14 +310,20 @@ class ControlServer:
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            command = self._commands[asked["command"]]
+            name = str(asked["command"])
             arguments = asked.get("arguments", {})
         except (ValueError, KeyError, TypeError):
-            return {"error": f"commands are: {', '.join(sorted(self._commands))}"}
+            return {"error": "a request is a JSON object with a command"}
+        command = self._commands.get(name)
+        if command is None:
+            known = ", ".join(sorted(self._commands))
+            return {
+                "error": f"this node does not answer {name[:40]!r}, only {known}: ask its trainer"
+            }
         try:
             inspect.signature(command).bind(**arguments)
         except TypeError as error:
-            return {"error": f"{asked['command']}: {error}"}
+            return {"error": f"{name}: {error}"}
         try:
             return {"data": await command(**arguments)}
         except NodeError as error:

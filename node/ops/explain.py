@@ -378,10 +378,11 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
         return fallback
     if forged is not None:
         raise forged
-    what = f"no verdict on {wanted}" if wanted else "no verdict"
+    if not wanted:
+        raise NodeError(f"no verdicts yet in {data_dir}: nothing was submitted and verified")
     raise NodeError(
-        f"{what} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer keeps the last "
-        "10000, and a node gets those on its own work"
+        f"no verdict on {wanted} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer "
+        "keeps the last 10000, and a node gets those on its own work"
     )
 
 

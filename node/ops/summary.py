@@ -53,7 +53,7 @@ def write(
         "eval_prompts": after.prompts,
         "environments": _environments(config, progress, before, after),
         "evaluations": _evaluations(evaluations),
-        "mismatch_kl": sum(window) / len(window) if window else 0.0,
+        "mismatch_kl": sum(window) / len(window) if window else None,
         "staleness_max": progress.staleness_max,
         "accepted": progress.accepted,
         "rejected": dict(progress.rejected),

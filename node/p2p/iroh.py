@@ -512,7 +512,7 @@ class IrohTransport:
         where = f"UDP {self._host}:{self._port}"
         if f"os error {errno.EADDRINUSE}" in why:
             return AddressInUse(
-                f"{where} is taken by another program: stop it, or set network.port to another port"
+                f"{where} is taken by another program: stop it, or choose another --network.port"
             )
         return TransportError(f"cannot listen on {where}: {why}; check network.host and port")
 

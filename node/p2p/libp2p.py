@@ -69,8 +69,8 @@ def check_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(
-                    f"TCP port {port} of {host} is in use: free it, or choose another one"
-                    " (0 takes any)"
+                    f"TCP {host}:{port} is taken by another program: stop it, or choose another "
+                    "--network.libp2p-port"
                 ) from error
             raise TransportError(
                 f"cannot listen on {host}, TCP port {port} ({error.strerror}):"

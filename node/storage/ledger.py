@@ -549,5 +549,7 @@ def _lock(path: Path) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise BusyError(f"{path.parent} is in use by another node: stop it first") from error
+        raise BusyError(
+            f"{path.parent} is in use by another node: stop it, or choose another --data-dir"
+        ) from error
     return file

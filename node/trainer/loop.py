@@ -77,7 +77,7 @@ def next_batch(
     if fault := submissions.verifier.judge_fault:
         said += f"; {fault}"
     if len(buffer) >= wanted:
-        said += "; waiting for groups of other workers"
+        said += "; waiting for groups of other workers (rollouts.max_peer_share)"
     elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
         said += f"; {_workers(scheduler, now)}"
     return "; ".join([*_no_progress(config, submissions.progress), said])

@@ -234,7 +234,9 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, str(error)
     except FAILURES as error:
         logger.debug("checkpoint", exc_info=True)
-        return None, f"{type(error).__name__}: {error}"
+        full = "the disk is full: make room, then go on with --resume: "
+        cause = f"{type(error).__name__}: {error}"
+        return None, full * ("No space left on device" in cause) + cause
 
 
 def pick_device(name: str) -> str:

@@ -110,6 +110,7 @@ def test_a_wrong_command_line_is_one_line_with_code_2(args: list[str], cli: Cli)
 
 PROGRAM = """
 import asyncio, sys
+from pathlib import Path
 from primerl.cli.main import app, execute
 from primerl.cli.command import run_to_end
 
@@ -121,14 +122,14 @@ async def work():
         print("tidy", flush=True)
         {last}
 
-app.command("work")(lambda: run_to_end(work()))
+app.command("work")(lambda: run_to_end(work(){run_dir}))
 sys.exit(execute(["work"]))
 """
 
 
-def started(last: str) -> subprocess.Popen[str]:
+def started(last: str, run_dir: str = "") -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(last=last)],
+        [sys.executable, "-c", PROGRAM.format(last=last, run_dir=run_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -146,6 +147,15 @@ def test_the_first_signal_stops_in_order(number: signal.Signals, last: str) -> N
     out, err = process.communicate(timeout=100)
     assert (out, process.returncode) == ("tidy\n", 128 + number)
     assert err == "stopping; once more to stop at once\n"
+
+
+@pytest.mark.parametrize("trace", ["checkpoints", "trainer/ledger.db", ""])
+def test_a_run_that_is_stopped_says_how_to_go_on(trace: str, tmp_path: Path) -> None:
+    (tmp_path / trace).mkdir(parents=True, exist_ok=True)
+    process = started("pass", f", Path({str(tmp_path)!r})")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert err.endswith(f"stopped; go on with --resume: {tmp_path}\n") == bool(trace)
 
 
 def test_the_second_signal_does_not_wait() -> None:

@@ -83,6 +83,23 @@ def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
     assert load(RunConfig, ["@", "demo.toml"], {}).name == "mine"
 
 
+def test_the_name_of_another_model_replaces_one_that_would_be_created(tmp_path: Path) -> None:
+    other = written(tmp_path / "other.toml", '[model]\nname = "other"')
+    for args, environ in (
+        (["--model.name", "other"], {}),
+        (["--model.name=other"], {}),
+        (["@", other], {}),
+        ([], {"PRIMERL_MODEL__NAME": "other"}),
+    ):
+        model = load(RunConfig, ["@", "demo", *args], environ).model
+        assert (model.name, model.create) == ("other", None)
+    for args in (
+        ["--model.name", "tiny-qwen3"],
+        ["--model.name", "other", "--model.create.hidden-size", "64"],
+    ):
+        assert load(RunConfig, ["@", "demo", *args], {}).model.create is not None
+
+
 def test_values_of_every_kind_arrive() -> None:
     flags = [
         *("--training.betas", "[0.8,0.9]", "--network.advertise", "a:1", "b:2", "--no-clean"),
@@ -209,6 +226,12 @@ def test_variables_of_another_command_are_no_error() -> None:
         ([], {"PRIMERL_RESUME": "maybe"}, "resume in the environment: should be"),
         (["@"], {}, "followed by a config file"),
         (["@", "nope.toml"], {}, "no config file nope.toml: give a path, or the name of a bundled"),
+        (["@", "demoo.toml"], {}, "no config file demoo.toml: did you mean demo?"),
+        (
+            ["demo.toml"],
+            {},
+            "demo.toml is no flag: a config file follows an @, as in `@ demo.toml`",
+        ),
     ],
 )
 def test_a_mistake_names_the_key_and_the_way_out(

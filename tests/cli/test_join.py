@@ -104,7 +104,9 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(cli: C
 
 # -- the environment of a run ----------------------------------------------------------------------
 
-REFUSED = EnvironmentNotAllowed(Package("sort-digits", "sort-digits 0.1.0", bytes(range(32))))
+REFUSED = EnvironmentNotAllowed(
+    Package("sort-digits", "sort-digits 0.1.0", bytes(range(32))), Path("worker")
+)
 
 
 class Terminal(io.StringIO):

@@ -27,7 +27,7 @@ def nodes(worker: Status | None = WORKER) -> dict[str, NodeState]:
 
 def drawn(states: dict[str, NodeState], width: int = 120) -> str:
     screen = Console(file=io.StringIO(), width=width, height=40)
-    screen.print(screen_of("primerl-node rl  demo", states, 75, screen.width))
+    screen.print(screen_of("primerl-node rl demo", states, 75, screen.width))
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue()
 
@@ -35,7 +35,7 @@ def drawn(states: dict[str, NodeState], width: int = 120) -> str:
 def test_the_screen_shows_what_a_run_is_about() -> None:
     shown = drawn(nodes())
     for part in (
-        *("primerl-node rl  demo 1 min 15 s", "step 3 of 10", "0.50", "9 accepted"),
+        *("primerl-node rl demo  1 min 15 s", "step 3 of 10", "0.50", "9 accepted"),
         *("7 rejected (bad_reward 5, stale 2)", "direct", "30/4", "100 B, 75% from peers"),
     ):
         assert part in shown

@@ -3,14 +3,16 @@
 import io
 import json
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from primerl.cli.tables import bounds, bounds_in_one, group, peers_table, status_lines
+from primerl.cli import tables
+from primerl.cli.tables import bounds, bounds_in_one, fitted, group, peers_table, status_lines
 from primerl.node.ops.control import (
     BoundsRow,
     EngineRow,
@@ -199,6 +201,12 @@ def test_the_bounds_of_each_class_say_of_what_they_are_made() -> None:
     )
 
 
+def test_a_worker_without_a_version_says_which_is_the_newest() -> None:
+    assert lines_of(version=-1, newest_version=84)["policy"] == "none yet, the newest is version 84"
+    assert lines_of(version=-1, newest_version=-1)["policy"] == "none yet"
+    assert lines_of(version=83, newest_version=84)["policy"] == "version 83, 1 behind version 84"
+
+
 def test_a_trainer_shows_its_pipelines() -> None:
     row = GroupRow("ab12", 3, ["one", "two"], ["0-13", "14-27"], 1, 41.6, 8192, "planned")
     assert lines_of(pipelines=[row])["pipeline"] == (
@@ -242,7 +250,52 @@ async def test_watched_json_is_an_object_a_line_and_a_watched_pipe_gets_tables_w
 async def test_a_refusal_of_the_node_is_one_line(ask: Ask, serve: Serve) -> None:
     node = str(await serve(status=NodeError("not yet:\ntry again")))
     (await ask("status", "-d", node)).refused(1, "not yet: try again")
-    (await ask("ticket", "-d", node)).refused(1, "commands are: status")
+    (await ask("ticket", "-d", node)).refused(
+        1, "does not answer 'ticket', only status: ask its trainer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "head"),
+    [(80, ["NAME", "NOTE", "COUNT"]), (36, ["NAME", "NOTE"]), (12, ["NAME"])],
+)
+def test_a_narrow_terminal_shows_the_columns_that_matter_most(
+    width: int, head: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Console(width=width, file=io.StringIO(), color_system=None)
+    monkeypatch.setattr(tables, "console", lambda: screen)
+    rows = [("sort-digits", "reads a data set [of] a hub", "12"), ("math", "", "3")]
+    screen.print(fitted(("NAME", "NOTE", "COUNT"), rows, elastic=("NOTE",), drop=("COUNT",)))
+    lines = cast(io.StringIO, screen.file).getvalue().splitlines()
+    assert lines[0].split() == head
+    assert all(len(line) <= width for line in lines)
+    assert lines[1].startswith("sort-digits")
+    assert ("[of] a hub" in lines[1]) == (width == 80)
+
+
+async def test_a_run_s_directory_stands_for_its_trainer(
+    ask: Ask, serve: Serve, short_dir: Path
+) -> None:
+    trainer = await serve(status=STATUS)
+    (short_dir / "run").mkdir()
+    (short_dir / "run" / "trainer").symlink_to(trainer)
+    for directory in (short_dir / "run", trainer):
+        assert "running" in (await ask("status", "-d", str(directory))).out
+
+
+def test_the_status_of_a_worker_that_ended_says_how_its_work_went(cli: Cli, tmp_path: Path) -> None:
+    line = ("status", "-d", str(tmp_path))
+    last = tmp_path / "last_status.json"
+    for text, work in (
+        (
+            '{"accepted": 368, "rejected": {"stale": 8}}',
+            "368 rollouts accepted, 8 rejected (stale 8)",
+        ),
+        ("[]", "no node runs in"),
+        ('{"accepted": 1, "rejected": 3}', "no node runs in"),
+    ):
+        last.write_text(text)
+        cli(*line).refused(6, "no node runs in", work)
 
 
 async def test_stop_asks_and_says_when_the_node_is_still_there(ask: Ask, serve: Serve) -> None:

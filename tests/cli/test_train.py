@@ -1,6 +1,7 @@
 """`train`, `rl` and `sft` before anything starts: engines, GPUs and disks that they refuse."""
 
 import json
+import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,6 +134,30 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(cli: Cli, ho
     ran = cli("rl", "--trainer-gpus", "3", "--inference-gpus", "2")
     ran.refused(2, "error: --inference-gpus 2: 4 visible, 1 of them free")
     assert not (home / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "reason"),
+    [
+        ("rl @ demo --no-warmup --model.name /nope", 7, "is neither a directory nor a hub id"),
+        ("train --environment.id sort-digits", 2, "no model: set model.name"),
+        ("train @ demo --environment.id sort-digits", 2, "`primerl-node env install`"),
+        ("rl @ demo --network.port PORT", 4, "a node may run already; else choose another"),
+        ("sft @ sft_demo --no-data.environment --data.files nope.jsonl", 2, "nope.jsonl"),
+    ],
+)  # fmt: skip
+def test_clean_removes_nothing_if_the_new_run_lacks_something(
+    cli: Cli, home: Path, given: str, code: int, reason: str
+) -> None:
+    old = home / "outputs" / "run"
+    (old / "weights").mkdir(parents=True)
+    (old / "metrics.jsonl").write_text("{}\n")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        line = given.replace("PORT", str(taken.getsockname()[1]))
+        ran = cli(*line.split(), "--name", "run", "--clean")
+    ran.refused(code, reason)
+    assert sorted(path.name for path in old.iterdir()) == ["metrics.jsonl", "weights"]
 
 
 # -- files and disks that cannot be used -----------------------------------------------------------

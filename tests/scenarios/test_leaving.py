@@ -178,3 +178,19 @@ async def test_workers_leave_a_trainer_that_was_stopped_at_once_or_when_they_hav
             NetworkError, match=r"was stopped and may be resumed, and was not there"
         ):
             await patient.ended(30.0)
+
+
+async def test_workers_of_a_trainer_that_is_stopped_in_its_warm_up_leave(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, warmup={}) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w", wait=False)
+        await until(lambda: worker.data_dir.joinpath("control.sock").exists())
+        async with asyncio.timeout(30.0):
+            while (await worker.status())["phase"] != "catching up":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await swarm.trainer.status())["phase"] == "warm-up"
+        await swarm.stop_trainer()
+        with pytest.raises(NetworkError, match="was stopped and may be resumed"):
+            await worker.ended(10.0)

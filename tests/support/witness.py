@@ -20,7 +20,7 @@ from primerl.crypto.hashing import derive
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.ops.errors import EngineError
-from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.training.backend import Example, StepMetrics, TrainBatch
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
 from primerl.protocol.manifests import RunManifest
@@ -299,6 +299,15 @@ class WitnessBackend(CountingBackend):
         if batch.step > self._fakes.last_step:
             await self._fakes.go.wait()
         return await super().step(batch)
+
+    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
+        """A warm-up that begins, and waits for `go`."""
+        del examples, lr
+        await self._fakes.go.wait()
+        return 0.0
+
+    async def end_supervised(self) -> None:
+        """There is no optimizer."""
 
     async def state(self) -> State:
         """The policy."""

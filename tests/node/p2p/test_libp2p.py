@@ -175,7 +175,7 @@ async def test_a_busy_port_is_named_even_if_its_owner_would_share_it(make: Make)
     owner = make(1)
     await owner.start([])
     taken = port_of(owner)
-    with pytest.raises(AddressInUse, match=f"TCP port {taken} of 127.0.0.1 is in use: free it"):
+    with pytest.raises(AddressInUse, match=f"TCP 127.0.0.1:{taken} is taken by another program"):
         await make(2, port=taken).start([])
 
 

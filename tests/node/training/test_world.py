@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from support import ranks_cases as ranks
 from support.training_cases import FAST, TINY, batch, logprobs
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.world import World
+from primerl.node.training.world import RankChannel, World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})
 SHAPES: dict[str, dict[str, Any]] = {
@@ -291,3 +292,11 @@ def test_a_rank_alone_adds_up_nothing() -> None:
     assert (world.data_size, world.data_rank, world.context_size) == (1, 0, 1)
     assert world.is_first
     world.close()
+
+
+def test_a_full_disk_is_named_with_what_to_do() -> None:
+    def save() -> None:
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    with pytest.raises(StorageError, match="the disk is full: make room, then go on with --resume"):
+        RankChannel().first(save)

@@ -1,0 +1,66 @@
+"""Commands in README and docs: each is a command of this program, with flags that it takes."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from primerl.cli.command import config_of
+from primerl.cli.main import CONFIGURED, app
+from primerl.node.config.loader import keys
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
+COMMAND = re.compile(r"primerl-node ([a-z][a-z-]*)((?: [^`\n|#]*)?)")
+
+
+def commands(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the command and its arguments, from code blocks and from code in a line."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"```.*?```|^    .*$|`[^`\n]*`", text, re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        yield from COMMAND.findall(block)
+
+
+@cache
+def flags_of(name: str) -> frozenset[str]:
+    """Return the flags that a command takes, with _ for -; those of its subcommands as well."""
+    program: Any = typer.main.get_command(app)
+    command = program.commands[name]
+    every = [command, *getattr(command, "commands", {}).values()]
+    found: set[str] = {flag for one in every for part in one.params for flag in part.opts}
+    if name in CONFIGURED:
+        found |= {f"--{key}" for key in keys(config_of(name))}
+    return frozenset(flag.replace("-", "_") for flag in found) | {"__help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_a_page_exist_and_take_their_flags(page: Path) -> None:
+    wrong: list[str] = []
+    for name, given in commands(page):
+        known = flags_of(name)
+        for flag in re.findall(r"(?<=\s)-(?:-[a-z][\w.-]*|[a-z]\b)", given):
+            plain = flag.rstrip(".").replace("-", "_")
+            key = plain.replace("__no_", "__", 1)
+            section = any(one.startswith(f"{key}.") for one in known)
+            table = any(plain.startswith(f"{one}.") for one in known)
+            if not {plain, key} & known and not section and not table:
+                wrong.append(f"primerl-node {name}{given}: {flag}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    for path, heading in LINK.findall(page.read_text(encoding="utf-8")):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if heading:
+            lines = target.read_text(encoding="utf-8").splitlines()
+            titles = [re.sub(r"[`*]", "", line).lstrip("# ") for line in lines if line[:1] == "#"]
+            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in titles]
+            assert heading in slugs, f"{path}#{heading}"
