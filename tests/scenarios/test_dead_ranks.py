@@ -144,8 +144,8 @@ async def test_the_groups_of_the_batch_that_died_are_trained_after_all(
         (batch,) = swarm.mortals[-1].batches
     trained = {tuple(sample.token_ids[: len(next(iter(asked)))]) for sample in batch.samples}
     assert trained <= asked
-    # the first batch is full when it dies: those very groups are trained, and few are asked for besides
-    assert len(asked) <= 8
+    # the first batch is full when it dies; some more groups are leased while those that came are verified again
+    assert len(asked) <= 12
 
 
 async def test_an_older_checkpoint_begins_a_new_term(tmp_path: Path, model_dir: Path) -> None:
