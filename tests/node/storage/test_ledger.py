@@ -28,7 +28,7 @@ def test_a_second_node_is_told_to_go_away_and_a_reader_is_not(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     ledger.add_verdict(A, b"one")
-    with pytest.raises(BusyError, match="stop it first"):
+    with pytest.raises(BusyError, match="in use by another node: stop it"):
         Ledger(tmp_path / "ledger.db")
     view = LedgerView(tmp_path / "ledger.db")
     assert [one.sealed for one in view.verdicts()] == [b"one"]
