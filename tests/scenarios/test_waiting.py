@@ -12,11 +12,12 @@ import pytest
 from support.bare_services import bare_services
 from support.swarm import Running, Swarm
 from support.waiting import until
-from support.witness import Fakes, WitnessEngine, never_right
+from support.witness import Fakes, WitnessBackend, WitnessEngine, never_right
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.app.factories import Factories
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.ops.errors import EngineError, NetworkError
+from primerl.node.ops.errors import EngineError, NetworkError, RankFailed
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.status_view import peer_rows
 
@@ -222,3 +223,56 @@ async def test_a_worker_that_dies_for_good_says_why_in_the_status_of_the_run(
         assert said.isprintable()
         swarm.add_worker("w1")  # mended
         assert (await swarm.finished())["steps"] == 3
+
+
+class SlowBackend(WitnessBackend):
+    """Its model is loaded when the test says so."""
+
+    def __init__(self, fakes: Fakes, loaded: asyncio.Event, fault: str) -> None:
+        super().__init__(fakes)
+        self._loaded, self._fault = loaded, fault
+
+    async def start(self, model_dir: Path) -> None:
+        await self._loaded.wait()
+        if self._fault:
+            raise RankFailed(self._fault)
+        await super().start(model_dir)
+
+
+class SlowSwarm(Swarm):
+    """A swarm whose trainer loads its model slowly."""
+
+    loaded: asyncio.Event
+    fault = ""
+
+    def _factories(self, running: Running, ledger: Any = None) -> Factories:
+        made = super()._factories(running, ledger)
+        return replace(made, backend=lambda _: SlowBackend(self.fakes, self.loaded, self.fault))
+
+
+async def test_workers_are_admitted_while_the_trainer_loads_its_model(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with SlowSwarm(tmp_path, model_dir, max_steps=1) as swarm:
+        swarm.loaded = asyncio.Event()
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        await swarm.until_row(worker, lambda row: row["role"] == "inference", 30.0)
+        status = await swarm.trainer.status()
+        assert (status["phase"], status["version"]) == ("starting", -1)
+        assert not swarm.fakes.loads("w1")
+        swarm.loaded.set()
+        await swarm.finished()
+        await worker.ended()
+
+
+async def test_ranks_that_die_while_the_model_is_loaded_end_the_run_at_once(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with SlowSwarm(tmp_path, model_dir, training={"fsdp": {"max_restarts": 3}}) as swarm:
+        swarm.loaded, swarm.fault = asyncio.Event(), "rank 1 of 2 failed: out of memory"
+        await swarm.start_trainer()
+        swarm.loaded.set()
+        with pytest.raises(EngineError, match="out of memory") as failed:
+            await swarm.trainer.ended()
+        assert not isinstance(failed.value, RankFailed)
