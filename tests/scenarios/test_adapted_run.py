@@ -82,9 +82,6 @@ class AdaptedSwarm(Swarm):
         super().__init__(directory, model, training=training, engine=engine, **settings)
         self.real: list[NotingBackend] = []
 
-    async def __aenter__(self) -> "AdaptedSwarm":
-        return self
-
     def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def backend(config: RunConfig) -> NotingBackend:
             self.real.append(NotingBackend(config))
@@ -110,9 +107,6 @@ class AdaptedSwarm(Swarm):
 
 class WatchedSwarm(AdaptedSwarm, AuditedSwarm):
     """With a validator beside the trainer's own auditor."""
-
-    async def __aenter__(self) -> "WatchedSwarm":
-        return self
 
 
 def noting() -> NotingEngine:

@@ -90,9 +90,6 @@ class MortalSwarm(Swarm):
         self._error = error
         self.mortals: list[Mortal] = []
 
-    async def __aenter__(self) -> "MortalSwarm":
-        return self
-
     def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> WitnessBackend:
             self.mortals.append(Mortal(self.fakes, self._deaths, self._error))
@@ -261,9 +258,6 @@ class RealSwarm(Swarm):
         super().__init__(*args, **overrides)
         self._real = real
         self.made: list[RealBackend] = []
-
-    async def __aenter__(self) -> "RealSwarm":
-        return self
 
     def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> TrainBackend:

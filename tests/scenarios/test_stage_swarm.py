@@ -174,9 +174,6 @@ class CoarseStage(ScriptedStage):
 class LyingSwarm(StageSwarm):
     """One of whose workers lies."""
 
-    async def __aenter__(self) -> "LyingSwarm":
-        return self
-
     def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         made = super()._factories(running, ledger)
         return replace(made, pipeline_stage=CoarseStage) if running.data_dir.name == LIAR else made

@@ -16,6 +16,7 @@ from support.witness import Fakes, WitnessBackend, WitnessEngine, never_right
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories
+from primerl.node.config.run import RunConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.errors import EngineError, NetworkError, RankFailed
 from primerl.node.p2p.peers import PeerTable
@@ -246,8 +247,11 @@ class SlowSwarm(Swarm):
     fault = ""
 
     def _factories(self, running: Running, ledger: Any = None) -> Factories:
-        made = super()._factories(running, ledger)
-        return replace(made, backend=lambda _: SlowBackend(self.fakes, self.loaded, self.fault))
+        def backend(config: RunConfig) -> WitnessBackend:
+            self.backends.append(SlowBackend(self.fakes, self.loaded, self.fault))
+            return self.backends[-1]
+
+        return replace(super()._factories(running, ledger), backend=backend)
 
 
 async def test_workers_are_admitted_while_the_trainer_loads_its_model(

@@ -242,9 +242,6 @@ class AuditedSwarm(Swarm):
         """The trainer's auditors, one for every start."""
         self.validator: ValidatorNode | None = None
 
-    async def __aenter__(self) -> "AuditedSwarm":
-        return self
-
     def _factories(self, running: Running, ledger: Any = None) -> Any:
         factories = super()._factories(running, ledger)
         if running is not self.trainer:

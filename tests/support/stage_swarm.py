@@ -65,9 +65,6 @@ class StageSwarm(Swarm):
         base: dict[str, Any] = {"engine": engine, "sampling": {"max_tokens": 8}}
         super().__init__(directory, model, **{**base, **settings})
 
-    async def __aenter__(self) -> "StageSwarm":
-        return self
-
     def add_small(self, name: str) -> Running:
         """Start a worker without pipeline settings, which on_small_machines() has to join one."""
         pp = {"memory_gib": 0.01, "stall_s": STALL_S}
@@ -123,9 +120,6 @@ class RealStageSwarm(StageSwarm):
     def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
         training = {"lr": 1e-4, "weight_decay": 0.0, "threads": 1, "device": "cpu"}
         super().__init__(directory, model, **{"training": training, **settings})
-
-    async def __aenter__(self) -> "RealStageSwarm":
-        return self
 
     def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def engine(config: EngineConfig) -> Engine:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import pytest
@@ -191,7 +191,7 @@ class Swarm:
         self._node: TrainerNode | None = None
         self._ticketed = asyncio.Event()
 
-    async def __aenter__(self) -> "Swarm":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
