@@ -240,10 +240,6 @@ def _shortened(path: Path) -> Path:
 # -- signals ---------------------------------------------------------------------------------------
 
 
-RESUMABLE = ("trainer/ledger.db", "checkpoints", "metrics.jsonl")
-"""Traces of a run that --resume goes on with."""
-
-
 class Interrupted(Exception):
     """SIGINT or SIGTERM stopped the program in order."""
 
@@ -282,7 +278,9 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
-        if run_dir is not None and any((run_dir / name).exists() for name in RESUMABLE):
+        from ..node.storage.run_files import holds_run
+
+        if run_dir is not None and holds_run(run_dir):
             print(f"stopped; go on with --resume: {run_dir}", file=sys.stderr)
         raise Interrupted(received[0]) from None
     if received:

@@ -18,6 +18,7 @@ from ..storage.run_files import (
     CONFIG,
     check_kinds,
     clean,
+    holds_run,
     make_directory,
     write_private,
 )
@@ -34,8 +35,7 @@ def prepare(config: RunConfig) -> Path:
         StorageError: something else is where its files belong, or it cannot be written.
     """
     directory = config.run_dir
-    traces = ("trainer/ledger.db", "metrics.jsonl", CHECKPOINTS)
-    used = any((directory / name).exists() for name in traces)
+    used = holds_run(directory)
     _check_checkpoint(config)
     if used and config.clean and not config.goes_on:
         clean(directory)

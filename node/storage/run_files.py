@@ -27,6 +27,11 @@ MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """Every run's directory holds at least one of these."""
 
 
+def holds_run(directory: Path) -> bool:
+    """Return whether a run was begun in `directory`, so that --resume may go on with it."""
+    return any((directory / name).exists() for name in ("trainer/ledger.db", METRICS, CHECKPOINTS))
+
+
 def write(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace the file at `path` by one that holds `text`, whole or not at all. Raises StorageError."""
     partial = path.with_name(f".{path.name}.partial")
