@@ -47,7 +47,7 @@ from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.status_view import show_training, worker_rows
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
 from ..trainer.workers import WorkerRegistry
-from ..training.buffer import RolloutBuffer
+from ..training.buffer import RolloutBuffer, buffer_capacity
 from ..training.curriculum import Curriculum
 from ..training.restarts import Restarts, until_done
 from ..verification.auditor import LocalAudits
@@ -467,7 +467,9 @@ class TrainerNode(IssuingNode):
         )
         buffer = RolloutBuffer(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
-            capacity=4 * config.rollouts.groups_per_batch,
+            capacity=buffer_capacity(
+                config.rollouts.max_off_policy_steps, config.rollouts.groups_per_batch
+            ),
         )
         progress = Progress(clock=self._clock)
         demand = LeaseDemand(config, registry, buffer, progress)

@@ -207,6 +207,15 @@ class RolloutBuffer:
         return self._version - group.policy_oldest > self.max_off_policy_steps
 
 
+def buffer_capacity(max_off_policy_steps: int, groups_per_batch: int) -> int:
+    """Return the number of groups for which a run's buffer has room: all that may ever be leased, and a batch.
+
+    LeadTime.depth() admits at most max_off_policy_steps + 1 batches. More groups come back than were expected
+    where a curriculum suddenly admits all of them.
+    """
+    return (max_off_policy_steps + 2) * groups_per_batch
+
+
 def peer_cap(
     n_groups: int, share: float, waiting: Mapping[bytes, int], leased: Mapping[bytes, int]
 ) -> int:

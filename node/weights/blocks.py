@@ -567,7 +567,6 @@ def decode_block(
     base: Bits | None,
     out: Bits,
     dtype: str,
-    turn: Turn = ALONE,
 ) -> Positions | None:
     """Write the block into `out`, reading `base` where the method needs it; return the changed positions.
 
@@ -583,8 +582,7 @@ def decode_block(
         out[:] = base
         return np.empty(0, np.int64)
     elif method == SPARSE:
-        with _turn(len(body), turn):
-            changes = _decode_sparse(body, out.size, out.dtype)
+        changes = _decode_sparse(body, out.size, out.dtype)
         apply(base, changes, dtype, out)
         return changes.index
     elif method == DENSE:

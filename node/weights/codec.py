@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
-from .blocks import ALONE, BLOCK, SKIP, Bits, Positions, Turn, decode_block, encode_block
+from .blocks import ALONE, SKIP, Bits, Positions, decode_block, encode_block
 from .payload import (
     DELTA,
     FULL,
@@ -48,7 +48,9 @@ _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
 
 Done = Callable[[str, Tensor], None]
-"""Called with each tensor, and its name, that will not be written to again."""
+"""Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
+Coded = tuple[slice, int, memoryview]
+"""The elements of a block, its method and body."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
@@ -145,16 +147,12 @@ def _decode(
     reader = PayloadReader(payload)
     reader.header(kind, layout)
     state: dict[str, Tensor] = {}
-    found = _ChangedPositions()
-    turn = Lock() if threads > 1 else ALONE
-    jobs = _decode_jobs(base, reader, layout, state, turn)
-    for name, start, index in ordered(_decode_named, jobs, threads):
-        tensor = state[name]
-        found.add(name, start, index, tensor.data.size)
-        if done is not None and start + BLOCK >= tensor.data.size:
-            done(name, tensor)
+    changed: dict[str, Positions | None] = {}
+    jobs = _decode_jobs(base, reader, layout, state, done)
+    for name, positions in ordered(_decode_tensor, jobs, threads):
+        changed[name] = positions
     reader.finish()
-    return state, found.changed()
+    return state, changed
 
 
 def _decode_jobs(
@@ -162,9 +160,9 @@ def _decode_jobs(
     reader: PayloadReader,
     layout: Sequence[Layout],
     state: dict[str, Tensor],
-    turn: Turn,
-) -> Iterator[tuple[str, slice, int, memoryview, Bits | None, Bits, str, Turn]]:
-    """Yield arguments of _decode_named() for every block; put the tensors to fill into `state`.
+    done: Done | None,
+) -> Iterator[tuple[str, list[Coded], Tensor | None, Tensor, Done | None]]:
+    """Yield arguments of _decode_tensor(); put the tensors to fill into `state`.
 
     A tensor is allocated once all its blocks have been read, and not at all if it is unchanged.
     """
@@ -174,53 +172,34 @@ def _decode_jobs(
         if held is not None and all(method == SKIP for _, method, _ in blocks):
             state[name] = held
             continue
-        out = _allocate(name, dtype, shape)
-        state[name] = Tensor(dtype, shape, out)
-        for part, method, body in blocks:
-            old = None if held is None else held.data[part]
-            yield name, part, method, body, old, out[part], dtype, turn
+        state[name] = Tensor(dtype, shape, _allocate(name, dtype, shape))
+        yield name, blocks, held, state[name], done
 
 
-def _decode_named(
-    name: str,
-    part: slice,
-    method: int,
-    body: memoryview,
-    base: Bits | None,
-    out: Bits,
-    dtype: str,
-    turn: Turn,
-) -> tuple[str, int, Positions | None]:
-    """Fill `out`; return the tensor, where the block starts, and its changed positions."""
-    try:
-        return name, part.start, decode_block(method, body, base, out, dtype, turn)
-    except CodecError as error:
-        raise CodecError(f"{name}: {error}") from error
+def _decode_tensor(
+    name: str, blocks: list[Coded], base: Tensor | None, out: Tensor, done: Done | None
+) -> tuple[str, Positions | None]:
+    """Fill `out` and call `done`; return the tensor and its changed positions, None for many of them.
 
-
-class _ChangedPositions:
-    """Collects where tensors changed, block by block; a superset: many positions become "all of it"."""
-
-    def __init__(self) -> None:
-        self._positions: dict[str, list[Positions] | None] = {}
-        self._count: dict[str, int] = {}
-
-    def add(self, name: str, start: int, index: Positions | None, size: int) -> None:
-        """Add positions `index` of the block at `start` of tensor `name` with `size` elements; None: all."""
-        count = self._count.get(name, 0) + (size if index is None else index.size)
-        self._count[name] = count
-        positions = self._positions.setdefault(name, [])
-        if index is None or positions is None or count * MANY_CHANGED > size:
-            self._positions[name] = None
+    One thread does all that a tensor needs: most of it copies and hashes, for which numpy and BLAKE3 leave
+    the interpreter's lock, and the short calls between are too few to wait for each other.
+    """
+    found: list[Positions] | None = []
+    count = 0
+    for part, method, body in blocks:
+        try:
+            old = None if base is None else base.data[part]
+            index = decode_block(method, body, old, out.data[part], out.dtype)
+        except CodecError as error:
+            raise CodecError(f"{name}: {error}") from error
+        count += part.stop - part.start if index is None else index.size
+        if index is None or found is None or count * MANY_CHANGED > out.data.size:
+            found = None
         elif index.size:
-            positions.append(index + start)
-
-    def changed(self) -> Changed:
-        """The positions of every tensor with changes, or None for all of a tensor."""
-        return {
-            name: None if positions is None else np.concatenate([np.empty(0, np.int64), *positions])
-            for name, positions in self._positions.items()
-        }
+            found.append(index + part.start)
+    if done is not None:
+        done(name, out)
+    return name, None if found is None else np.concatenate([np.empty(0, np.int64), *found])
 
 
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:

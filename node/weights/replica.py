@@ -5,14 +5,14 @@ manifest; until commit() nothing that is held changes.
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
 from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
 from .codec import CODEC, apply_delta, decode_full
-from .payload import TensorShare, chunks_for, everything, part_of, wanted_of
+from .payload import TensorShare, everything, part_of, wanted_of
 from .state import (
     Changed,
     CodecError,
@@ -20,7 +20,6 @@ from .state import (
     State,
     Tensor,
     WrongBase,
-    state_bytes,
     state_digest,
     tensor_digest,
 )
@@ -49,13 +48,6 @@ class PreparedPolicy:
     """Positions at which `policy` differs from its base; None for a snapshot."""
 
 
-SMALL_SHARE = 16
-"""A delta of less than one byte in this many of the state is decoded by one thread, while others hash: it
-is short calls, for which two threads only wait for each other's interpreter lock."""
-LARGE_TENSOR = 8 << 20
-"""Mean bytes of a tensor from which even such a delta is decoded by all threads: most of the time goes into
-copies of whole tensors, for which numpy leaves the lock (4B: 20 MB)."""
-
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 """The policy of a node before its first snapshot."""
 
@@ -65,8 +57,7 @@ def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1)
 
     Tensors that are the very objects of `held` are not hashed again.
     """
-    with _Hashing(threads) as hashing:
-        hashes = hashing.of(state, held)
+    hashes = _digests(state, held, {}, threads)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
@@ -100,9 +91,9 @@ class WeightReplica:
         delta = artifact.kind != "anchor"
         if delta:
             _check_base(held, artifact)
-        with _Hashing(self._threads) as hashing:
-            state, changed = self._decode(manifest, artifact, payload, hashing)
-            hashes = hashing.of(state, held)
+        decoded: dict[str, bytes] = {}
+        state, changed = self._decode(manifest, artifact, payload, decoded)
+        hashes = _digests(state, held, decoded, self._threads)
         policy = _proved(manifest, state, hashes)
         return PreparedPolicy(policy, held.digest if delta else EMPTY.digest, changed)
 
@@ -121,50 +112,36 @@ class WeightReplica:
         manifest: PolicyManifest,
         artifact: Artifact,
         payload: bytes | Iterable[bytes],
-        hashing: "_Hashing",
+        hashes: dict[str, bytes],
     ) -> tuple[State, Changed | None]:
-        """Decode the state, hashing each tensor with `hashing`, and find where a delta changed it."""
+        """Decode the state, put the digest of each tensor into `hashes`, and find where a delta changed it."""
         wanted = wanted_of(manifest.tensors, self._share)
         infos = [info for info in manifest.tensors if info.name in wanted]
-        size = artifact.size
-        if self._share is not everything:
-            size = sum(chunk.size for chunk in chunks_for(artifact, manifest.tensors, wanted))
         chunks = [payload] if isinstance(payload, bytes) else payload
         payload = part_of(artifact, manifest.tensors, wanted, chunks)
-        threads, done = self._threads, hashing.add
+
+        def done(name: str, tensor: Tensor) -> None:
+            hashes[name] = tensor_digest(tensor)
+
         if artifact.kind == "anchor":
-            return decode_full(payload, infos, threads=threads, done=done), None
-        held = state_bytes(self._policy.state)
-        if size * SMALL_SHARE < held < LARGE_TENSOR * len(infos):
-            threads = 1
-        return apply_delta(self._policy.state, payload, infos, threads=threads, done=done)
+            return decode_full(payload, infos, threads=self._threads, done=done), None
+        held = self._policy.state
+        return apply_delta(held, payload, infos, threads=self._threads, done=done)
 
 
-class _Hashing:
-    """Hashes tensors in threads while others are still decoded: BLAKE3 leaves the interpreter's lock."""
-
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(max(1, threads))
-        self._hashes: dict[str, Future[bytes]] = {}
-
-    def __enter__(self) -> "_Hashing":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Begin with `tensor`, which is complete."""
-        self._hashes[name] = self._pool.submit(tensor_digest, tensor)
-
-    def of(self, state: State, held: Policy) -> dict[str, bytes]:
-        """Digest of every tensor; those of objects that `held` consists of are known."""
-        fresh = [name for name in state if state[name] is not held.state.get(name)]
-        for name in fresh:
-            if name not in self._hashes:
-                self.add(name, state[name])
-        hashed = {name: self._hashes[name].result() for name in fresh}
-        return {name: hashed.get(name) or held.digests[name] for name in state}
+def _digests(
+    state: State, held: Policy, known: Mapping[str, bytes], threads: int
+) -> dict[str, bytes]:
+    """Return the digest of every tensor: those in `known` and of objects that `held` consists of are not
+    computed again."""
+    found = {name: held.digests[name] for name in state if state[name] is held.state.get(name)}
+    found |= known
+    fresh = [name for name in state if name not in found]
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        found.update(
+            zip(fresh, pool.map(lambda name: tensor_digest(state[name]), fresh), strict=True)
+        )
+    return {name: found[name] for name in state}
 
 
 def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes]) -> Policy:

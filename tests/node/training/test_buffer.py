@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training_cases import group
 
-from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer, peer_cap, peer_room
+from primerl.node.training.buffer import (
+    BufferSnapshot,
+    RolloutBuffer,
+    buffer_capacity,
+    peer_cap,
+    peer_room,
+)
+from primerl.protocol.leases import LeadTime
 
 MOVES = st.lists(
     st.one_of(
@@ -18,6 +25,13 @@ MOVES = st.lists(
 
 def buffer(bound: int = 2, capacity: int = 100) -> RolloutBuffer:
     return RolloutBuffer(max_off_policy_steps=bound, capacity=capacity)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3, 8, 64])
+def test_a_runs_buffer_refuses_no_group_that_may_be_leased(bound: int) -> None:
+    leased = int(LeadTime().depth(bound, training=False) * 32)  # the most: nothing returned yet
+    rollouts = buffer(bound, buffer_capacity(bound, 32))
+    assert [rollouts.add(group([0, 1], oldest=0), 0) for _ in range(leased)] == [None] * leased
 
 
 @given(bound=st.integers(0, 3), moves=MOVES)
