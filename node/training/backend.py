@@ -99,7 +99,7 @@ class Snapshot:
 
 
 class TrainBackend(Protocol):
-    """Owner of the model, optimizer and schedule."""
+    """Owner of the model, optimizer and schedule. Calls are performed in the order in which they were made."""
 
     async def start(self, model_dir: Path) -> None:
         """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""

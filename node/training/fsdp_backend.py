@@ -74,6 +74,7 @@ class FsdpBackend:
         self._started = False
         self._unread = False
         """Whether the last snapshot was not read: then the next one must be whole."""
+        self._reading: asyncio.Task[Snapshot] | None = None
         self._turn = asyncio.Lock()
         self._calls: set[asyncio.Task[object]] = set()
         self._model_s = MODEL_TIMEOUTS * config.fsdp.timeout_s
@@ -131,17 +132,27 @@ class FsdpBackend:
         return await self._in_turn(read)
 
     async def snapshot(self) -> Snapshot:
-        """Return a copy of the bf16 policy, and its changes since the last snapshot."""
+        """Return a copy of the bf16 policy, and its changes since the last snapshot.
 
-        async def read(ranks: RankGroup) -> Snapshot:
+        Later calls go on once the ranks have written it, while it is read.
+        """
+
+        async def write(ranks: RankGroup) -> asyncio.Task[Snapshot]:
+            if self._reading is not None:
+                await asyncio.wait([self._reading])
             path = ranks.directory / "snapshot"
             whole, self._unread = self._unread, True
             await ranks.ask(RankWriteSnapshot(str(path), whole), self._model_s)
-            found = await asyncio.to_thread(self._reader.snapshot, path)
-            self._unread = False
-            return found
+            self._reading = asyncio.create_task(self._read(path), name="reading of a snapshot")
+            self._reading.add_done_callback(_retrieve)
+            return self._reading
 
-        return await self._in_turn(read)
+        return await asyncio.shield(await self._in_turn(write))
+
+    async def _read(self, path: Path) -> Snapshot:
+        found = await asyncio.to_thread(self._reader.snapshot, path)
+        self._unread = False
+        return found
 
     async def save(self, directory: Path) -> None:
         """Write everything needed to resume into `directory`, whole or not at all."""
@@ -186,6 +197,8 @@ class FsdpBackend:
             call.cancel()
         if self._calls:
             await asyncio.wait(self._calls)
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
         await asyncio.to_thread(self._reader.close)
 
     def _step_s(self, samples: Sequence[Sample]) -> float:
@@ -219,8 +232,13 @@ class FsdpBackend:
 
     def _forget(self, call: "asyncio.Task[T]") -> None:
         self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # retrieved: the caller may be cancelled; the next call fails with it, too
+        _retrieve(call)
+
+
+def _retrieve(call: "asyncio.Task[T]") -> None:
+    """Retrieve an error: the caller may be cancelled, and the next call fails with it, too."""
+    if not call.cancelled():
+        call.exception()
 
 
 def count_ranks(config: TrainingConfig) -> int:

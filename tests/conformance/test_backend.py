@@ -1,5 +1,6 @@
 """What every trainer backend promises, whatever it computes with."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -104,6 +105,21 @@ async def test_a_snapshot_is_the_policy_and_says_where_it_changed(backend: Train
         assert hinted == b"".join(encode_delta(first.state, found.state))
         assert digests(first.state) == before
         first, before = found, digests(found.state)
+
+
+async def test_a_step_that_is_asked_for_during_a_snapshot_is_trained_after_it(
+    backend: TrainBackend,
+) -> None:
+    last = await backend.snapshot()
+    for step in (1, 2):
+        before = digests(await backend.state())
+        taken = asyncio.create_task(backend.snapshot())
+        trained = asyncio.create_task(backend.step(batch(step)))
+        found, _ = await taken, await trained
+        assert digests(found.state) == before
+        assert found.changed_since(last.state) is not None
+        last = found
+    assert digests(await backend.state()) != digests(last.state)
 
 
 async def test_a_snapshot_of_an_unchanged_policy_has_no_changes(backend: TrainBackend) -> None:
