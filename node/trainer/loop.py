@@ -339,7 +339,7 @@ class TrainerRole:
         self.progress.training = True
         await self.scheduler.work_changed()  # one batch less is waiting
         try:
-            snapshot = await self._learn(groups, batch, waited, tasks)
+            snapshot = await self._learn(groups, batch, waited)
             trained = self._kept.trained(self.progress.step, groups, batch.samples, before)
             self._publishing = tasks.create_task(self._publish(trained, snapshot, self._line))
             if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
@@ -350,22 +350,15 @@ class TrainerRole:
         await self.scheduler.work_changed()
 
     async def _learn(
-        self,
-        groups: list[RolloutGroup],
-        batch: CreditedBatch,
-        waited: float,
-        tasks: asyncio.TaskGroup,
-    ) -> asyncio.Task[Snapshot]:
-        """Train a batch and begin its checkpoint; return the snapshot of the new policy, which is in progress.
-
-        The next step may be asked for: the backend takes the snapshot first.
-        """
+        self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
+    ) -> asyncio.Future[Snapshot]:
+        """Train a batch and begin its checkpoint; return the snapshot of the new policy, in progress."""
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         samples = await self._demonstrations.added_to(batch.samples, groups)
         with self._clock.phase("train"):
             figures = await self._backend.step(TrainBatch(step, samples))
-        snapshot = tasks.create_task(self._snapshot())
+        snapshot = self._backend.snapshot()
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
@@ -378,10 +371,6 @@ class TrainerRole:
         await self._keep_weights(step)
         return snapshot
 
-    async def _snapshot(self) -> Snapshot:
-        with self._clock.phase("snapshot"):
-            return await self._backend.snapshot()
-
     async def _published(self) -> None:
         """Wait until the version in progress is published."""
         if self._publishing is not None:
@@ -392,7 +381,7 @@ class TrainerRole:
     async def _publish(
         self,
         trained: TrainedStep,
-        snapshot: asyncio.Task[Snapshot],
+        snapshot: asyncio.Future[Snapshot],
         line: dict[str, float | None],
     ) -> None:
         """Publish a version, gossip it, begin its evaluation, write its metrics and rollouts."""

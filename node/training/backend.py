@@ -4,6 +4,7 @@ All computation is off the event loop. Implementations: local_backend.py (one pr
 tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Snapshot:
 
 
 class TrainBackend(Protocol):
-    """Owner of the model, optimizer and schedule. Calls are performed in the order in which they were made."""
+    """Owner of the model, optimizer and schedule."""
 
     async def start(self, model_dir: Path) -> None:
         """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""
@@ -124,8 +125,12 @@ class TrainBackend(Protocol):
         """Return the bf16 policy as it would be published now."""
         ...
 
-    async def snapshot(self) -> Snapshot:
-        """Return state() and its changes since the last snapshot(), computed on the weights' device."""
+    def snapshot(self) -> "asyncio.Future[Snapshot]":
+        """Begin to read state() and its changes since the last snapshot(), found on the weights' device.
+
+        It is the policy at this call: a step asked for afterwards waits until it may change the weights. Raises
+        EngineError, here or in the future.
+        """
         ...
 
     async def save(self, directory: Path) -> None:

@@ -131,23 +131,25 @@ class FsdpBackend:
 
         return await self._in_turn(read)
 
-    async def snapshot(self) -> Snapshot:
-        """Return a copy of the bf16 policy, and its changes since the last snapshot.
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        """See TrainBackend. Later calls go on once the ranks have written it, while it is read."""
+        written = self._begin(self._write_snapshot)
 
-        Later calls go on once the ranks have written it, while it is read.
-        """
+        async def read() -> Snapshot:
+            return await asyncio.shield(await asyncio.shield(written))
 
-        async def write(ranks: RankGroup) -> asyncio.Task[Snapshot]:
-            if self._reading is not None:
-                await asyncio.wait([self._reading])
-            path = ranks.directory / "snapshot"
-            whole, self._unread = self._unread, True
-            await ranks.ask(RankWriteSnapshot(str(path), whole), self._model_s)
-            self._reading = asyncio.create_task(self._read(path), name="reading of a snapshot")
-            self._reading.add_done_callback(_retrieve)
-            return self._reading
+        return asyncio.create_task(read())
 
-        return await asyncio.shield(await self._in_turn(write))
+    async def _write_snapshot(self, ranks: RankGroup) -> asyncio.Task[Snapshot]:
+        """Have a snapshot written; return the task that reads it."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        path = ranks.directory / "snapshot"
+        whole, self._unread = self._unread, True
+        await ranks.ask(RankWriteSnapshot(str(path), whole), self._model_s)
+        self._reading = asyncio.create_task(self._read(path))
+        self._reading.add_done_callback(_retrieve)
+        return self._reading
 
     async def _read(self, path: Path) -> Snapshot:
         found = await asyncio.to_thread(self._reader.snapshot, path)
@@ -217,6 +219,10 @@ class FsdpBackend:
 
     async def _in_turn(self, work: Callable[[RankGroup], Awaitable[T]]) -> T:
         """Run `work` in turn and to its end, also when the caller is cancelled."""
+        return await asyncio.shield(self._begin(work))
+
+    def _begin(self, work: Callable[[RankGroup], Awaitable[T]]) -> asyncio.Task[T]:
+        """Begin `work` in turn: after all calls that were begun before."""
         ranks = self._ranks
         if ranks is None:
             raise EngineError(NOT_RUNNING)
@@ -228,7 +234,7 @@ class FsdpBackend:
         call = asyncio.create_task(wait_and_work(), name="call of ranks")
         self._calls.add(call)
         call.add_done_callback(self._forget)
-        return await asyncio.shield(call)
+        return call
 
     def _forget(self, call: "asyncio.Task[T]") -> None:
         self._calls.discard(call)

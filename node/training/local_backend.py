@@ -55,7 +55,7 @@ class LocalBackend:
         if self._thread is not None:
             raise EngineError("this backend was started before: make a new one")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._learner = await self._run(lambda: self._build(model_dir))
+        self._learner = await self._begin(lambda: self._build(model_dir))
 
     async def compile_step(self) -> None:
         """Compile what a step computes, where it is compiled; changes nothing. Raises EngineError."""
@@ -76,9 +76,10 @@ class LocalBackend:
         """Return a copy of the bf16 policy."""
         return await self._with(lambda learner: learner.state())
 
-    async def snapshot(self) -> Snapshot:
-        """Return the bf16 policy, and its changes since the last snapshot."""
-        return await self._with(lambda learner: learner.snapshot())
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        """See TrainBackend; the thread makes one call after the other."""
+        learner = self._started()
+        return self._begin(learner.snapshot)
 
     async def save(self, directory: Path) -> None:
         """Write everything needed to resume into `directory`, whole or not at all."""
@@ -131,20 +132,24 @@ class LocalBackend:
 
     async def _with(self, work: "Callable[[Learner], T]") -> T:
         learner = self._started()
-        return await self._run(lambda: work(learner))
+        return await self._begin(lambda: work(learner))
 
     def _started(self) -> "Learner":
         if self._learner is None:
             raise EngineError("the trainer backend is not running: call start() first")
         return self._learner
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    def _begin(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Run `work` in the trainer's thread; turn torch's errors into EngineError."""
+
+        def run() -> T:
+            try:
+                return work()
+            except (RuntimeError, ValueError) as error:  # torch's errors, out of memory among them
+                reason = one_line(error)
+                raise EngineError(
+                    f"the trainer failed: {reason}; if memory ran out, lower training.seq_len"
+                ) from error
+
         assert self._thread is not None
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except (RuntimeError, ValueError) as error:  # torch's errors, out of memory among them
-            reason = one_line(error)
-            raise EngineError(
-                f"the trainer failed: {reason}; if memory ran out, lower training.seq_len"
-            ) from error
+        return asyncio.get_running_loop().run_in_executor(self._thread, run)

@@ -103,10 +103,12 @@ class IdleBackend(CountingBackend):
         """Return the weights."""
         return self._weights
 
-    async def snapshot(self) -> Snapshot:
+    def snapshot(self) -> asyncio.Future[Snapshot]:
         """Return the weights, with no changes since the last snapshot."""
         base, self._base = self._base, self._weights
-        return Snapshot(self._weights, base)
+        found = asyncio.get_running_loop().create_future()
+        found.set_result(Snapshot(self._weights, base))
+        return found
 
 
 class ContentAuditor:

@@ -1,5 +1,6 @@
 """Ranks die under a running trainer: it goes on from its last checkpoint, in the same process."""
 
+import asyncio
 import os
 import signal
 from collections import Counter
@@ -50,9 +51,9 @@ class Mortal(WitnessBackend):
         self._trained = batch.step
         return await super().step(batch)
 
-    async def snapshot(self) -> Snapshot:
+    def snapshot(self) -> asyncio.Future[Snapshot]:
         self._meet("snapshot", self._trained)
-        return await super().snapshot()
+        return super().snapshot()
 
     async def save(self, directory: Path) -> None:
         self._meet("save", self._trained)

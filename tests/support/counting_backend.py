@@ -4,6 +4,7 @@ Its policy is a function of the model directory's name, the seed and the batches
 two of them that saw the same agree, and any difference shows.
 """
 
+import asyncio
 import json
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from support.waiting import ended
 
 from primerl.crypto.hashing import digest
 from primerl.node.models.model_files import contract_files
@@ -66,22 +68,26 @@ class CountingBackend:
         return {"loss/mean": 1.0 / (1 + self._step) if tokens else 0.0, "tokens": float(tokens)}
 
     async def state(self) -> State:
+        """See policy()."""
+        return self.policy()
+
+    def policy(self) -> State:
         """One tensor whose bits are the history's digest."""
         self._running()
         bits = np.frombuffer(self._history, dtype="<u2").copy()
         return {"history.weight": Tensor("BF16", (WORDS,), bits)}
 
-    async def snapshot(self) -> Snapshot:
+    def snapshot(self) -> asyncio.Future[Snapshot]:
         """Make a snapshot of the state, with the changes since the last one."""
-        base, state = self._last, await self.state()
+        base, state = self._last, self.policy()
         self._last = state
         if base is None:
-            return Snapshot(state)
+            return ended(Snapshot(state))
         found = {
             name: np.flatnonzero(tensor.data != base[name].data) for name, tensor in state.items()
         }
         changed: Changed = {name: index for name, index in found.items() if index.size}
-        return Snapshot(state, base, changed)
+        return ended(Snapshot(state, base, changed))
 
     async def save(self, directory: Path) -> None:
         """Write step and history."""

@@ -3,6 +3,9 @@
 import asyncio
 import os
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
@@ -19,3 +22,10 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def ended(value: T) -> asyncio.Future[T]:
+    """Return a future that has ended with `value`."""
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future

@@ -309,9 +309,9 @@ class WitnessBackend(CountingBackend):
     async def end_supervised(self) -> None:
         """There is no optimizer."""
 
-    async def state(self) -> State:
+    def policy(self) -> State:
         """The policy."""
-        state = dict(await super().state())
+        state = dict(super().policy())
         if self._fakes.words:
             seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
             bits = np.random.default_rng(seed).integers(0, 2**16, self._fakes.words, dtype="<u2")

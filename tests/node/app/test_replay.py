@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 from support.replay_cases import KEEP, STEPS, LearningSwarm, finished, real_model
 from support.swarm import Swarm
-from support.waiting import until
+from support.waiting import ended, until
 from support.witness import Fakes, WitnessBackend
 
 from primerl.crypto.keys import SecretKey
@@ -149,12 +149,12 @@ class Dishonest(WitnessBackend):
         super().__init__(Fakes())
         self.lies_at = step
 
-    async def snapshot(self) -> Snapshot:
-        made = await super().snapshot()
+    def snapshot(self) -> asyncio.Future[Snapshot]:
+        made = super().snapshot().result()
         if self.batches and self.batches[-1].step == self.lies_at:
             name, tensor = next(iter(made.state.items()))
-            return Snapshot({**made.state, name: replace(tensor, data=tensor.data ^ 1)})
-        return made
+            return ended(Snapshot({**made.state, name: replace(tensor, data=tensor.data ^ 1)}))
+        return ended(made)
 
 
 async def test_a_version_that_is_not_what_was_trained_is_found(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
-from support.waiting import until
+from support.waiting import ended, until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
@@ -50,6 +50,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[Counter[int]] = []
+        self.trained = 0
         self.given: list[list[int]] = []
         """Tokens of demonstrations, by batch."""
         self.advantages: list[list[float]] = []
@@ -58,6 +59,7 @@ class Recorder:
         pass
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
+        self.trained = batch.step
         rollouts = [sample for sample in batch.samples if not sample.given]
         self.advantages.append([sample.advantage for sample in rollouts])
         self.given.append([sample.token_ids[1] for sample in batch.samples if sample.given])
@@ -65,8 +67,9 @@ class Recorder:
         self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
         return StepMetrics({})
 
-    async def snapshot(self) -> None:
-        return None
+    def snapshot(self) -> asyncio.Future[int]:
+        """Return the step whose policy it is."""
+        return ended(self.trained)
 
     async def save(self, directory: Path) -> None:
         await asyncio.to_thread(directory.mkdir, exist_ok=True)
@@ -103,12 +106,14 @@ class SlowPublisher:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.policies: list[object] = []
         self.may_end = asyncio.Semaphore(1000)
         self.last_delta_bytes = self.delta_bytes = self.full_bytes = 0
         self.states: dict[int, Any] = defaultdict(dict)
 
-    async def publish(self, version: int, *_: object, **__: object) -> None:
+    async def publish(self, version: int, policy: object, **_: object) -> None:
         self.begun.append(version)
+        self.policies.append(policy)
         await self.may_end.acquire()
 
     async def close(self) -> None: ...
@@ -297,6 +302,15 @@ async def test_a_version_is_published_while_the_next_batch_is_trained_and_never_
         swarm.publisher.may_end.release()
         await until(lambda: swarm.publisher.begun == [1, 2])
         assert len(swarm.recorder.batches) == 3
+
+
+async def test_a_version_is_the_policy_of_its_step_though_the_next_batch_is_here(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, bound=4) as swarm:
+        swarm.deliver(A, 4 * WANTED)
+        await until(lambda: swarm.publisher.begun == [1, 2, 3, 4])
+        assert swarm.publisher.policies == [1, 2, 3, 4]
 
 
 async def test_with_a_small_bound_nothing_is_trained_before_the_version_is_out(
