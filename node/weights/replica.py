@@ -138,9 +138,8 @@ def _digests(
     found |= known
     fresh = [name for name in state if name not in found]
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        found.update(
-            zip(fresh, pool.map(lambda name: tensor_digest(state[name]), fresh), strict=True)
-        )
+        tensors = [state[name] for name in fresh]
+        found.update(zip(fresh, pool.map(tensor_digest, tensors), strict=True))
     return {name: found[name] for name in state}
 
 

@@ -41,9 +41,9 @@ def make_cut_model(directory: Path) -> Path:
 class LayeredBackend(WitnessBackend):
     """A WitnessBackend whose policy has tensors for every layer; all change at every step."""
 
-    async def state(self) -> State:
+    def policy(self) -> State:
         """The policy."""
-        state = dict(await super().state())
+        state = dict(super().policy())
         seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
         layers = [f"model.layers.{layer}.weight" for layer in range(LAYERS)]
         for number, name in enumerate(["model.embed_tokens.weight", *layers, "model.norm.weight"]):
