@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..config.paths import expand_home
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
 from ..memory_plan.memory import (
+    CONTEXT,
     Device,
     gib,
     plan_engine,
@@ -131,8 +132,9 @@ def _find(option: str, name: str, gpus: Names) -> str:
 
 logger = logging.getLogger(__name__)
 
-KEPT_FREE = 0.1
-"""Share of the memory that the trainer leaves."""
+KEPT_FREE = 0.15
+"""Share of the memory left by the trainer that no worker gets: half of it is the trainer's, which may need
+more than is planned."""
 MOST = 0.7
 """Largest share of a worker's cache: more makes no worker faster, and all plans are estimates."""
 LEAST = 0.03
@@ -178,7 +180,8 @@ def planned_shares(
             "a smaller model, or training.optimizer_offload; to try it all the same, set "
             "engine.vllm.gpu_memory_utilization"
         )
-    learner = plan_trainer(fitting, shape, gpu=True)[0].total / gpu
+    # torch counts its own memory only
+    learner = (plan_trainer(fitting, shape, gpu=True)[0].total - CONTEXT) / gpu
     return MemoryShares(
         workers=round(workers, 2),
         trainer=round(learner + (left - workers) / 2, 2),

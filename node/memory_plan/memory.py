@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 GIB, MIB = 1 << 30, 1 << 20
 ELEMENT = {"float32": 4, "bfloat16": 2}
 RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
+SHARED_RESERVE = 512 * MIB  # the same where several processes fill it: an H100 keeps 479 MiB
 
 # vLLM's own default.
 UTILIZATION = 0.92
@@ -262,14 +263,7 @@ def _plan_gpu(
             MemoryItem("collectives", COLLECTIVES * (ranks > 1), f"{ranks} ranks", True),
         ]
     )
-    update = int(UPDATE_BYTES * CHANGED * shape.parameters)
-    detail = f"{CHANGED:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
-    beside = uncounted(config, shape) + MemoryBreakdown.of(
-        [
-            MemoryItem("proofs", _proofs(config, shape, _logit_rows(config)) if fingerprint else 0),
-            MemoryItem("an incoming update", update, detail),
-        ]
-    )
+    beside = _beside_engine(config, shape, bool(fingerprint))
     fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
     utilization = None if fixed else _utilization(config, shape, device, beside)
     budget = engine.total + fixed
@@ -355,6 +349,18 @@ def _step_items(config: EngineConfig, shape: ModelShape, device: Device) -> list
 def _logit_rows(config: EngineConfig) -> int:
     """Return the logit rows of a vLLM step: one per sequence, and one per draft token."""
     return config.max_batch * (1 + config.draft_tokens)
+
+
+def _beside_engine(config: EngineConfig, shape: ModelShape, proofs: bool) -> MemoryBreakdown:
+    """List the memory of a vLLM on a GPU, and of this package beside it, that its budget does not count."""
+    update = int(UPDATE_BYTES * CHANGED * shape.parameters)
+    detail = f"{CHANGED:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
+    return uncounted(config, shape) + MemoryBreakdown.of(
+        [
+            MemoryItem("proofs", _proofs(config, shape, _logit_rows(config)) if proofs else 0),
+            MemoryItem("an incoming update", update, detail),
+        ]
+    )
 
 
 def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
@@ -584,7 +590,7 @@ def plan_trainer(
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
     evaluates = config.evaluates
-    audit_context = LIBRARIES + UNCOUNTED if config.auditor == "vllm" else CONTEXT
+    audit_context = 2 * LIBRARIES + UNCOUNTED if config.auditor == "vllm" else CONTEXT
     beside = MemoryBreakdown.of(
         [
             MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
@@ -637,8 +643,8 @@ def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
     `gpu`: bytes of the GPU. 0.0 if the trainer needs all of it.
     """
     learner, beside = plan_trainer(config, shape, gpu=True)
-    beyond = uncounted(config.engine, shape).total
-    left = gpu - learner.total - beside.total - beyond - RESERVE
+    beyond = _beside_engine(config.engine, shape, proofs=True)
+    left = gpu - learner.total - beside.total - beyond.total - SHARED_RESERVE
     return max(0, int(100 * left / gpu)) / 100
 
 
