@@ -582,7 +582,7 @@ def decode_block(
         out[:] = base
         return np.empty(0, np.int64)
     elif method == SPARSE:
-        changes = _decode_sparse(body, out.size, out.dtype)
+        changes = decode_changes(body, out.size, out.dtype)
         apply(base, changes, dtype, out)
         return changes.index
     elif method == DENSE:
@@ -613,7 +613,8 @@ def _decode_dense(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
     return moves
 
 
-def _decode_sparse(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
+def decode_changes(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
+    """Decode the body of a sparse block of `size` elements. Raises CodecError."""
     reader = StreamReader(body)
     index = read_positions(reader, size)
     if not index.size:

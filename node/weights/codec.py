@@ -4,6 +4,7 @@ Decoding any bytes ends in a state laid out as the manifest says or in CodecErro
 Equal input gives equal bytes, with any number of threads, with or without a hint.
 """
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
-from .blocks import ALONE, SKIP, Bits, Positions, decode_block, encode_block
+from .blocks import (
+    ALONE,
+    FEW_CHANGES,
+    SKIP,
+    SPARSE,
+    Bits,
+    Changes,
+    Positions,
+    decode_block,
+    decode_changes,
+    encode_block,
+    move,
+)
 from .payload import (
     DELTA,
     FULL,
@@ -46,6 +59,8 @@ New pages are zeroed first, which takes a quarter of the time of an update.
 """
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
+
+NONE = np.empty(0, np.int64)
 
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
@@ -161,10 +176,12 @@ def _decode_jobs(
     layout: Sequence[Layout],
     state: dict[str, Tensor],
     done: Done | None,
-) -> Iterator[tuple[str, list[Coded], Tensor | None, Tensor, Done | None]]:
+) -> Iterator[tuple[str, list[Coded], list[Changes], Tensor | None, Tensor, Done | None]]:
     """Yield arguments of _decode_tensor(); put the tensors to fill into `state`.
 
-    A tensor is allocated once all its blocks have been read, and not at all if it is unchanged.
+    A tensor is allocated once all its blocks have been read, and not at all if it is unchanged. Blocks of few
+    changes are decoded here, in the one thread that iterates: it is short calls, at each of which threads
+    would wait for each other's interpreter lock.
     """
     for name, dtype, shape in layout:
         held = None if base is None else base[name]
@@ -172,34 +189,62 @@ def _decode_jobs(
         if held is not None and all(method == SKIP for _, method, _ in blocks):
             state[name] = held
             continue
+        few: list[Changes] = []
+        others: list[Coded] = []
+        for part, method, body in blocks:
+            if held is not None and method == SPARSE and len(body) < FEW_CHANGES:
+                with _of_tensor(name):
+                    changes = decode_changes(body, part.stop - part.start, BITS[dtype])
+                few.append(Changes(changes.index + part.start, changes.moves))
+            else:
+                others.append((part, method, body))
         state[name] = Tensor(dtype, shape, _allocate(name, dtype, shape))
-        yield name, blocks, held, state[name], done
+        yield name, others, few, held, state[name], done
 
 
 def _decode_tensor(
-    name: str, blocks: list[Coded], base: Tensor | None, out: Tensor, done: Done | None
+    name: str,
+    blocks: list[Coded],
+    few: list[Changes],
+    base: Tensor | None,
+    out: Tensor,
+    done: Done | None,
 ) -> tuple[str, Positions | None]:
-    """Fill `out` and call `done`; return the tensor and its changed positions, None for many of them.
+    """Fill `out` from `base`, changed by `few` and coded `blocks`, and call `done`.
 
-    One thread does all that a tensor needs: most of it copies and hashes, for which numpy and BLAKE3 leave
-    the interpreter's lock, and the short calls between are too few to wait for each other.
+    Returns the tensor's name and changed positions, None for many of them.
     """
-    found: list[Positions] | None = []
-    count = 0
+    found: list[Positions | None] = []
+    if base is not None and (few or any(method == SKIP for _, method, _ in blocks)):
+        np.copyto(out.data, base.data)
+    if base is not None and few:
+        index = np.concatenate([one.index for one in few])
+        moves = np.concatenate([one.moves for one in few])
+        out.data[index] = move(base.data[index], moves, out.dtype)
+        found.append(index)
     for part, method, body in blocks:
-        try:
-            old = None if base is None else base.data[part]
-            index = decode_block(method, body, old, out.data[part], out.dtype)
-        except CodecError as error:
-            raise CodecError(f"{name}: {error}") from error
-        count += part.stop - part.start if index is None else index.size
-        if index is None or found is None or count * MANY_CHANGED > out.data.size:
-            found = None
-        elif index.size:
-            found.append(index + part.start)
+        if base is not None and method == SKIP:
+            continue
+        old = None if base is None else base.data[part]
+        with _of_tensor(name):
+            positions = decode_block(method, body, old, out.data[part], out.dtype)
+        found.append(None if positions is None else positions + part.start)
     if done is not None:
         done(name, out)
-    return name, None if found is None else np.concatenate([np.empty(0, np.int64), *found])
+    known = [one for one in found if one is not None]
+    count = sum(one.size for one in known)
+    if len(known) < len(found) or count * MANY_CHANGED > out.data.size:
+        return name, None
+    return name, known[0] if len(known) == 1 else np.sort(np.concatenate([NONE, *known]))
+
+
+@contextlib.contextmanager
+def _of_tensor(name: str) -> Iterator[None]:
+    """Name the tensor in a CodecError."""
+    try:
+        yield
+    except CodecError as error:
+        raise CodecError(f"{name}: {error}") from error
 
 
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
