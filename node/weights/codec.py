@@ -7,7 +7,7 @@ Equal input gives equal bytes, with any number of threads, with or without a hin
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import Lock
 
 import numpy as np
@@ -239,7 +239,7 @@ def _decode_tensor(
 
 
 @contextlib.contextmanager
-def _of_tensor(name: str) -> Iterator[None]:
+def _of_tensor(name: str) -> Generator[None]:
     """Name the tensor in a CodecError."""
     try:
         yield
