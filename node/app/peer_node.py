@@ -6,7 +6,7 @@ The roles' own parts are in `worker.py` and `validator.py`.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import AdapterContract, RunManifest, Ticket
+from ...protocol.manifests import AdapterContract, ChunkRef, RunManifest, Ticket
 from ...protocol.messages import (
     GetHeads,
     Hello,
@@ -199,7 +199,7 @@ class PeerNode(Node):
         services.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
         services.keep_chunks.update(chunk.digest for chunk in chunks)
-        await services.fetcher.fetch(chunks, (), ticket.trainer)
+        await self._fetch(services, chunks)
         model_dir = rundir.write_model_files(run, services.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(services)
@@ -249,15 +249,35 @@ class PeerNode(Node):
     async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
         """Fetch the base model of an adapter run, from other workers where they have it."""
         services, run = joined.services, joined.documents.manifest
-        await services.fetcher.fetch([adapters.base], (), services.trainer)
+        await self._fetch(services, [adapters.base])
         try:
             chunks = await asyncio.to_thread(base_weights.chunks, run, services.store)
             services.keep_chunks.update(chunk.digest for chunk in chunks)
             await joined.upstreams.ask()
-            await services.fetcher.fetch(chunks, joined.upstreams.nodes, services.trainer)
+            await self._fetch(services, chunks, joined.upstreams.nodes)
             await asyncio.to_thread(base_weights.write, run, services.store, joined.model_dir)
         except RemoteProtocolError as error:
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
+
+    async def _fetch(
+        self, services: NodeServices, chunks: Sequence[ChunkRef], neighbours: Sequence[bytes] = ()
+    ) -> None:
+        """Fetch files of the run, again while nobody has them: a trainer that begins again is away.
+
+        Raises NetworkError after wait_for_trainer_s, StorageError.
+        """
+        wanted, pause, start = self._obstacle, RETRY_S, time.monotonic()
+        limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
+        while True:
+            try:
+                return await services.fetcher.fetch(chunks, neighbours, services.trainer)
+            except NetworkError as error:
+                if time.monotonic() - start > limit:
+                    raise
+                self._obstacle = f"{wanted}: {error}"
+                logger.info("%s: trying again", self._obstacle)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, RETRY_MAX_S)
 
     async def _hello(self, services: NodeServices, ticket: Ticket) -> RunDocuments:
         """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""

@@ -359,6 +359,9 @@ class TrainerRole:
         with self._clock.phase("train"):
             figures = await self._backend.step(TrainBatch(step, samples))
         snapshot = self._backend.snapshot()
+        snapshot.add_done_callback(
+            lambda one: one.cancelled() or one.exception()
+        )  # if nobody waits
         await self._published()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))

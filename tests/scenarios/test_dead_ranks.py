@@ -52,7 +52,12 @@ class Mortal(WitnessBackend):
         return await super().step(batch)
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
-        self._meet("snapshot", self._trained)
+        try:
+            self._meet("snapshot", self._trained)
+        except RankFailed as error:  # like that of real ranks, it fails after the call
+            failed: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
         return super().snapshot()
 
     async def save(self, directory: Path) -> None:
