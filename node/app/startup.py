@@ -13,6 +13,7 @@ from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops import summary
 from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
+from ..process.tasks import end_tasks
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
 from ..trainer.loop import TrainerRole
@@ -200,5 +201,4 @@ async def demonstrations(
             for one in made:
                 yield one
     finally:
-        ahead.cancel()
-        await asyncio.wait([ahead])
+        await end_tasks(ahead)

@@ -31,6 +31,7 @@ from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
+from ..process.tasks import end_tasks
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
@@ -224,14 +225,6 @@ class TrainingRun:
     kept: RolloutKeeper
 
 
-async def end_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end; its error is dropped."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
-
-
 class TrainerNode(IssuingNode):
     """One trainer process."""
 
@@ -370,7 +363,9 @@ class TrainerNode(IssuingNode):
             cleanup.push_async_callback(engine.close)
             # awaited when workers can be admitted: they start their engines meanwhile
             starting = asyncio.create_task(self._start_backend(model_dir))
-            cleanup.push_async_callback(end_task, starting)
+            cleanup.push_async_callback(end_tasks, starting)
+            # its error counts only once it is awaited, and is not logged if something else fails before
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())
             with self._clock.phase("start"):
                 rows = asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"

@@ -25,6 +25,7 @@ from ...protocol.messages import (
     InLine,
     WatchChunks,
 )
+from ..process.tasks import end_tasks
 from ..storage.chunk_store import Store
 from .connections import Handler, answer_stream
 from .discovery import StreamCarrier
@@ -563,8 +564,7 @@ class BlobServer:
             else:
                 await stream.finish()
         finally:
-            listening.cancel()
-            await asyncio.wait([listening])
+            await end_tasks(listening)
 
     async def _tell(self, stream: Stream, watch: ChunkWatch) -> None:
         while not watch.over:
@@ -647,7 +647,6 @@ async def serving(server: TcpChunkServer) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        await end_tasks(running)
         if not running.cancelled() and (error := running.exception()) is not None:
             logger.error("chunks were not served over TCP any more", exc_info=error)

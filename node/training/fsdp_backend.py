@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ..config.run import TrainingConfig
 from ..ops.errors import EngineError
+from ..process.tasks import end_tasks
 from ..weights.state import State
 from .backend import SampleTerms, Snapshot
 from .operations import (
@@ -150,10 +151,7 @@ class FsdpBackend(LearnerBackend):
         ranks, self._ranks = self._ranks, None
         if ranks is not None and ranks is not self._given:
             await (ranks.kill() if self._calls else ranks.close())
-        for call in list(self._calls):
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        await end_tasks(*self._calls)
         if self._reading is not None:
             await asyncio.wait([self._reading])
         await asyncio.to_thread(self._reader.close)

@@ -22,6 +22,7 @@ from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.ring import Ring, RingFault
+from ..process.tasks import end_tasks
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
 
@@ -222,8 +223,7 @@ class RingSupervisor:
         try:
             found = await _unless_over(turn, _true(turn.ring.wait_healthy()))
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+            await end_tasks(looking)
         turn.was_whole |= bool(found)
         return bool(found)
 
