@@ -60,7 +60,7 @@ class WorkerNode(PeerNode):
             try:
                 self._write_last_status()
             except StorageError as error:  # the operator needs the first error, not this one
-                logger.warning("what this node did is not kept: %s", error)
+                logger.warning("this node's record of its work is not kept: %s", error)
             raise
         self._write_last_status()
 

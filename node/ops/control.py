@@ -94,7 +94,7 @@ class EngineRow(msgspec.Struct):
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens that were drafted (speculative decoding), and those of them that were drawn."""
+    """Draft tokens (speculative decoding): proposed, and accepted."""
     tokens_per_s: float = 0.0
     """Over the last minute."""
     restarts: int = 0

@@ -1,7 +1,7 @@
 """The accept loop: one ALPN, one handler; limits before anything is read.
 
-A handler answers one stream. What it raises of theirs becomes a refusal; a bug of ours costs that request,
-with a traceback in the log, never the node.
+A handler answers one stream. Its RemoteProtocolError becomes a refusal; a bug of ours ends that request,
+with a traceback in the log, and never the node.
 
 Keys are free, so connections of peers that have shown nothing (peers.Tier) cost members nothing:
 

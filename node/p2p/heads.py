@@ -225,7 +225,7 @@ class HeadServer:
             elif self._book.ended:
                 await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
                 await stream.finish()
-                # A closed connection loses what has not been read; a watcher that has read it ends the stream.
+                # Closing the connection loses unread bytes; the watcher ends the stream when it has read them.
                 with suppress(TransportError, TimeoutError):
                     async with asyncio.timeout(END_READ_S):
                         await stream.read_exact(1)

@@ -148,7 +148,7 @@ class IrohStream:
         return b"".join(pieces)
 
     async def _read(self, size: int) -> bytes:
-        """Up to `size` bytes; what came with them is kept."""
+        """Up to `size` bytes; further bytes that arrived with them are kept."""
         if size >= READ_AHEAD:
             return await self._call(self._receive.read_exact(min(READ_PIECE, size)))
         data = await self._call(self._receive.read(READ_AHEAD))
