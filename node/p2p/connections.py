@@ -335,7 +335,7 @@ class Router:
     ) -> bytes | None:
         """The peer to evict: of the largest crowd, and of these the one idle for longest.
 
-        Of the `same` tier as the one that comes only one that is idle, or of a larger crowd than its own.
+        With `same` (all are of its own tier) only one that is idle, or of a larger crowd than its own.
         """
         crowds = [self._crowd(self._open[node][-1]) for node in nodes]
         sizes = Counter(crowds)

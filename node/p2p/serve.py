@@ -66,7 +66,7 @@ class ChunkWatch:
         return self._size
 
     def add(self, name: bytes) -> None:
-        """A chunk is held; one that is not watched changes nothing."""
+        """Mark a chunk as held; one that is not watched changes nothing."""
         number = self._index.get(name)
         if number is None or self._held[number // 8] >> number % 8 & 1:
             return
@@ -95,7 +95,7 @@ class ChunkArrivals:
 
     @contextmanager
     def expecting(self, names: Iterable[bytes]) -> Generator[None]:
-        """While we fetch these chunks."""
+        """Count these chunks as expected for the duration of the block."""
         names = tuple(names)
         self._expected.update(names)
         try:
@@ -190,7 +190,7 @@ class UploadCounts:
         return best
 
     def begun(self, name: bytes, size: int, now: float) -> None:
-        """A copy of a chunk goes out."""
+        """Count a copy of a chunk that goes out."""
         given = self._given.setdefault(name, SentChunk())
         self._given.move_to_end(name)
         given.count += 1
@@ -200,14 +200,14 @@ class UploadCounts:
             self._given.popitem(last=False)
 
     def ended(self, name: bytes, size: int, seconds: float, now: float) -> None:
-        """A copy went out whole, in `seconds`."""
+        """Record that a copy went out whole, in `seconds`."""
         given = self._given.setdefault(name, SentChunk())
         given.spreads_until = now + min(RELAY_S + 3 * seconds, RELAY_MAX_S)
         if size:
             self._seconds_per_byte += 0.3 * (seconds / size - self._seconds_per_byte)
 
     def failed(self, name: bytes, now: float) -> None:
-        """A copy did not get through: it is as if it had never been given."""
+        """Take back the count of a copy that did not get through."""
         given = self._given.setdefault(name, SentChunk(1))
         given.count = max(0, given.count - 1)
         if not given.count:
@@ -218,14 +218,14 @@ FEWEST, MOST = 2, 16
 NEARLY = 0.85
 """Share of the best rate that suffices: fewer uploads at a time complete chunks sooner, which is worth the
 rest."""
-EPOCH = 256
-"""Uploads after which all is forgotten and learned again: lines change."""
+RELEARN_AFTER = 256
+"""Uploads after which all rates are measured again: networks change."""
 NEWEST = 0.25
 """Weight of the newest upload in the averages."""
 
 
 class UploadLimit:
-    """Learns from uploads that went well."""
+    """Learns from completed uploads how many at a time complete chunks soonest."""
 
     def __init__(self, first: int = FEWEST) -> None:
         self._fewest = min(first, FEWEST)
@@ -242,11 +242,11 @@ class UploadLimit:
         return self._limit
 
     def learn(self, size: int, seconds: float, beside: int) -> None:
-        """An upload of `size` bytes took `seconds` while `beside` were under way, itself included."""
+        """Learn from an upload of `size` bytes in `seconds`, with `beside` under way, itself included."""
         seconds = max(seconds, 1e-6)
         self.typical_s = _mixed(self.typical_s, seconds)
         self._uploads += 1
-        if self._uploads % EPOCH == 0:
+        if self._uploads % RELEARN_AFTER == 0:
             self._rates.clear()
             self._limit = self._fewest
         self._rates[beside] = _mixed(self._rates.get(beside, 0.0), beside * size / seconds)
@@ -266,7 +266,7 @@ OVERDUE = 4.0
 """An upload that takes OVERDUE_S, and OVERDUE times as long as others, no longer occupies a slot: a slow
 reader, on purpose or not, holds up no other."""
 MAX_UPLOADS = 64
-"""With those that count no more."""
+"""Most uploads at a time, with overdue ones, which occupy no slot."""
 MAX_QUEUE = 512
 """Requests that may wait; further ones are told BUSY."""
 HALF_LIFE_S = 10.0
@@ -291,7 +291,7 @@ class ActiveUpload:
     beside: int
     """How many were under way when it began, itself included."""
     size: int = 0
-    """Bytes that went out; the caller says so at the end."""
+    """Bytes that went out; set by the caller at the end."""
 
 
 class UploadTotals:
@@ -301,7 +301,7 @@ class UploadTotals:
         self._sums: dict[bytes, tuple[float, float]] = {}
 
     def add(self, peer: bytes, size: int, now: float) -> None:
-        """`size` bytes go to `peer`."""
+        """Count `size` bytes sent to `peer`."""
         self._sums[peer] = (self.recent(peer, now) + size, now)
         if len(self._sums) > MAX_ACCOUNTS:
             del self._sums[min(self._sums, key=lambda one: self.recent(one, now))]

@@ -364,7 +364,7 @@ class LeaseScheduler:
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
         return "all that may be generated now is leased, or waits to be trained"
 
-    async def unseat(self, peer: bytes) -> None:
+    async def take_back_from_stage(self, peer: bytes) -> None:
         """Take back the leases of a node that offers to be a stage and is not stage 0.
 
         Such a node cannot work on them.

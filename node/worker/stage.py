@@ -182,14 +182,14 @@ class RingSupervisor:
     async def _prepare_own(self, asked: PrepareVersion) -> None:
         await self.prepare_own(asked)
 
-    async def whole(self) -> int:
+    async def wait_whole(self) -> int:
         """Wait, as stage 0, for a ring with all stages, and begin an epoch of it."""
         while True:
             turn = await self._current()
             if await self._is_whole(turn):
                 return turn.ring.begin()
 
-    async def broken(self, epoch: int) -> None:
+    async def wait_broken(self, epoch: int) -> None:
         """Wait until the ring of that epoch has failed."""
         turn = await self._current()
         if turn.ring.epoch == epoch:
