@@ -25,7 +25,7 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.ledger import Ledger
-from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
+from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, all_chunks
 from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
 from ..weights.state import Changed, PendingChanges, WeightsError, memory_threads
@@ -102,7 +102,7 @@ class UpdatePlanner:
         self,
         services: NodeServices,
         upstreams: Upstreams,
-        needs: Needs = whole,
+        needs: Needs = all_chunks,
         newest: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
         """`needs`: chunks of an artifact that we fetch; `newest`: target head, if not the newest."""
