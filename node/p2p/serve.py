@@ -331,7 +331,7 @@ class UploadSlots:
         self._accounts = UploadTotals()
 
     def charge(self, peer: bytes, size: int) -> None:
-        """`peer` is about to get `size` bytes."""
+        """Count `size` bytes that are about to be sent to `peer`."""
         self._accounts.add(peer, size, self._clock())
 
     @asynccontextmanager
@@ -391,7 +391,7 @@ never have, say, an old snapshot if we followed by deltas, and waiting for it is
 QUEUE_S = 60.0
 """A request that waits longer for an upload slot is refused as BUSY."""
 BEAT_S = 0.5
-"""Between two InLine messages."""
+"""Interval between two InLine messages."""
 PIECE = 128 * 1024
 PIECE_S = 10.0
 """Time for a receiver to take one piece."""
@@ -407,8 +407,8 @@ MAX_WATCHED_BY_ALL = 1 << 18
 class BlobServer:
     """Answers the requests on ALPN_BLOBS.
 
-    A bare node is a transport, a PeerTable, Links over both, a Store, Arrivals, this with its handle() in a
-    Router, and a BlobFetcher over the same store and arrivals.
+    The least node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with its
+    handle() in a Router, and a BlobFetcher over the same store and arrivals.
     """
 
     def __init__(self, store: Store, arrivals: ChunkArrivals, pacer: Pacer) -> None:
