@@ -407,8 +407,8 @@ MAX_WATCHED_BY_ALL = 1 << 18
 class BlobServer:
     """Answers the requests on ALPN_BLOBS.
 
-    The least node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with its
-    handle() in a Router, and a BlobFetcher over the same store and arrivals.
+    The least node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with
+    its handle() in a Router, and a BlobFetcher over the same store and arrivals.
     """
 
     def __init__(self, store: Store, arrivals: ChunkArrivals, pacer: Pacer) -> None:
