@@ -151,7 +151,7 @@ def check_model(config: "RunConfig | SftConfig") -> None:
 
 
 def check_found(config: "RunConfig | SftConfig") -> None:
-    """Raise NodeError if the run lacks its model, an environment, a data file or a free port.
+    """Raise NodeError if the run lacks its model, an environment or a free port.
 
     Called before `--clean` removes the earlier run.
     """
@@ -160,10 +160,7 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.models.architectures import read_config as read_model
     from ..node.ops.doctor import check_ports
     from ..node.ops.errors import BusyError, UsageError
-    from ..node.sft.data import find_files
 
-    if not isinstance(config, RunConfig):
-        find_files([*config.data.files, *config.validation.files])
     if config.model.create is None:
         if "name" not in config.model.model_fields_set:
             raise UsageError("no model: set model.name to a directory or a hub id")

@@ -99,7 +99,7 @@ class StepTable:
             self.flush()
 
     def flush(self) -> None:
-        """Print what waits."""
+        """Print the lines that wait."""
         if not self._waiting:
             return
         first, last = self._waiting[0], self._waiting[-1]

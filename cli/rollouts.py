@@ -77,16 +77,16 @@ def run(
         typer.Option(
             "--export",
             metavar="FILE",
-            help="Write what is found to a file as JSON lines; - prints it.",
+            help="Write the rollouts found to a file as JSON lines; - prints them.",
         ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Read the rollouts that a run kept: list them, show one, compare a group, export.
 
-    A run keeps those of its newest steps in RUN_DIR/rollouts (rollouts.keep): what was trained, with
-    advantages, what was accepted and not trained, and what was rejected, each with its reason. The
-    reward of a rejected one is what its worker claimed.
+    A run keeps the rollouts of its newest steps in RUN_DIR/rollouts (rollouts.keep): trained ones with
+    advantages, accepted ones that were not trained, and rejected ones, each with its reason. The reward
+    of a rejected one is its worker's claim.
 
     \b
     Examples:

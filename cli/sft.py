@@ -46,10 +46,12 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     if dry_run:
         show_config(config, as_json=as_json)
         return
-    check_found(config)
     from ..node.app.sft import sft
+    from ..node.sft.data import find_files
     from .tables import ProgressView, label_table, write
 
+    find_files([*config.data.files, *config.validation.files])
+    check_found(config)
     with ProgressView(f"primerl-node sft {config.name}", LINE_EVERY_S, sys.stdout) as view:
 
         def show(progress: "SftProgress") -> None:

@@ -65,7 +65,7 @@ class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def provisional(self) -> bool:
-        """Whether nothing was measured: then only what no noise explains is rejected."""
+        """Whether nothing was measured: then a rollout is rejected only if no noise explains it."""
         return self.rollouts == 0
 
     def applied(self, contract: ProofContract) -> ProofContract:

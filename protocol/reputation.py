@@ -335,7 +335,7 @@ class Reputation:
     """Evidence about one peer. What an environment's trust is about decays; a ban does not."""
 
     environments: dict[str, Trust] = field(default_factory=dict[str, Trust])
-    """By name, those that some work of the peer was of; see of()."""
+    """By name of an environment, for each that the peer has worked in; see of()."""
     audited: int = 0
     """Rollouts that an audit came to an end on."""
     clean_streak: int = 0

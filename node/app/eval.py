@@ -67,7 +67,7 @@ def make_text_environment(
 
 @dataclass(frozen=True)
 class EvalFactories:
-    """Factories of what computes: the real ones by default, fakes in tests."""
+    """Factories of the computing parts: the real ones by default, fakes in tests."""
 
     engine: Callable[[EngineConfig], Engine] = build_engine
     environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (

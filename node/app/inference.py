@@ -28,6 +28,7 @@ from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
 from ..ops.control import Status
 from ..ops.errors import UsageError
+from ..process.tasks import end_tasks
 from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
@@ -183,8 +184,7 @@ class FollowedPolicy(PeerNode):
                 async with asyncio.timeout(LAST_VERSION_S):
                     await weights.reach_last()
         finally:
-            asking.cancel()
-            await asyncio.wait([asking])
+            await end_tasks(asking)
         logger.info("the run has ended: %s", joined.services.heads.ended)
 
     async def _say_when_ready(self, weights: WeightSync) -> None:

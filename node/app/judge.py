@@ -1,7 +1,7 @@
 """`primerl-node judge`: serve a frozen model whose replies workers generate, each verified before it is given.
 
 It is a run of its own: with a manifest that fixes model and sampling, tickets, leases, proofs and verdicts, and
-one policy version that never changes. What asks it is an HTTP client, such as the trainer of another run.
+one policy version that never changes. Its caller is an HTTP client, such as the trainer of another run.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ FOR_EVER_S = 10 * 365 * 86400.0
 LOOK_S = 0.5
 """Between two looks for leases that expired."""
 BODIES_KEPT = 10_000
-"""Newest submissions whose bytes stay in the ledger: what was asked, drawn and proved can be computed again."""
+"""Newest submissions whose bytes stay in the ledger: their prompts, replies and proofs can be checked again."""
 FAREWELL_S = 2.0
 DIGEST_SHOWN = 16
 
@@ -128,7 +128,7 @@ def as_run(config: JudgeRunConfig) -> RunConfig:
 
 
 class JudgeRoutes:
-    """Chats, drawn as the judge's contract says; what asks for something else is refused."""
+    """Chats, drawn as the judge's contract says; a request for other sampling is refused."""
 
     paths: tuple[str, ...] = (CHAT,)
 

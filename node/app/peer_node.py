@@ -51,6 +51,7 @@ from ..p2p.services import RECORD_TTL_S, NodeServices
 from ..p2p.status_view import peer_rows, show_network
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
+from ..process.tasks import end_tasks
 from ..storage.ledger import MANIFEST, Ledger
 from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
@@ -242,7 +243,7 @@ class PeerNode(Node):
         try:
             yield
         finally:
-            task.cancel()
+            await end_tasks(task)
             await log()
             await asyncio.to_thread(monitors.close)
 

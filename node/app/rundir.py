@@ -95,15 +95,10 @@ def _check_checkpoint(config: RunConfig) -> None:
     UsageError."""
     if config.resume is None:
         return
-    source, wanted = config.resume.dir or config.run_dir, config.resume.step
-    steps = Checkpoints(source / CHECKPOINTS, keep_last=1).steps()
-    if wanted is not None and wanted not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        raise UsageError(f"{source} has no checkpoint of step {wanted}: {there}")
+    source = config.resume.dir or config.run_dir
+    Checkpoints(source / CHECKPOINTS, keep_last=1).check(config.resume)
     if config.goes_on:
         return
-    if not steps:
-        raise UsageError(f"{source} has no checkpoint to begin from: name a run's own directory")
     if config.training.lora is not None and _base(config.model_dump(mode="json")) != _base(
         _read_config(source)
     ):

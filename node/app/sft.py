@@ -31,7 +31,7 @@ from .startup import WARMUP_TASKS
 
 @dataclass(frozen=True)
 class SftFactories:
-    """Factories of what computes: the real ones by default, fakes in tests."""
+    """Factories of the computing parts: the real ones by default, fakes in tests."""
 
     backend: Callable[[SftConfig], TrainBackend] = make_backend
     environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (

@@ -7,12 +7,13 @@ from contextlib import aclosing
 from itertools import count
 from pathlib import Path
 
-from ..config.run import RunConfig, WarmupConfig
+from ..config.run import ResumeConfig, RunConfig, WarmupConfig
 from ..environments.environment import Environment
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops import summary
 from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
+from ..process.tasks import end_tasks
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
 from ..trainer.loop import TrainerRole
@@ -69,7 +70,7 @@ class Startup:
         if restarted:
             found = await own.read_newest()
         elif resume is not None and self._config.goes_on:
-            found = await _found(own, resume.step)
+            found = await own.read_selected(resume)
         if found is not None:
             step, parts = found
             await self._backend.load(own.backend_directory(step))
@@ -81,7 +82,7 @@ class Startup:
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
         step = 0
         if resume is not None and resume.dir is not None:
-            step = await self._fork(resume.dir, resume.step, role)
+            step = await self._fork(resume, resume.dir, role)
         elif self._config.warmup is not None:
             self._enter("warm-up", "")
             with self._clock.phase("warm-up"):
@@ -92,12 +93,11 @@ class Startup:
         await role.checkpoint(step)  # workers draw meanwhile
         return step, before
 
-    async def _fork(self, directory: Path, wanted: int | None, role: TrainerRole) -> int:
-        """Begin from a checkpoint of another run; returns its step."""
+    async def _fork(self, resume: ResumeConfig, directory: Path, role: TrainerRole) -> int:
+        """Begin from a checkpoint of another run in `directory`; returns its step."""
         other = Checkpoints(directory / CHECKPOINTS, keep_last=1)
-        found = await _found(other, wanted)
-        if found is None:
-            raise UsageError(f"{directory} has no checkpoint to begin from")
+        found = await other.read_selected(resume)
+        assert found is not None, "read_selected() raises where another run has none"
         step, parts = found
         await self._backend.load(other.backend_directory(step))
         await role.restore(step, fork(step, parts))
@@ -152,13 +152,6 @@ class Startup:
         self._enter("warm-up", "")
 
 
-async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[str, bytes]] | None:
-    """Read the checkpoint of `step`, or the newest complete one. Raises StorageError."""
-    if step is None:
-        return await checkpoints.read_newest()
-    return step, await checkpoints.read(step)
-
-
 def own_tasks(
     config: RunConfig, environments: Sequence[Environment], prompts: int
 ) -> list[EvalTask]:
@@ -208,5 +201,4 @@ async def demonstrations(
             for one in made:
                 yield one
     finally:
-        ahead.cancel()
-        await asyncio.wait([ahead])
+        await end_tasks(ahead)

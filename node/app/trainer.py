@@ -31,6 +31,7 @@ from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
+from ..process.tasks import end_tasks
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
@@ -210,12 +211,18 @@ class Farewell:
         return max(self.finished_s, self.returned_s - uptime_s)
 
 
-async def end_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end; its error is dropped."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """A run's opened parts, which outlive the ranks of its learner."""
+
+    services: NodeServices
+    documents: RunDocuments
+    environments: Sequence[Environment]
+    metrics: MetricsLog
+    evaluator: Evaluator
+    verification: Verification
+    eval_tasks: Sequence[EvalTask]
+    kept: RolloutKeeper
 
 
 class TrainerNode(IssuingNode):
@@ -356,7 +363,9 @@ class TrainerNode(IssuingNode):
             cleanup.push_async_callback(engine.close)
             # awaited when workers can be admitted: they start their engines meanwhile
             starting = asyncio.create_task(self._start_backend(model_dir))
-            cleanup.push_async_callback(end_task, starting)
+            cleanup.push_async_callback(end_tasks, starting)
+            # its error counts only once it is awaited, and is not logged if something else fails before
+            starting.add_done_callback(lambda task: task.cancelled() or task.exception())
             with self._clock.phase("start"):
                 rows = asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"
@@ -387,10 +396,19 @@ class TrainerNode(IssuingNode):
                 settings=step_settings(self._config),
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
-            run = (services, documents, environments, metrics, evaluator, verification, eval_tasks)
+            run = TrainingRun(
+                services,
+                documents,
+                environments,
+                metrics,
+                evaluator,
+                verification,
+                eval_tasks,
+                kept,
+            )
             await until_done(
                 lambda again: self._learn(
-                    *run, kept, self._backend.start(model_dir) if again else starting, again
+                    run, self._backend.start(model_dir) if again else starting, again
                 ),
                 Restarts(self._config.training.fsdp.max_restarts),
                 newest=open_checkpoints(self._config).latest,
@@ -413,29 +431,17 @@ class TrainerNode(IssuingNode):
         except RankFailed as error:
             raise EngineError(str(error)) from error
 
-    async def _learn(
-        self,
-        services: NodeServices,
-        documents: RunDocuments,
-        environments: Sequence[Environment],
-        metrics: MetricsLog,
-        evaluator: Evaluator,
-        verification: Verification,
-        eval_tasks: Sequence[EvalTask],
-        kept: RolloutKeeper,
-        started: Awaitable[None],
-        again: bool,
-    ) -> None:
-        """Do all of a run or, with `again`, the rest of it after the newest checkpoint.
+    async def _learn(self, run: TrainingRun, started: Awaitable[None], again: bool) -> None:
+        """Do all of `run` or, with `again`, the rest of it after the newest checkpoint.
 
         `started` ends when the backend has started.
         """
-        config = self._config
+        config, services, documents = self._config, run.services, run.documents
         evaluation = self._evaluation = OnlineEvaluation(
-            evaluator,
-            eval_tasks,
+            run.evaluator,
+            run.eval_tasks,
             EvaluationLog(config.run_dir / EVALUATIONS),
-            metrics,
+            run.metrics,
             interval=config.evaluation.interval,
             last=config.max_steps,
             seed=config.seed,
@@ -460,9 +466,9 @@ class TrainerNode(IssuingNode):
                     TaskQueue(draw=one.draw if one.chooses else None) for one in curricula.values()
                 ],
             ),
-            verification.queue,
+            run.verification.queue,
             cut_model(documents.manifest, services.store, config.engine.max_batch),
-            calibration=verification.calibration(),
+            calibration=run.verification.calibration(),
             environments=documents.manifest.environments,
         )
         buffer = RolloutBuffer(
@@ -473,16 +479,16 @@ class TrainerNode(IssuingNode):
         )
         progress = Progress(clock=self._clock)
         demand = LeaseDemand(config, registry, buffer, progress)
-        tasks = [TaskSupply(one, registry.book, at) for at, one in enumerate(environments)]
+        tasks = [TaskSupply(one, registry.book, at) for at, one in enumerate(run.environments)]
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            verification.verifier(environments, publisher, self._clock),
+            run.verification.verifier(run.environments, publisher, self._clock),
             documents.manifest.proofs,
-            verification.test,
+            run.verification.test,
             buffer,
             progress,
-            kept,
+            run.kept,
             curricula,
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
@@ -492,11 +498,13 @@ class TrainerNode(IssuingNode):
             submissions,
             self._backend,
             publisher,
-            metrics,
+            run.metrics,
             evaluation,
             Demonstrations(self._mixed, self._hints, self._teachers),
         )
-        startup = Startup(config, environments, self._backend, evaluator, self._clock, self._enter)
+        startup = Startup(
+            config, run.environments, self._backend, run.evaluator, self._clock, self._enter
+        )
         async with evaluation, asyncio.TaskGroup() as group:
             background = [
                 group.create_task(services.router(handler.handle).run()),

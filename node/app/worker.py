@@ -29,7 +29,7 @@ from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import Order
-from ..worker.weight_sync import WeightSync, stand
+from ..worker.weight_sync import WeightSync, no_goal
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 from .stage_supervisor import StageSupervisor
@@ -60,7 +60,7 @@ class WorkerNode(PeerNode):
             try:
                 self._write_last_status()
             except StorageError as error:  # the operator needs the first error, not this one
-                logger.warning("what this node did is not kept: %s", error)
+                logger.warning("this node's record of its work is not kept: %s", error)
             raise
         self._write_last_status()
 
@@ -169,7 +169,7 @@ class WorkerNode(PeerNode):
 
     def stage_weights(self, joined: JoinedRun, engine: Engine, share: TensorShare) -> WeightSync:
         """Keep a later stage's share of the weights at the newest version."""
-        return self._make_weights(joined, engine, share=share, goal=stand)
+        return self._make_weights(joined, engine, share=share, goal=no_goal)
 
     def enter(self, phase: str) -> None:
         """Begin a phase, which the status names."""

@@ -698,7 +698,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     @property
     def mixture(self) -> tuple[TrainedEnvironment, ...]:
-        """The environments that are trained on; what they leave out is filled in from the run's sections."""
+        """The environments that are trained on; settings that they omit are the run's."""
         given = self.environments or [TrainedEnvironment(**self.environment.model_dump())]
         return tuple(self._completed(one) for one in given)
 
@@ -713,7 +713,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
         return one.model_copy(update=update)
 
     def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
-        """The sampling of an environment, what it leaves out filled in."""
+        """The sampling of an environment; settings that it omits are the run's."""
         said = one.sampling.model_dump() | {"max_tokens": one.sampling.max_tokens or None}
         given = {key: value for key, value in said.items() if value is not None}
         return self.sampling.model_copy(update=given)

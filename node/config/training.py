@@ -99,7 +99,7 @@ class LossConfig(BaseConfig):
 
     @property
     def reference_key(self) -> tuple[object, ...] | None:
-        """What it compares with; None: it compares with no reference."""
+        """Key that is equal for losses with the same reference policy; None without a reference."""
         if not self.needs_reference:
             return None
         return self.reference, self.endpoint, self.teacher, self.hint

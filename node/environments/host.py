@@ -30,6 +30,7 @@ from ..inference.engine import Completion
 from ..ops.errors import named_line
 from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
+from ..process.tasks import end_tasks
 from .chat import Transcript
 from .environment import (
     Branch,
@@ -369,11 +370,7 @@ class EnvironmentHost:
 
     async def close(self) -> None:
         """Cancel all requests and close the environment."""
-        tasks = [*self._tasks.values(), *([self._ticking] if self._ticking else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(*self._tasks.values(), self._ticking)
         if self._environment is not None:
             await self._environment.close()
 

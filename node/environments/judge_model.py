@@ -23,6 +23,7 @@ from ...crypto.hashing import digest
 from ..config.chat_api import JudgeConfig
 from ..config.run import EnvironmentConfig
 from ..ops.errors import StorageError, UsageError
+from ..process.tasks import end_tasks
 from ..storage.judge_answers import JudgeAnswers
 from .chat_api import ApiUnavailable, ChatApi, open_api, read_key
 from .policies import JudgeRefused, PlayFailed
@@ -80,11 +81,7 @@ class JudgeModel:
 
     async def close(self) -> None:
         """Cancel requests in flight; close the client and the file."""
-        tasks = list(self._asked.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(*self._asked.values())
         await self._open.aclose()
 
     async def ask(self, request: bytes) -> bytes:

@@ -251,7 +251,7 @@ def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
         if {path.absolute(), path.resolve()} & _above(_writable()):
             raise UsageError(
                 f"sandbox.readable: {path} has the home directory or {TEMPORARY} in it, which are never shown: "
-                "name what is to be read there"
+                "name the files or directories below it that code may read"
             )
     if config.type == "limits":
         return Sandbox(config)

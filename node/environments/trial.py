@@ -54,7 +54,7 @@ SHOWN = 3
 """Most examples of a problem that are shown."""
 MAX_NOTED = 1000
 MAX_NOTES = 1 << 20
-"""Most lines that the environment's process logs, and most bytes of them that are read."""
+"""Limits of the environment process's log, in lines and in bytes."""
 SAME_REWARD = 1e-6
 """Tolerance of the trainer between a claimed reward and its own."""
 
@@ -278,7 +278,7 @@ class EnvironmentTrial:
     async def _compare(
         self, one: Environment, other: Environment, split: Split
     ) -> tuple[list[Task], list[Task]]:
-        """Return the tasks of a split, and those of them that differ between the processes."""
+        """Return the tasks of a split, and the ones that differ between the processes."""
         ours = await self._look(one, split, COUNTED)
         # the other process may have had no time for all
         pairs = zip(ours, await self._look(other, split, len(ours)), strict=False)

@@ -17,6 +17,7 @@ import msgspec
 from ..environments.environment import EnvironmentFailed
 from ..ops.errors import NodeError
 from ..ops.metrics import MetricsLog
+from ..process.tasks import end_tasks
 from ..storage.run_files import write
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
@@ -127,9 +128,7 @@ class OnlineEvaluation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_tasks(self._task)
 
     def begin(self, version: int, state: State) -> None:
         """Start to evaluate `version`, which was just published, if it is due; returns at once.

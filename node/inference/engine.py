@@ -94,7 +94,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     """Prompt and generated tokens, since the start."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Draft tokens (speculative decoding), and those of them that were drawn, since the start."""
+    """Draft tokens (speculative decoding) since the start: proposed, and accepted."""
     restarts: int = 0
     """Restarts of its processes."""
     fault: str = ""

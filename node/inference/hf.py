@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ..config.run import EngineConfig
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, EngineLost, StorageError, one_line
+from ..process.tasks import end_tasks
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import Changed, State
 from .engine import (
@@ -179,9 +180,7 @@ class HfEngine:
     async def close(self) -> None:
         """See Engine. Returns when the compute thread has ended; may be called twice."""
         self._closing.set()
-        if self._batcher is not None:
-            self._batcher.cancel()
-            await asyncio.wait([self._batcher])  # it awaits nothing that ignores a cancel
+        await end_tasks(self._batcher)  # it awaits nothing that ignores a cancel
         if self._thread is not None:
             await self._thread.close()
         self._loaded = None

@@ -20,6 +20,7 @@ from ..pipeline.place import StagePlace, decode_place
 from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group
+from ..process.tasks import end_tasks
 from .engine import EngineStats, Replica
 from .host_messages import (
     FAULT,
@@ -147,9 +148,7 @@ class Sleeper:
 
     async def close(self) -> None:
         """Stop counting; a sleeping engine stays asleep."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await end_tasks(self._watching)
 
     async def _watch(self) -> None:
         while True:
@@ -204,11 +203,7 @@ class EngineHost:
 
     async def close(self) -> None:
         """Cancel every request and end the engine."""
-        tasks = [*self._tasks.values(), *([self._reporting] if self._reporting else [])]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(*self._tasks.values(), self._reporting)
         if self._sleeper is not None:
             await self._sleeper.close()
         if self._core is not None:

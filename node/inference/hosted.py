@@ -24,6 +24,7 @@ from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
 from ..pipeline.place import StagePlace, check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
+from ..process.tasks import end_tasks
 from ..weights.state import Changed, State
 from .engine import (
     Completion,
@@ -249,10 +250,7 @@ class HostedEngine:
         self._fault = CLOSED
         # close the engines first: pending requests then report that the engine was closed
         await asyncio.gather(*(replica.close() for replica in self._replicas))
-        for task in self._pending:
-            task.cancel()
-        if self._pending:
-            await asyncio.wait(self._pending)
+        await end_tasks(*self._pending)
         if self._sockets is not None:
             self._sockets.cleanup()
 

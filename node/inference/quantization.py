@@ -17,7 +17,7 @@ from ..weights.state import State
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Largest number of FP8; what is above has no code but NaN's."""
+"""Largest number of FP8; a larger one has no code but NaN's."""
 LEAST_SCALE = 2.0**-126
 """Smallest normal fp32 number, which is also the scale of a row of zeros."""
 BLOCK = 1 << 22

@@ -17,6 +17,7 @@ from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
 from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
 from ..process.frames import ProcessMessage
+from ..process.tasks import end_tasks
 from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (
@@ -320,9 +321,7 @@ class EngineReplica:
 
     async def close(self) -> None:
         """End the watch and the process, without force if it works."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await end_tasks(self._watching)
         await self._child.close()
 
     def _make(self) -> EngineChild:

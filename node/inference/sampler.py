@@ -243,7 +243,7 @@ def narrowed_margins(
 ) -> Tensor:
     """Return the margins [N] fp32 of the claimed `tokens` in the rows of `narrowed`, at most MOST_MARGIN.
 
-    They are those that draw() does not draw. A margin is the smallest m for which logits may draw the token
+    draw() draws none of them. A margin is the smallest m for which logits may draw the token
     that each differ from these by at most m / 2, after the division by the temperature. Two conditions are
     necessary: the token may be among those that the limits leave, and its score is at most m below the best of
     those that they surely leave. Without limits that is the difference of scores. Rounding of logits therefore
@@ -266,8 +266,8 @@ def narrowed_margins(
 class _NarrowedReplay:
     """Draws from the likeliest tokens, compared with the claimed ones [N, 1]; columns are [N, 1].
 
-    Logits are ordered, the likeliest first, and all sets of tokens here are the first so many of them. With
-    the odds o(A) = P(A) / (1 - P(A)) of a set, logits that each differ by at most m / 2 change o(A) by a factor
+    Logits are ordered, the likeliest first, and each set of tokens here is a prefix of that order. With the
+    odds o(A) = P(A) / (1 - P(A)) of a set, logits that each differ by at most m / 2 change o(A) by a factor
     of at most exp(m). So if top_p is exceeded by the sum over a set A with odds above exp(m) o(top_p), it is
     exceeded with the other logits, too, and if it is not reached with odds exp(-m) o(top_p), it is not there.
     """
@@ -322,9 +322,9 @@ class _NarrowedReplay:
     def _nucleus(self, m: Tensor, may_k: Tensor, sure_k: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many tokens top_p may leave, and how many it surely leaves.
 
-        `may_k` and `sure_k` are the probabilities of what top_k leaves. What is left is not m below the last of
-        the first tokens that have the greater share. A token is surely left if all others that may be likelier,
-        those less than m below it, have less than the smaller share.
+        `may_k` and `sure_k` are the probabilities of the tokens that top_k leaves. A token may be left if it is
+        at most m below the last of the first tokens that have the greater share. It is surely left if all
+        others that may be likelier (less than m below it) have less than the smaller share.
         """
         edge = self._edge(torch.sigmoid(self._log_odds + m) * may_k)
         may = self._from(self._ordered.gather(1, edge) - m)

@@ -96,7 +96,7 @@ class Fp8Config(_Config):
         return cls()
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the method of a layer that is called `prefix`; None for what is no linear layer."""
+        """Return the method of a layer that is called `prefix`; None unless it is a linear layer."""
         if not isinstance(layer, LinearBase):
             return None
         return (

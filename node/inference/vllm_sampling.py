@@ -274,7 +274,7 @@ class RouteBuffer:
     def _told(self, shape: RouteShape) -> Tensor:
         held = self._chosen
         if held is None or len(held) < shape.layers or held.shape[2] != shape.top_k:
-            raise RuntimeError(f"vLLM's routers do not tell what they choose: {_USE}")
+            raise RuntimeError(f"vLLM's routers do not report their choices: {_USE}")
         return held[: shape.layers]
 
 

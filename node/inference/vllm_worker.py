@@ -209,7 +209,7 @@ class WorkerExtension:
         more = ROUTE_BUFFER.layers - wanted.layers  # of a drafter
         if more < 0 or (more > 0 and not drafts_by_model(self.model_runner)):
             return (
-                f"{ROUTE_BUFFER.layers} routers of vLLM tell what they choose, and the model has "
+                f"{ROUTE_BUFFER.layers} routers of vLLM report their choices, and the model has "
                 f"{wanted.layers}: use vLLM 0.25 to 0.33"
             )
         self._primerl_routes = ROUTE_BUFFER, wanted
@@ -416,7 +416,7 @@ class RowScales:
                 self._scales[address] = scale.view(-1), weight.shape[1]
 
     def fault(self) -> str:
-        """Return why vLLM does not hold in FP8 exactly what is to be quantized; "" if it does."""
+        """Return how the tensors held in FP8 differ from those to be quantized; "" if they do not."""
         for name in self.placement.shapes:
             if name in self.placement.absent:
                 continue

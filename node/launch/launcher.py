@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ..ops.control import NodeState, View, watched
 from ..ops.errors import EngineError, NodeError, TicketError, UsageError
 from ..ops.gpus import VARIABLE, shown, usable
 from ..process.spawn import LoggedProcess
+from ..process.tasks import end_tasks
 from ..storage.chunk_store import CHUNKS
 from ..storage.run_files import (
     LOGS,
@@ -183,9 +183,7 @@ async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
         await launcher.run(args)
     finally:
         await launcher.close()
-        logs.cancel()
-        with suppress(asyncio.CancelledError):
-            await logs
+        await end_tasks(logs)
 
 
 def prepare(config: RunConfig) -> None:

@@ -193,8 +193,8 @@ def planned_shares(
 def planned_cache(config: RunConfig, share: float, gpu: int, tp: int) -> int | None:
     """Plan the cache bytes of a vLLM worker that has a `share` of a GPU; None if they are not known.
 
-    vLLM would measure what is left of the share while it starts, and count what trainer and auditor, which
-    start beside it, take meanwhile.
+    vLLM measures the free part of its share while it starts, when the trainer and the auditor start, too: it
+    would count their memory as its own.
     """
     shape = shape_of(config.model)
     if shape is None or not gpu:

@@ -100,7 +100,7 @@ def _transformers() -> Any:
     # The module replaces itself in sys.modules; a thread that waited for the import would get the old object.
     library: Any = sys.modules[transformers.__name__]
     library.utils.logging.disable_progress_bar()
-    library.utils.logging.set_verbosity_error()  # our errors contain what it would log
+    library.utils.logging.set_verbosity_error()  # our errors contain its messages
     return library
 
 

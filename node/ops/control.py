@@ -13,13 +13,13 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ..process.tasks import end_tasks
 from ..process.unix_sockets import connected, short
 from .errors import BusyError, NetworkError, NodeError
 
@@ -94,7 +94,7 @@ class EngineRow(msgspec.Struct):
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Tokens that were drafted (speculative decoding), and those of them that were drawn."""
+    """Draft tokens (speculative decoding): proposed, and accepted."""
     tokens_per_s: float = 0.0
     """Over the last minute."""
     restarts: int = 0
@@ -411,9 +411,7 @@ async def watched(
     try:
         return await work
     finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        await end_tasks(watching)
 
 
 async def follow(nodes: Mapping[str, NodeState], view: View, *, pace_s: float) -> None:

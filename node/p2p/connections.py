@@ -1,7 +1,7 @@
 """The accept loop: one ALPN, one handler; limits before anything is read.
 
-A handler answers one stream. What it raises of theirs becomes a refusal; a bug of ours costs that request,
-with a traceback in the log, never the node.
+A handler answers one stream. Its RemoteProtocolError becomes a refusal; a bug of ours ends that request,
+with a traceback in the log, and never the node.
 
 Keys are free, so connections of peers that have shown nothing (peers.Tier) cost members nothing:
 
@@ -335,7 +335,7 @@ class Router:
     ) -> bytes | None:
         """The peer to evict: of the largest crowd, and of these the one idle for longest.
 
-        Of the `same` tier as the one that comes only one that is idle, or of a larger crowd than its own.
+        With `same` (all are of its own tier) only one that is idle, or of a larger crowd than its own.
         """
         crowds = [self._crowd(self._open[node][-1]) for node in nodes]
         sizes = Counter(crowds)

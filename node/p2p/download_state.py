@@ -84,7 +84,7 @@ class DownloadState:
         )
 
     def claim(self, source: bytes, names: Iterable[bytes]) -> bool:
-        """`source` says that it holds these; whether that is news."""
+        """Record that `source` says it holds these; return whether any of it is new."""
         held = self._claims.setdefault(source, set())
         fresh = {name for name in names if name in self.missing} - held
         held |= fresh
@@ -146,7 +146,7 @@ class DownloadState:
         return name in self.missing and self._may_join(downloads, source, now)
 
     def starts(self, download: ChunkDownload, now: float) -> bool:
-        """The bytes of `download` come now; False when the same bytes come from elsewhere already."""
+        """Record that the bytes of `download` come now; return False if another source sends them already."""
         downloads = self._downloads.get(download.chunk.digest, []) if download.chunk else []
         others = [one for one in downloads if one is not download]
         if any(one.sending and not self._late(one, now) for one in others):
@@ -158,12 +158,12 @@ class DownloadState:
         return True
 
     def begin(self, chunk: ChunkRef, download: ChunkDownload) -> None:
-        """`download` fetches `chunk` from now on."""
+        """Record that `download` fetches `chunk` from now on."""
         download.chunk = chunk
         self._downloads.setdefault(chunk.digest, []).append(download)
 
     def end(self, download: ChunkDownload) -> None:
-        """`download` is over, however it went."""
+        """Remove a download that is over, however it went."""
         if download.chunk is None:
             return
         downloads = self._downloads.get(download.chunk.digest, [])

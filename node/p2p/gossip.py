@@ -101,10 +101,6 @@ class Gossip:
             tasks.create_task(self._announce())
             tasks.create_task(self._tell())
 
-    async def publish(self, sealed: bytes) -> None:
-        """Tell others a sealed fact, best effort."""
-        await self._discovery.publish(sealed)
-
     async def _announce(self) -> None:
         while True:
             await self._discovery.publish(self._record())

@@ -82,8 +82,7 @@ class HeadStore:
         if news:
             document = self._manifests.get(head.order, b"")
             self._ledger.add_head(*head.order, head.sealed, document)
-            async with self._news:
-                self._news.notify_all()
+            await self.wake()
         return news
 
     def manifest(self, head: AdmittedHead) -> PolicyManifest | None:
@@ -125,8 +124,7 @@ class HeadStore:
     async def end(self, detail: str, outcome: Outcome = "finished") -> None:
         """Note that there will be no more heads; tell all watchers."""
         self.ended, self.outcome = detail or "the run has ended", outcome
-        async with self._news:
-            self._news.notify_all()
+        await self.wake()
 
     async def wait_news(self, known: tuple[int, int], timeout: float) -> bool:
         """Wait for a head newer than `known` or the end of the run; False at the timeout."""
@@ -225,7 +223,7 @@ class HeadServer:
             elif self._book.ended:
                 await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
                 await stream.finish()
-                # A closed connection loses what has not been read; a watcher that has read it ends the stream.
+                # Closing the connection loses unread bytes; the watcher ends the stream when it has read them.
                 with suppress(TransportError, TimeoutError):
                     async with asyncio.timeout(END_READ_S):
                         await stream.read_exact(1)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.version import KIB, MAX_ADDRESSES, MIB
+from ..process.tasks import end_tasks
 from .limits import TokenBuckets, network_of
 from .transport import (
     AddressInUse,
@@ -147,7 +148,7 @@ class IrohStream:
         return b"".join(pieces)
 
     async def _read(self, size: int) -> bytes:
-        """Up to `size` bytes; what came with them is kept."""
+        """Up to `size` bytes; further bytes that arrived with them are kept."""
         if size >= READ_AHEAD:
             return await self._call(self._receive.read_exact(min(READ_PIECE, size)))
         data = await self._call(self._receive.read(READ_AHEAD))
@@ -170,11 +171,7 @@ class IrohStream:
     async def abort(self) -> None:
         """Reset our direction if unfinished, and refuse further bytes of the peer."""
         self._unusable = True
-        calls = tuple(self._calls)
-        for call in calls:
-            call.cancel()  # reset() would queue behind a write that waits for the peer
-        if calls:
-            await asyncio.wait(calls)
+        await end_tasks(*self._calls)  # reset() would queue behind a write that waits for the peer
         with suppress(self._connection.foreign_error):
             if self._unfinished.alive:
                 await self._send.reset(ABORTED_CODE)

@@ -195,7 +195,7 @@ Take = Callable[[bytes, TrioStream], Awaitable[None]]
 T = TypeVar("T")
 
 CARRYING = "/primerl/blobs/1"
-"""The stream protocol that says over TCP what ALPN_BLOBS says over QUIC."""
+"""The stream protocol of chunks over TCP, as ALPN_BLOBS over QUIC."""
 MAX_UNREAD = 64 * MIB
 """Unread bytes of one connection; the windows of four chunks have as many."""
 UNREAD_SECONDS = 0.25
@@ -748,7 +748,7 @@ def _make_router() -> "GossipSub":
 
 
 def _start_mdns(host: "IHost", run: str) -> Callable[[], None]:
-    """Announce us on the local network, to nodes of this run only; returns what stops it."""
+    """Announce us on the local network, to nodes of this run only; returns a function that stops it."""
     from libp2p.discovery.mdns.mdns import create_mdns_discovery
 
     network = host.get_network()
@@ -787,7 +787,7 @@ def _dialable(addresses: "Sequence[Multiaddr]") -> "list[Multiaddr]":
 
 
 def _quiet() -> None:
-    """Silence libp2p, which logs what peers send it; LIBP2P_DEBUG turns its own logging on."""
+    """Silence libp2p, which logs messages of peers; LIBP2P_DEBUG turns its own logging on."""
     import libp2p
 
     if not os.environ.get("LIBP2P_DEBUG"):

@@ -146,7 +146,7 @@ class PeerTable:
         return hold + [node for node, what in told if what == (epoch, version, False)]
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
-        """Addresses from a ticket, before any record is known."""
+        """Take in addresses from a ticket, before any record is known."""
         peer = self.get(node)
         peer.hinted = True
         peer.addresses = tuple(addresses) or peer.addresses
@@ -176,7 +176,7 @@ class PeerTable:
         peer.last_seen = time.time()
 
     def disconnected(self, node: bytes, connection: Connection) -> None:
-        """A connection is gone; its byte counters stay."""
+        """Remove a connection; its byte counters stay."""
         peer = self.get(node)
         if connection in peer.connections:
             peer.connections.remove(connection)
@@ -185,11 +185,11 @@ class PeerTable:
             peer.received += info.bytes_received
 
     def seen(self, node: bytes) -> None:
-        """The peer said something valid."""
+        """Record that the peer sent something valid."""
         self.get(node).last_seen = time.time()
 
     def served(self, node: bytes, size: int, seconds: float) -> None:
-        """The peer gave us `size` good bytes in `seconds`."""
+        """Record that the peer gave us `size` good bytes in `seconds`."""
         peer = self.get(node)
         peer.success += EMA * (1.0 - peer.success)
         rate = size / max(seconds, 1e-4)
@@ -199,13 +199,13 @@ class PeerTable:
         self._heal()
 
     def failed(self, node: bytes) -> None:
-        """The peer did not deliver."""
+        """Record that the peer did not deliver."""
         peer = self.get(node)
         peer.success -= EMA * peer.success
         self._heal()
 
     def blame(self, node: bytes, reason: Reason) -> None:
-        """The peer broke the protocol."""
+        """Record that the peer broke the protocol."""
         self.get(node).blamed[reason] += 1
         self.failed(node)
 
@@ -239,7 +239,7 @@ REST_S = 30.0
 
 
 class PeerScores:
-    """Sources by id: node ids, and names of seeds."""
+    """Lies, failures and detours of sources, by id: node ids, and names of seeds."""
 
     def __init__(self) -> None:
         self._lies: dict[bytes, int] = {}
@@ -258,9 +258,9 @@ class PeerScores:
         return now < self._shunned.get(source, 0.0)
 
     def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
-        """A path to it fails, the usual one or the detour: take the other one for a while.
+        """Take the other path to a source for a while: the usual one failed or, with `detour`, that one.
 
-        Several may fail together; a usual path that was tried before the detour began says nothing of it.
+        Several calls may report one failure: those over the usual path do not end a detour that has begun.
         """
         if detour:
             self._detours[source] = min(now, self._detours.get(source, now))
@@ -272,7 +272,7 @@ class PeerScores:
         return ended is None or now >= ended + NO_DETOUR_S
 
     def detoured(self, source: bytes, now: float) -> bool:
-        """Whether to take the other path."""
+        """Return whether to take the other path."""
         return now < self._detours.get(source, 0.0)
 
     def rest(self, source: bytes, now: float) -> None:
@@ -280,7 +280,7 @@ class PeerScores:
         self._resting[source] = now + REST_S
 
     def resting(self, source: bytes, now: float) -> bool:
-        """Whether it is left alone."""
+        """Return whether a source is left alone."""
         return now < self._resting.get(source, 0.0)
 
     def silent(self, source: bytes) -> None:

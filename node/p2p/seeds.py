@@ -86,7 +86,7 @@ class HttpSeed:
                 response.close()  # a body that was read to its end has left its connection already
 
     def _check(self, response: "ClientResponse", size: int) -> None:
-        """Refuse by the headers alone what cannot be the chunk."""
+        """Refuse, by its headers alone, a reply that cannot be the chunk."""
         if response.status in (NOT_FOUND, GONE):
             raise Refused(Reason.NOT_FOUND, self.name)
         if response.status != OK:

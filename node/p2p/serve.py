@@ -25,6 +25,7 @@ from ...protocol.messages import (
     InLine,
     WatchChunks,
 )
+from ..process.tasks import end_tasks
 from ..storage.chunk_store import Store
 from .connections import Handler, answer_stream
 from .discovery import StreamCarrier
@@ -65,7 +66,7 @@ class ChunkWatch:
         return self._size
 
     def add(self, name: bytes) -> None:
-        """A chunk is held; one that is not watched changes nothing."""
+        """Mark a chunk as held; one that is not watched changes nothing."""
         number = self._index.get(name)
         if number is None or self._held[number // 8] >> number % 8 & 1:
             return
@@ -94,7 +95,7 @@ class ChunkArrivals:
 
     @contextmanager
     def expecting(self, names: Iterable[bytes]) -> Generator[None]:
-        """While we fetch these chunks."""
+        """Count these chunks as expected for the duration of the block."""
         names = tuple(names)
         self._expected.update(names)
         try:
@@ -189,7 +190,7 @@ class UploadCounts:
         return best
 
     def begun(self, name: bytes, size: int, now: float) -> None:
-        """A copy of a chunk goes out."""
+        """Count a copy of a chunk that goes out."""
         given = self._given.setdefault(name, SentChunk())
         self._given.move_to_end(name)
         given.count += 1
@@ -199,14 +200,14 @@ class UploadCounts:
             self._given.popitem(last=False)
 
     def ended(self, name: bytes, size: int, seconds: float, now: float) -> None:
-        """A copy went out whole, in `seconds`."""
+        """Record that a copy went out whole, in `seconds`."""
         given = self._given.setdefault(name, SentChunk())
         given.spreads_until = now + min(RELAY_S + 3 * seconds, RELAY_MAX_S)
         if size:
             self._seconds_per_byte += 0.3 * (seconds / size - self._seconds_per_byte)
 
     def failed(self, name: bytes, now: float) -> None:
-        """A copy did not get through: it is as if it had never been given."""
+        """Take back the count of a copy that did not get through."""
         given = self._given.setdefault(name, SentChunk(1))
         given.count = max(0, given.count - 1)
         if not given.count:
@@ -217,14 +218,14 @@ FEWEST, MOST = 2, 16
 NEARLY = 0.85
 """Share of the best rate that suffices: fewer uploads at a time complete chunks sooner, which is worth the
 rest."""
-EPOCH = 256
-"""Uploads after which all is forgotten and learned again: lines change."""
+RELEARN_AFTER = 256
+"""Uploads after which all rates are measured again: networks change."""
 NEWEST = 0.25
 """Weight of the newest upload in the averages."""
 
 
 class UploadLimit:
-    """Learns from uploads that went well."""
+    """Learns from completed uploads how many at a time complete chunks soonest."""
 
     def __init__(self, first: int = FEWEST) -> None:
         self._fewest = min(first, FEWEST)
@@ -241,11 +242,11 @@ class UploadLimit:
         return self._limit
 
     def learn(self, size: int, seconds: float, beside: int) -> None:
-        """An upload of `size` bytes took `seconds` while `beside` were under way, itself included."""
+        """Learn from an upload of `size` bytes in `seconds`, with `beside` under way, itself included."""
         seconds = max(seconds, 1e-6)
         self.typical_s = _mixed(self.typical_s, seconds)
         self._uploads += 1
-        if self._uploads % EPOCH == 0:
+        if self._uploads % RELEARN_AFTER == 0:
             self._rates.clear()
             self._limit = self._fewest
         self._rates[beside] = _mixed(self._rates.get(beside, 0.0), beside * size / seconds)
@@ -265,7 +266,7 @@ OVERDUE = 4.0
 """An upload that takes OVERDUE_S, and OVERDUE times as long as others, no longer occupies a slot: a slow
 reader, on purpose or not, holds up no other."""
 MAX_UPLOADS = 64
-"""With those that count no more."""
+"""Most uploads at a time, with overdue ones, which occupy no slot."""
 MAX_QUEUE = 512
 """Requests that may wait; further ones are told BUSY."""
 HALF_LIFE_S = 10.0
@@ -290,7 +291,7 @@ class ActiveUpload:
     beside: int
     """How many were under way when it began, itself included."""
     size: int = 0
-    """Bytes that went out; the caller says so at the end."""
+    """Bytes that went out; set by the caller at the end."""
 
 
 class UploadTotals:
@@ -300,7 +301,7 @@ class UploadTotals:
         self._sums: dict[bytes, tuple[float, float]] = {}
 
     def add(self, peer: bytes, size: int, now: float) -> None:
-        """`size` bytes go to `peer`."""
+        """Count `size` bytes sent to `peer`."""
         self._sums[peer] = (self.recent(peer, now) + size, now)
         if len(self._sums) > MAX_ACCOUNTS:
             del self._sums[min(self._sums, key=lambda one: self.recent(one, now))]
@@ -330,7 +331,7 @@ class UploadSlots:
         self._accounts = UploadTotals()
 
     def charge(self, peer: bytes, size: int) -> None:
-        """`peer` is about to get `size` bytes."""
+        """Count `size` bytes that are about to be sent to `peer`."""
         self._accounts.add(peer, size, self._clock())
 
     @asynccontextmanager
@@ -390,7 +391,7 @@ never have, say, an old snapshot if we followed by deltas, and waiting for it is
 QUEUE_S = 60.0
 """A request that waits longer for an upload slot is refused as BUSY."""
 BEAT_S = 0.5
-"""Between two InLine messages."""
+"""Interval between two InLine messages."""
 PIECE = 128 * 1024
 PIECE_S = 10.0
 """Time for a receiver to take one piece."""
@@ -406,8 +407,8 @@ MAX_WATCHED_BY_ALL = 1 << 18
 class BlobServer:
     """Answers the requests on ALPN_BLOBS.
 
-    A bare node is a transport, a PeerTable, Links over both, a Store, Arrivals, this with its handle() in a
-    Router, and a BlobFetcher over the same store and arrivals.
+    The least node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with
+    its handle() in a Router, and a BlobFetcher over the same store and arrivals.
     """
 
     def __init__(self, store: Store, arrivals: ChunkArrivals, pacer: Pacer) -> None:
@@ -563,8 +564,7 @@ class BlobServer:
             else:
                 await stream.finish()
         finally:
-            listening.cancel()
-            await asyncio.wait([listening])
+            await end_tasks(listening)
 
     async def _tell(self, stream: Stream, watch: ChunkWatch) -> None:
         while not watch.over:
@@ -647,7 +647,6 @@ async def serving(server: TcpChunkServer) -> AsyncGenerator[None]:
     try:
         yield
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        await end_tasks(running)
         if not running.cancelled() and (error := running.exception()) is not None:
             logger.error("chunks were not served over TCP any more", exc_info=error)

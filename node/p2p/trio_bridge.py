@@ -1,6 +1,6 @@
 """Trio in one daemon thread beside asyncio: a call bridge, and a bounded way back for events.
 
-What belongs to trio is touched inside that thread only; asyncio sees `call` and `EventQueue`.
+Objects of trio are touched inside that thread only; asyncio sees `call` and `EventQueue`.
 """
 
 import asyncio
@@ -395,7 +395,7 @@ class AcceptQueue:
         return self._queue
 
     async def take(self, peer: bytes, stream: TrioStream) -> None:
-        """Hand over what `peer` opened and wait until the reader is done with it. In trio; never raises."""
+        """Hand over a stream that `peer` opened and wait until its reader is done. In trio; never raises."""
         import trio
 
         crowded = self._open.total() >= STREAMS or self._open[peer] >= STREAMS_PER_PEER

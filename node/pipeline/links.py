@@ -23,6 +23,7 @@ from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, receive_reply, send
 from ..p2p.transport import Connection, Stream, TransportError
 from ..p2p.waiting import Notifier
+from ..process.tasks import end_tasks
 from ..process.unix_sockets import short as short_path
 from .frames import BEAT, FrameLimits, Packet, read_packet
 
@@ -291,8 +292,7 @@ class InboundLink:
         try:
             await self._read(deliver)
         finally:
-            keepalives.cancel()
-            await asyncio.wait([keepalives])
+            await end_tasks(keepalives)
 
     async def close(self) -> None:
         """Abort the stream, which makes serve() raise."""

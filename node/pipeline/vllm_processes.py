@@ -33,6 +33,7 @@ from ..inference.vllm import START_FAULTS, VllmCore, judge, prepare_library
 from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
+from ..process.tasks import end_tasks
 from .frames import FrameLimits
 from .place import (
     NOT_STAGE_0,
@@ -80,9 +81,7 @@ class HeadCore(VllmCore):
 
     async def close(self) -> None:
         """Close the engine."""
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.wait([self._polling])
+        await end_tasks(self._polling)
         await super().close()
 
     def stuck_s(self) -> float:

@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 class BackgroundThread:
     """Runs functions in order, in a daemon thread; at most `capacity` calls wait.
 
-    Nothing that is called here may matter to the caller: a failure is logged and counted, and what does not
-    fit is dropped and counted. A call that never returns costs the calls after it, and nothing else.
+    Nothing that is called here may matter to the caller: a failure is logged and counted, and a call
+    that finds no room is dropped and counted. A call that never returns costs the calls after it, no more.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -65,7 +65,7 @@ class BackgroundThread:
 
     def _drop(self, count: int) -> None:
         if not self.dropped and not self._closed:
-            logger.warning("%s is too slow: what finds no room is left out", self._name)
+            logger.warning("%s is too slow: further calls are dropped", self._name)
         self.dropped += count
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from ..ops.errors import NodeError
 from .exit_reason import LOOK, exit_reason
 from .frames import MAX_FRAME, ProcessMessage, frame, read_frames
 from .spawn import LogTail, kill_group, start_process, to_the_end
+from .tasks import end_tasks
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
 logger = logging.getLogger(__name__)
@@ -231,9 +232,7 @@ class ChildProcess:
     async def _bury(self) -> None:
         if self._process is not None:
             await self._kill_now(self._process)
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            await asyncio.wait([self._heartbeat])
+        await end_tasks(self._heartbeat)
         if self._reading is not None:  # reads to the end of the pipe
             await asyncio.wait([self._reading], timeout=END_S)
         if self._connection is not None:

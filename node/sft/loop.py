@@ -319,7 +319,7 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
     source = own
     if resume.dir is not None:
         source = Checkpoints(resume.dir / CHECKPOINTS, keep_last=own.keep_last, fsync=own.fsync)
-    found = await _find(resume, source)
+    found = await source.read_selected(resume)
     if found is None:
         return None
     step, parts = found
@@ -342,18 +342,3 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
     else:
         state = msgspec.structs.replace(state, line={})
     return Restored(step, state, source.backend_directory(step))
-
-
-async def _find(resume: ResumeConfig, source: Checkpoints) -> tuple[int, dict[str, bytes]] | None:
-    known = source.steps()
-    if resume.step is not None:
-        if resume.step not in known:
-            steps = ", ".join(map(str, known)) or "none"
-            raise UsageError(
-                f"no checkpoint of step {resume.step} in {source.directory} (existing steps: {steps})"
-            )
-        return resume.step, await source.read(resume.step)
-    found = await source.read_newest()
-    if found is None and resume.dir is not None:
-        raise UsageError(f"no checkpoint in {source.directory}: correct resume.dir")
-    return found

@@ -164,7 +164,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     rejected: int = 0
     """Rollouts that did not get into a batch."""
     left_out: int = 0
-    """Those of them that are not in the file, because it was full."""
+    """Rejected rollouts that are not in the file, because it was full."""
     head: bytes = b""
     """The sealed head of the policy that the step made; empty if it is not known."""
     settings: StepSettings | None = None

@@ -98,7 +98,7 @@ class StageCandidates:
         """Store a node's offer. Raises RemoteProtocolError (BUSY) if there are too many."""
         known = self._offers.get(node)
         if known is None and len(self._offers) >= MAX_OFFERS:
-            raise RemoteProtocolError(Reason.BUSY, "too many offer already")
+            raise RemoteProtocolError(Reason.BUSY, "too many offers already")
         self._offers[node] = StageCandidate(offer, known.since if known else now, now)
 
     def get(self, node: bytes) -> StageOffer | None:
@@ -297,7 +297,6 @@ WAIT_S = 120.0
 HEAD_S = 10.0
 """Time for a stage 0 that others report lost to send anything: three of its offers."""
 WAIT_MS, PLANNED_MS = 1000, 3000
-KEPT_PLANS = 64
 KEPT_POOLS = 64
 
 
@@ -331,7 +330,6 @@ class PipelineCoordinator:
         """Pools for which no plan exists: not tried again."""
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
         self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
-        self._plans: OrderedDict[tuple[bytes, int], PipelinePlan] = OrderedDict()
         self._led: set[bytes] = set()
         """Stages 0 of present or past plans: they may have leases."""
         self._load()
@@ -409,10 +407,6 @@ class PipelineCoordinator:
         self._book.excluded[node] = reason[:200]
         self.left(node)
         self._keep()
-
-    def plan_of(self, group: bytes, generation: int) -> PipelinePlan | None:
-        """Return a plan by its name, also a remembered older one; None if unknown."""
-        return self._plans.get((group, generation))
 
     def rows(self) -> list[GroupRow]:
         """Return the rows of `status`."""
@@ -638,9 +632,6 @@ class PipelineCoordinator:
     def _use(self, group: PipelineGroup, plan: PipelinePlan, what: str) -> None:
         """Put a new plan into force and store it."""
         group.use(plan, self._clock())
-        self._plans[plan.group, plan.generation] = plan
-        while len(self._plans) > KEPT_PLANS:
-            self._plans.popitem(last=False)
         self._keep()
         layers = ", ".join(
             f"{short(stage.node)} {stage.first}-{stage.end - 1}" for stage in plan.stages
@@ -661,4 +652,3 @@ class PipelineCoordinator:
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
             self._groups[plan.group] = PipelineGroup(plan, self._clock())
-            self._plans[plan.group, plan.generation] = plan

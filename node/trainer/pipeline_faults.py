@@ -131,7 +131,7 @@ def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
 def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
     """Attribute a rollout without boundaries to stage 0.
 
-    Excepted are those that may have been begun with other stages.
+    Excepted are the rollouts that may have been begun with other stages.
     """
     if one.distances or one.outcome == "clean":
         return one

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Literal
 
 from msgspec import structs
 
@@ -244,7 +245,7 @@ class Publisher:
 
     def _artifact(
         self,
-        kind: str,
+        kind: Literal["anchor", "delta"],
         policy: Policy,
         payload: Iterator[bytes],
         base_version: int,
@@ -256,7 +257,7 @@ class Publisher:
             for piece in cut(offsets.watch(payload), int(self._config.chunk_mib * 2**20))
         ]
         return Artifact(
-            kind="anchor" if kind == "anchor" else "delta",
+            kind=kind,
             base_version=base_version,
             base_state=base_state,
             codec=CODEC,

@@ -81,7 +81,7 @@ class ControlHandler:
                 worker = registry.get(peer)
                 worker.left, worker.failure = False, ""
                 reply = registry.pipelines.offered(peer, request)
-                await self._scheduler.unseat(peer)
+                await self._scheduler.take_back_from_stage(peer)
             case SyncRecords():
                 registry.get(peer)
                 registry.renew(peer, request.records)

@@ -42,6 +42,8 @@ from ..weights.replica import prove
 MANIFEST_TTL_S = 10 * 365 * 86400
 MAX_RUN = MAX_SEALED - KIB
 """Maximum bytes of a manifest, which travels sealed."""
+ANOTHER_RUN = "begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
+"""Advice where a config or a version no longer fits the run."""
 
 
 async def documents(
@@ -89,8 +91,7 @@ def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
         return read_documents(sealed, trainer, now=int(time.time()))
     except RemoteProtocolError as error:
         raise StorageError(
-            f"this version cannot go on with the run ({error}): begin another from its checkpoint, --name NEW "
-            "--resume.dir DIRECTORY"
+            f"this version cannot go on with the run ({error}): {ANOTHER_RUN}"
         ) from error
 
 
@@ -99,7 +100,7 @@ def _check_steps(max_steps: int, run: RunManifest) -> None:
     if max_steps > run.max_steps:
         raise UsageError(
             f"this run began with max_steps {run.max_steps}, where its workers leave, now it is {max_steps}: "
-            "lower it, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
+            f"lower it, or {ANOTHER_RUN}"
         )
 
 
@@ -113,7 +114,7 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
     if wanted != begun:
         raise UsageError(
             f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
-            "change them back, or begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
+            f"change them back, or {ANOTHER_RUN}"
         )
     for own, one in zip(config.mixture, run.environments, strict=True):
         wanted_sampling = config.sampling_of(own)
@@ -122,15 +123,13 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
         if wanted_sampling != signed:  # the trainer would compute logprobs of another policy
             raise UsageError(
                 f"this run samples {one.name} with {_described(signed)}, now it is "
-                f"{_described(wanted_sampling)}: change it back, or begin another run from its checkpoint, "
-                "--name NEW --resume.dir DIRECTORY"
+                f"{_described(wanted_sampling)}: change it back, or {ANOTHER_RUN}"
             )
         options = options_of(one)
         for key in ("chat_template_kwargs", "stop"):
             if getattr(own, key) != getattr(options, key):  # workers' rollouts would be refused
                 raise UsageError(
-                    f"this run began with another {key} of {one.name}: change it back, or begin another run "
-                    "from its checkpoint, --name NEW --resume.dir DIRECTORY"
+                    f"this run began with another {key} of {one.name}: change it back, or {ANOTHER_RUN}"
                 )
 
 

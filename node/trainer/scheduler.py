@@ -103,7 +103,7 @@ class LeaseDemand:
         if free < 1:
             return 0
         rollouts = self._config.rollouts
-        # not coming(), which has a count for each of what may be thousands of workers
+        # not coming(), which has a count for each worker, and there may be thousands
         own = sum(group.node == node for group in self._buffer.groups()) + unjudged[node]
         own_leased, leased = book.leased_to(node, newcomers=not book.staffed(time.time()))
         room = peer_room(
@@ -139,7 +139,7 @@ class TaskSupply:
     """Prepares the digests of an environment's next tasks before they are leased."""
 
     NONE_READY = "the next tasks of the environments that it can play are being made"
-    """What an idle worker is told while no task is prepared."""
+    """Answer to an idle worker while no task is prepared."""
 
     def __init__(self, environment: Environment, book: LeaseBook, number: int = 0) -> None:
         """`number` is the environment's index in the run."""
@@ -364,7 +364,7 @@ class LeaseScheduler:
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
         return "all that may be generated now is leased, or waits to be trained"
 
-    async def unseat(self, peer: bytes) -> None:
+    async def take_back_from_stage(self, peer: bytes) -> None:
         """Take back the leases of a node that offers to be a stage and is not stage 0.
 
         Such a node cannot work on them.

@@ -294,7 +294,8 @@ class WorkerRegistry:
         if worker.playable != environments:
             worker.playable = environments
             if not environments <= self._able.keys():
-                self._able_at = -math.inf  # it can play what others cannot: that counts at once
+                # it can play environments that others cannot: that counts at once
+                self._able_at = -math.inf
 
     def able(self, age_s: float = ABLE_S) -> Counter[int]:
         """Count the present workers by the environments that they are leased, at most `age_s` ago."""

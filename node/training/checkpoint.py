@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from ...crypto.hashing import digest_parts
-from ..ops.errors import NodeError, StorageError
+from ..config.run import ResumeConfig
+from ..ops.errors import NodeError, StorageError, UsageError
 from ..storage.chunk_store import sync
 from .backend import TrainBackend
 
@@ -170,6 +171,27 @@ class Checkpoints:
             await self.finish()
         except NodeError as error:
             logger.warning("the last checkpoint was not written: %s", error)
+
+    def check(self, resume: ResumeConfig) -> None:
+        """Raise UsageError if the checkpoint that `resume` names does not exist here."""
+        known = self.steps()
+        if resume.step is not None and resume.step not in known:
+            there = f"there are {', '.join(map(str, known))}" if known else "there is none"
+            raise UsageError(f"{self.directory} has no checkpoint of step {resume.step}: {there}")
+        if resume.dir is not None and not known:
+            raise UsageError(
+                f"{self.directory} has no checkpoint to begin from: name a run's own directory"
+            )
+
+    async def read_selected(self, resume: ResumeConfig) -> tuple[int, dict[str, bytes]] | None:
+        """Return step and parts of the checkpoint that `resume` names: the newest, if it names no step.
+
+        None if `resume` names none and the run has none. Raises UsageError, StorageError.
+        """
+        await asyncio.to_thread(self.check, resume)
+        if resume.step is None:
+            return await self.read_newest()
+        return resume.step, await self.read(resume.step)
 
     async def read_newest(self) -> tuple[int, dict[str, bytes]] | None:
         """Return step and parts of the newest intact checkpoint; None if there is no checkpoint.

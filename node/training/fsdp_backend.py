@@ -6,27 +6,28 @@ unusable; a new one can load the last checkpoint. Neither torch nor NCCL runs in
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 from ..config.run import TrainingConfig
 from ..ops.errors import EngineError
+from ..process.tasks import end_tasks
 from ..weights.state import State
-from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
-from .rank_group import NOT_RUNNING, RankGroup
-from .rank_messages import (
-    RankDone,
-    RankEvaluate,
-    RankRequest,
-    RankRun,
-    RankStart,
-    RankStep,
-    RankSupervise,
-    RankWriteSnapshot,
-    RankWriteStaged,
+from .backend import SampleTerms, Snapshot
+from .operations import (
+    EvaluateCall,
+    LearnerBackend,
+    LearnerCall,
+    MethodCall,
+    StepCall,
+    SupervisedStepCall,
+    WriteSnapshotCall,
+    absolute,
 )
+from .rank_group import NOT_RUNNING, RankGroup
+from .rank_messages import RankDone, RankRequest, RankStart, RankWriteStaged
 from .snapshot import SnapshotReader, exchange_directory
 
 T = TypeVar("T")
@@ -41,10 +42,13 @@ STAGED_TIMEOUTS = 10
 CPU_RANKS = 2
 
 
-class FsdpBackend:
+class FsdpBackend(LearnerBackend):
     """TrainBackend over ranks that share a model.
 
     If a caller is cancelled, its call still finishes; the next one queues behind it, and close() ends it.
+
+    Deadlines: 2 x fsdp.timeout_s plus 10 ms per token for step(), evaluate() and supervised_step(),
+    fsdp.start_timeout_s for compile_step(), 3 x fsdp.timeout_s for other calls unless they state another.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class FsdpBackend:
             await ranks.start(exchange_directory(size))
         self._ranks = ranks
         ask = RankStart(
-            _absolute(model_dir), self._max_steps, self._seed, self._temperature, self._own
+            absolute(model_dir), self._max_steps, self._seed, self._temperature, self._own
         )
         try:
             await self._ask(ask, self._config.fsdp.start_timeout_s)
@@ -100,33 +104,12 @@ class FsdpBackend:
             await self.close()
             raise
 
-    async def compile_step(self) -> None:
-        """Compile what a step computes; changes nothing. Raises EngineError, RankFailed.
-
-        Deadline: fsdp.start_timeout_s.
-        """
-        await self._ask(RankRun("compile_step"), self._config.fsdp.start_timeout_s)
-
-    async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Make one optimizer step; an empty batch only advances the schedule.
-
-        Raises EngineError, RankFailed. Deadline: 2 x fsdp.timeout_s plus 10 ms per token.
-        """
-        return StepMetrics(await self._ask(RankStep(batch), self._step_s(batch.samples)))
-
-    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Measure cross entropy per trained token without learning. Deadline as for step()."""
-        return await self._ask(RankEvaluate(list(samples)), self._step_s(samples))
-
     async def state(self) -> State:
-        """Return a copy of the bf16 policy.
-
-        Deadline of this call, and of those below unless they state another: 3 x fsdp.timeout_s.
-        """
+        """Return a copy of the bf16 policy."""
 
         async def read(ranks: RankGroup) -> State:
             path = ranks.directory / "state"
-            await ranks.ask(RankRun("write_state", str(path)), self._model_s)
+            await ranks.ask(MethodCall("write_state", str(path)), self._model_s)
             return await asyncio.to_thread(self._reader.state, path)
 
         return await self._in_turn(read)
@@ -146,7 +129,7 @@ class FsdpBackend:
             await asyncio.wait([self._reading])
         path = ranks.directory / "snapshot"
         whole, self._unread = self._unread, True
-        await ranks.ask(RankWriteSnapshot(str(path), whole), self._model_s)
+        await ranks.ask(WriteSnapshotCall(str(path), whole), self._model_s)
         self._reading = asyncio.create_task(self._read(path))
         self._reading.add_done_callback(_retrieve)
         return self._reading
@@ -156,56 +139,32 @@ class FsdpBackend:
         self._unread = False
         return found
 
-    async def save(self, directory: Path) -> None:
-        """Write everything needed to resume into `directory`, whole or not at all."""
-        await self._ask(RankRun("save", _absolute(directory)), self._model_s)
-
-    async def stage(self) -> None:
-        """Copy the content of a checkpoint into the ranks' memory."""
-        await self._ask(RankRun("stage"), self._model_s)
-
     async def write_staged(self, directory: Path) -> None:
         """Write the newest stage(), while other calls go on. Deadline: 10 x fsdp.timeout_s."""
         if self._ranks is None:
             raise EngineError(NOT_RUNNING)
         deadline = STAGED_TIMEOUTS * self._config.fsdp.timeout_s
-        await self._ranks.ask(RankWriteStaged(_absolute(directory)), deadline)
-
-    async def load(self, directory: Path) -> None:
-        """Continue exactly from a directory that save() wrote. Raises StorageError."""
-        await self._ask(RankRun("load", _absolute(directory)), self._model_s)
-
-    async def export(self, directory: Path) -> None:
-        """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
-        await self._ask(RankRun("export", _absolute(directory)), self._model_s)
-
-    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """Make one step of cross entropy on completions; returns the loss per token. For warm_up()."""
-        rows = [(list(prompt), list(completion)) for prompt, completion in examples]
-        tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
-        deadline = STEP_TIMEOUTS * self._config.fsdp.timeout_s + SECONDS_PER_TOKEN * tokens
-        return (await self._ask(RankSupervise(rows, lr), deadline))["loss"]
-
-    async def end_supervised(self) -> None:
-        """Reset the optimizer after a warm-up."""
-        await self._ask(RankRun("end_supervised"), self._model_s)
+        await self._ranks.ask(RankWriteStaged(absolute(directory)), deadline)
 
     async def close(self) -> None:
         """End the ranks, also in the middle of a call; safe to call twice."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None and ranks is not self._given:
             await (ranks.kill() if self._calls else ranks.close())
-        for call in list(self._calls):
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        await end_tasks(*self._calls)
         if self._reading is not None:
             await asyncio.wait([self._reading])
         await asyncio.to_thread(self._reader.close)
 
-    def _step_s(self, samples: Sequence[Sample]) -> float:
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        return STEP_TIMEOUTS * self._config.fsdp.timeout_s + SECONDS_PER_TOKEN * tokens
+    async def _perform(self, call: LearnerCall) -> dict[str, float]:
+        fsdp = self._config.fsdp
+        if isinstance(call, StepCall | EvaluateCall | SupervisedStepCall):
+            limit_s = STEP_TIMEOUTS * fsdp.timeout_s + SECONDS_PER_TOKEN * call.tokens
+        elif call == MethodCall("compile_step"):
+            limit_s = fsdp.start_timeout_s
+        else:
+            limit_s = self._model_s
+        return await self._ask(call, limit_s)
 
     async def _ask(self, request: RankRequest, timeout_s: float) -> dict[str, float]:
         """Send a request when it is this call's turn; returns the figures of the answer."""
@@ -264,7 +223,3 @@ def count_ranks(config: TrainingConfig) -> int:
 def _policy_bytes(model_dir: Path) -> int:
     """Add up the sizes of the model's weight files: about the size of its policy, bytes."""
     return sum(os.path.getsize(path) for path in model_dir.glob("*.safetensors"))
-
-
-def _absolute(path: Path) -> str:
-    return os.path.abspath(path)

@@ -4,7 +4,7 @@ All computation runs in one separate thread, never on the event loop; torch is n
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ..config.training import TrainingConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import State
-from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
+from .backend import SampleTerms, Snapshot
+from .operations import LearnerBackend, LearnerCall
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LocalBackend:
+class LocalBackend(LearnerBackend):
     """TrainBackend over one Learner.
 
     If a caller is cancelled, its step still finishes in the thread; the next call queues behind it and close()
@@ -57,57 +58,17 @@ class LocalBackend:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._learner = await self._begin(lambda: self._build(model_dir))
 
-    async def compile_step(self) -> None:
-        """Compile what a step computes, where it is compiled; changes nothing. Raises EngineError."""
-        await self._with(lambda learner: learner.compile_step())
-
-    async def step(self, batch: TrainBatch) -> StepMetrics:
-        """Make one optimizer step; an empty batch only advances the schedule. Raises EngineError.
-
-        Steps count upwards: a batch of a step that was trained before raises EngineError.
-        """
-        return await self._with(lambda learner: learner.step(batch))
-
-    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Measure cross entropy per trained token without learning."""
-        return await self._with(lambda learner: learner.evaluate(samples))
-
     async def state(self) -> State:
         """Return a copy of the bf16 policy."""
-        return await self._with(lambda learner: learner.state())
+        return await self._begin(self._started().state)
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
         """See TrainBackend; the thread makes one call after the other."""
-        learner = self._started()
-        return self._begin(learner.snapshot)
-
-    async def save(self, directory: Path) -> None:
-        """Write everything needed to resume into `directory`, whole or not at all."""
-        await self._with(lambda learner: learner.save(directory))
-
-    async def stage(self) -> None:
-        """Copy the content of a checkpoint; afterwards the weights may change."""
-        await self._with(lambda learner: learner.stage())
+        return self._begin(self._started().snapshot)
 
     async def write_staged(self, directory: Path) -> None:
         """Write the newest stage(), in a separate thread: step() and other calls may run meanwhile."""
         await asyncio.to_thread(self._started().write_staged, directory)
-
-    async def load(self, directory: Path) -> None:
-        """Continue exactly from the files that save() wrote. Raises StorageError."""
-        await self._with(lambda learner: learner.load(directory))
-
-    async def export(self, directory: Path) -> None:
-        """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
-        await self._with(lambda learner: learner.export(directory))
-
-    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """Make one step of cross entropy on completions; returns the loss per token. For warm_up()."""
-        return await self._with(lambda learner: learner.supervised_step(examples, lr))
-
-    async def end_supervised(self) -> None:
-        """Reset the optimizer after a warm-up."""
-        await self._with(lambda learner: learner.end_supervised())
 
     async def close(self) -> None:
         """Wait for the step in progress and free everything."""
@@ -130,9 +91,9 @@ class LocalBackend:
             own=self._own,
         )
 
-    async def _with(self, work: "Callable[[Learner], T]") -> T:
+    async def _perform(self, call: LearnerCall) -> dict[str, float]:
         learner = self._started()
-        return await self._begin(lambda: work(learner))
+        return await self._begin(lambda: call.perform(learner))
 
     def _started(self) -> "Learner":
         if self._learner is None:

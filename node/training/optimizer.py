@@ -153,7 +153,7 @@ class Optimizer:
             if (moment == "momentum_buffer") != (self._of[name] == "muon"):
                 raise UsageError(
                     f"the checkpoint has {moment} of {name}, which is another optimizer's than "
-                    "training.optimizer says: set that to what it was"
+                    "training.optimizer says: name the one that wrote the checkpoint"
                 )
         for optimizer in self._optimizers.values():
             optimizer.state.clear()

@@ -24,6 +24,7 @@ from ..ops.errors import EngineError, StorageError
 from ..process.frames import ProcessMessage
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent
+from .operations import LearnerCall, MethodCall, changes_nothing
 from .rank_messages import (
     CALLS,
     ENDED,
@@ -34,19 +35,13 @@ from .rank_messages import (
     RankDone,
     RankEnd,
     RankError,
-    RankEvaluate,
     RankIdle,
     RankJoin,
     RankRequest,
-    RankRun,
     RanksBroken,
     RanksJoined,
     RankStart,
-    RankStep,
-    RankSupervise,
-    RankWriteSnapshot,
     RankWriteStaged,
-    changes_nothing,
     name_of,
 )
 from .world import RankChannel, RanksMissing, World
@@ -135,30 +130,18 @@ class RankServer:
             return RankError(str(error), isinstance(error, StorageError))
 
     def _figures(self, request: RankRequest) -> dict[str, float]:
-        method = request.method if isinstance(request, RankRun) else ""
-        if method in ("save", "stage", "load") or isinstance(request, RankStart):
-            self._finish_write()  # checkpoints are written and read one at a time
         if isinstance(request, RankStart):
+            self._finish_write()
             learner, self._learner = self._learner, None
             if learner is not None:
                 learner.close(keep_world=True)
             self._learner = self._build(request, self._config, self._world)
             return {}
-        learner = self._started()
-        match request:
-            case RankRun(method, path):
-                getattr(learner, method)(*([Path(path)] if path else []))
-            case RankStep(batch):
-                return learner.step(batch).values
-            case RankEvaluate(samples):
-                return learner.evaluate(samples)
-            case RankSupervise(examples, lr):
-                return {"loss": learner.supervised_step(examples, lr)}
-            case RankWriteSnapshot(path, whole):
-                learner.write_snapshot(Path(path), whole=whole)
-            case _:
-                raise ValueError(f"{type(request).__name__} does not belong here: use one version")
-        return {}
+        if not isinstance(request, LearnerCall):
+            raise ValueError(f"{name_of(request)} does not belong here: use one version")
+        if isinstance(request, MethodCall) and request.method in ("save", "stage", "load"):
+            self._finish_write()  # checkpoints are written and read one at a time
+        return request.perform(self._started())
 
     def _started(self) -> "Learner":
         if self._learner is None:

@@ -4,12 +4,11 @@ No torch. Frames as in node/process/frames.py. Numbers, text and bytes go across
 files in a folder that only the daemon's user can read.
 """
 
-from typing import Literal
-
 import msgspec
 
 from ..process.frames import ProcessMessage
-from .backend import Sample, SampleTerms, TrainBatch
+from .backend import SampleTerms
+from .operations import LearnerCall, MethodCall
 
 MAX_FRAME = 2**31
 """Largest call in bytes: a batch of some hundred million tokens."""
@@ -38,42 +37,6 @@ class RankStart(msgspec.Struct, frozen=True, tag="start"):
     """Terms of environments with their own sampling or loss, by name."""
 
 
-class RankRun(msgspec.Struct, frozen=True, tag="run"):
-    """Request to run a method of the learner that gives no figures."""
-
-    method: Literal[
-        "compile_step", "end_supervised", "stage", "write_state", "save", "load", "export"
-    ]
-    path: str = ""
-    """The file or directory that it writes or reads; empty if it takes none."""
-
-
-class RankStep(msgspec.Struct, frozen=True, tag="step"):
-    """Request for one optimizer step."""
-
-    batch: TrainBatch
-
-
-class RankEvaluate(msgspec.Struct, frozen=True, tag="evaluate"):
-    """Request to measure cross entropy without learning."""
-
-    samples: list[Sample]
-
-
-class RankSupervise(msgspec.Struct, frozen=True, tag="supervise"):
-    """Request for one warm-up step; answered with the figure `loss`."""
-
-    examples: list[tuple[list[int], list[int]]]
-    lr: float
-
-
-class RankWriteSnapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    """Request to write the changes since the last snapshot to a file, or the whole policy."""
-
-    path: str
-    whole: bool
-
-
 class RankWriteStaged(msgspec.Struct, frozen=True, tag="write_staged"):
     """Request to write the staged checkpoint, answered once written; other calls go on."""
 
@@ -88,30 +51,12 @@ class RankEnd(msgspec.Struct, frozen=True, tag="end"):
     """Request to shut down. The only answer is the end of the ranks."""
 
 
-RankRequest = (
-    RankJoin
-    | RankStart
-    | RankRun
-    | RankStep
-    | RankEvaluate
-    | RankSupervise
-    | RankWriteSnapshot
-    | RankWriteStaged
-    | RankIdle
-    | RankEnd
-)
-
-
-def changes_nothing(request: RankRequest) -> bool:
-    """Return whether the learner stays as it is: if one rank alone fails, all go on."""
-    if isinstance(request, RankRun):
-        return request.method in ("write_state", "save", "export")
-    return isinstance(request, RankEvaluate | RankWriteSnapshot)
+RankRequest = RankJoin | RankStart | LearnerCall | RankWriteStaged | RankIdle | RankEnd
 
 
 def name_of(request: RankRequest) -> str:
     """Name a request in logs and errors."""
-    return request.method if isinstance(request, RankRun) else type(request).__name__
+    return request.method if isinstance(request, MethodCall) else type(request).__name__
 
 
 class RanksJoined(msgspec.Struct, frozen=True, tag="joined"):

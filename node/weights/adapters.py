@@ -1,6 +1,6 @@
 """Low-rank adapters as a State, and merging them into a base model: W + alpha / rank x B A.
 
-Every node merges by itself, and audits compare what came of it: so the same bits must come of it everywhere,
+Every node merges by itself, and audits compare the results: so the same bits must result everywhere,
 on any processor, with any number of threads.
 """
 

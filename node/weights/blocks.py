@@ -248,7 +248,7 @@ class Changes:
 
 
 def find(base: Bits, new: Bits, dtype: str, hint: Positions | None = None) -> Changes | Bits:
-    """Find what turns `base` into `new`; the moves of all elements, as for encode_dense(), where most changed.
+    """Find the difference from `base` to `new`; if most elements changed, the moves of all (encode_dense()).
 
     Only positions in `hint` are compared, if it is given: sorted, unique, with every change in it.
     """
@@ -509,7 +509,7 @@ def encode_block(
     hint: Positions | None = None,
     turn: Turn = ALONE,
 ) -> tuple[int, bytes]:
-    """Code what turns `base` into `new` as (method, body); without a base always raw.
+    """Code the difference from `base` to `new` as (method, body); without a base always raw.
 
     Both are flat arrays of bits, at most BLOCK elements long. `hint` holds every position that changed,
     sorted, and perhaps others; without it all are compared.

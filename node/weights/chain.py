@@ -20,7 +20,7 @@ _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
 
 
-def whole(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
+def all_chunks(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
     """Select every chunk, for a node that holds all weights."""
     return artifact.chunks
 
@@ -62,7 +62,7 @@ class VersionChain:
         target_version: int,
         *,
         stored: AbstractSet[bytes] = frozenset(),
-        needs: Needs = whole,
+        needs: Needs = all_chunks,
     ) -> list[Step]:
         """Plan the steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
@@ -157,7 +157,7 @@ class VersionChain:
         target: int,
         snapshots: Collection[int],
         stored: AbstractSet[bytes],
-        needs: Needs = whole,
+        needs: Needs = all_chunks,
     ) -> tuple[Step, ...] | None:
         """Shortest path from (version, state) `held` or from a snapshot at a version in `snapshots`.
 

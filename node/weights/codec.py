@@ -83,7 +83,7 @@ def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
 def encode_delta(
     base: State, new: State, *, threads: int = 1, changed: Changed | None = None
 ) -> Iterator[bytes]:
-    """Encode what turns `base` into `new`, block by block.
+    """Encode the difference from `base` to `new`, block by block.
 
     With `changed` only those positions are compared: it must name every change, as sorted unique
     positions, and may name more; the bytes do not depend on it. Raises CodecError at once if the two

@@ -1,6 +1,6 @@
 """Code deltas of large models in several processes.
 
-Where the positions of what changed are known, coding a block is many short operations on arrays, and Python's
+Where the positions of the changes are known, coding a block is many short operations on arrays, and Python's
 threads wait for each other's lock at each of them: for 0.6 B weights on 16 cores 0.6 s with two threads, 0.8 s
 with sixteen, 0.3 s with four processes. Where states are compared first, most of the time is long
 operations, and threads are as fast: no process is asked then. Processes get numbers and give bytes, those of

@@ -30,7 +30,7 @@ MAX_TENSOR_BYTES = 1 << 40
 MIN_CHUNK = 128 * KIB
 """Below this the round trip costs more than the bytes."""
 CHUNK_SHARE = 64
-"""A chunk is about a 64th of what comes before it."""
+"""A chunk is about a 64th of the bytes before it."""
 MAX_REMEMBERED = 256
 """Artifacts whose chunks NeededChunks remembers."""
 

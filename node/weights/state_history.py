@@ -33,7 +33,7 @@ class Edit(NamedTuple):
 
 
 Patch = Mapping[str, "Tensor | Edit"]
-"""Makes a state of the next newer one: name -> whole tensor, or what differs. Other tensors are equal."""
+"""Makes a state of the next newer one: name -> whole tensor, or its difference. Other tensors are equal."""
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -46,7 +46,7 @@ class HeldState(Mapping[str, Tensor]):
     def __init__(self, whole: State, changed: Changed | None) -> None:
         """`changed` says where it may differ from the version before; None: anywhere."""
         self._stored: State | tuple[HeldState, Patch] = whole
-        """All tensors, or a newer version and what differs: replaced in one step."""
+        """All tensors, or a newer version and the differences: replaced in one step."""
         self._changed = changed
         self.newer: HeldState | None = None
         """The version that follows."""
@@ -65,7 +65,7 @@ class HeldState(Mapping[str, Tensor]):
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
-        """Hold from now on only what differs from the version that follows, which is whole."""
+        """Hold from now on only the differences from the next version, which is whole."""
         newer, whole = self.newer, self._stored
         assert newer is not None
         assert not isinstance(whole, tuple)
@@ -260,7 +260,7 @@ def _places(patch: Patch) -> Changed:
 
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
-    """Make what turns `newer` into `older`."""
+    """Make the difference from `newer` to `older`."""
     found: dict[str, Tensor | Edit] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:

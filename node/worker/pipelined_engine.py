@@ -100,7 +100,7 @@ class PipelinedEngine:
         """
         failures = 0
         while True:
-            epoch = await self._chain.whole()
+            epoch = await self._chain.wait_whole()
             await self._in_step()
             try:
                 await self._head.rejoin(epoch)
@@ -115,7 +115,7 @@ class PipelinedEngine:
             logger.info("all stages compute together, epoch %d", epoch)
             failures, self.joined = 0, True
             try:
-                await self._chain.broken(epoch)
+                await self._chain.wait_broken(epoch)
             finally:
                 self.joined = False
 

@@ -22,6 +22,7 @@ from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.ring import Ring, RingFault
+from ..process.tasks import end_tasks
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
 
@@ -181,14 +182,14 @@ class RingSupervisor:
     async def _prepare_own(self, asked: PrepareVersion) -> None:
         await self.prepare_own(asked)
 
-    async def whole(self) -> int:
+    async def wait_whole(self) -> int:
         """Wait, as stage 0, for a ring with all stages, and begin an epoch of it."""
         while True:
             turn = await self._current()
             if await self._is_whole(turn):
                 return turn.ring.begin()
 
-    async def broken(self, epoch: int) -> None:
+    async def wait_broken(self, epoch: int) -> None:
         """Wait until the ring of that epoch has failed."""
         turn = await self._current()
         if turn.ring.epoch == epoch:
@@ -222,8 +223,7 @@ class RingSupervisor:
         try:
             found = await _unless_over(turn, _true(turn.ring.wait_healthy()))
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+            await end_tasks(looking)
         turn.was_whole |= bool(found)
         return bool(found)
 

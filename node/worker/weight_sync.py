@@ -25,7 +25,7 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.ledger import Ledger
-from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
+from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, all_chunks
 from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
 from ..weights.state import Changed, PendingChanges, WeightsError, memory_threads
@@ -102,7 +102,7 @@ class UpdatePlanner:
         self,
         services: NodeServices,
         upstreams: Upstreams,
-        needs: Needs = whole,
+        needs: Needs = all_chunks,
         newest: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
         """`needs`: chunks of an artifact that we fetch; `newest`: target head, if not the newest."""
@@ -145,7 +145,7 @@ class UpdatePlanner:
                 if question is None:
                     raise
             asked, after = question
-            await self._heed(asked, self._ask_heads_of(asked, after))
+            await self._await_heads(asked, self._fetch_all_heads(asked, after))
             # Sources name their newest snapshot, which may be newer by now than the head we started for.
             newest = self._newest()
             head = newest if newest and newest.head.term == head.head.term else head
@@ -179,21 +179,17 @@ class UpdatePlanner:
             chunks += self._needs(manifest, artifact)
         return chunks
 
-    async def meet(self, order: tuple[int, int]) -> AdmittedHead | None:
-        """Return the head of (epoch, version) `order`, fetching it if it is new.
-
-        Returns None if no source has it.
-        """
+    async def fetch_head(self, order: tuple[int, int]) -> None:
+        """Fetch the head of (epoch, version) `order` into the book, from the first source that has it."""
         for source in [*self._upstreams.nodes, self._services.trainer]:
             if order in self._book.trusted.heads:
-                break
-            await self._heed(source, self._hear(source, order[1] - 1))
-        return self._book.trusted.heads.get(order)
+                return
+            await self._await_heads(source, self._fetch_heads(source, order[1] - 1))
 
     async def look_again(self) -> None:
         """Ask the trainer which versions it keeps: the known path may need chunks that are gone."""
         try:
-            _, versions = await self._hear(self._services.trainer, NOTHING)
+            _, versions = await self._fetch_heads(self._services.trainer, NOTHING)
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("the trainer does not list its kept versions: %s", error)
             return
@@ -201,8 +197,8 @@ class UpdatePlanner:
             self._book.forget(min(versions))
             self.forget()
 
-    async def _heed(self, source: bytes, heads: Awaitable[object]) -> None:
-        """Wait for the heads of one node; only log its failures, as there are other sources."""
+    async def _await_heads(self, source: bytes, heads: Awaitable[object]) -> None:
+        """Await the heads of `source`; only log a failure, as there are other sources."""
         try:
             await heads
         except (TransportError, Refused) as error:
@@ -213,16 +209,17 @@ class UpdatePlanner:
             logger.warning("bad heads from %s: %s", short(source), error)
             self._services.peers.blame(source, error.reason)
 
-    async def _ask_heads_of(self, source: bytes, after: int) -> None:
+    async def _fetch_all_heads(self, source: bytes, after: int) -> None:
+        """Fetch the heads of `source` after a version, reply by reply, up to the newest known one."""
         newest = self._book.order()[1]
         while after < newest:
-            told, versions = await self._hear(source, after)
+            told, versions = await self._fetch_heads(source, after)
             if not told:
                 return
             after = max(after + 1, max(versions, default=-1))
 
-    async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
-        """Ask `source` once for heads after a version.
+    async def _fetch_heads(self, source: bytes, after: int) -> tuple[int, list[int]]:
+        """Fetch one reply of heads after a version from `source`.
 
         Returns the number of heads, and the versions of those that were taken.
         """
@@ -268,7 +265,7 @@ COLLECT_EVERY = 16
 COMMITTED = "committed"
 
 
-def stand() -> AdmittedHead | None:
+def no_goal() -> AdmittedHead | None:
     """Return no goal, for a node that follows only reach()."""
     return None
 
@@ -427,14 +424,13 @@ class WeightSync:
     async def _look_for(self, order: tuple[int, int]) -> None:
         """Ask for a head that we do not have, if it does not arrive by itself."""
         if not await self._book.wait(lambda: order in self._book.trusted.heads, LOOK_S):
-            await self._planner.meet(order)
+            await self._planner.fetch_head(order)
 
-    async def _try(self, head: AdmittedHead) -> tuple[int, int] | None:
-        """Load `head`; return the loaded (epoch, version), or None after a failure and a pause."""
+    async def _try(self, head: AdmittedHead) -> None:
+        """Load `head`; pause after a failure."""
         try:
-            reached = await self._reach(head)
+            await self._reach(head)
             self._trouble = ""
-            return reached
         except (NetworkError, TransportError, Refused, NoPath) as error:
             self._trouble = str(error)
             logger.info("version %d is not here yet: %s", head.head.version, error)
@@ -449,7 +445,6 @@ class WeightSync:
             logger.error("version %d cannot be kept: %s", head.head.version, error)
             await self._drop_old()
             await asyncio.sleep(RETRY_S)
-        return None
 
     async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
         """Wait until the engine holds the (epoch, version) `order` or a newer one."""
@@ -460,8 +455,8 @@ class WeightSync:
             return False
         return True
 
-    async def _reach(self, head: AdmittedHead) -> tuple[int, int]:
-        """Plan, fetch, prove and load `head` or a newer one; return its (epoch, version)."""
+    async def _reach(self, head: AdmittedHead) -> None:
+        """Plan, fetch, prove and load `head` or a newer one."""
         start = time.monotonic()
         head, steps = await self._planner.plan(head, self._replica.policy)
         # Fetch all chunks first, so that no step waits for the one before it.
@@ -475,7 +470,7 @@ class WeightSync:
         if not self._can_write():  # newer versions are proved meanwhile
             await self._book.wait(lambda: self._can_write() or self._is_old(head), IDLE_S)
             if not self._can_write():
-                return self._order
+                return
             proved = start = fetched = time.monotonic()
         self._writing = head.order
         await self._write(policy)
@@ -497,8 +492,8 @@ class WeightSync:
         )
         async with self._loaded:
             self._loaded.notify_all()
-        await self._collect()
-        return head.order
+        if self.versions_loaded % COLLECT_EVERY == 0:
+            await self._drop_old()
 
     def _can_write(self) -> bool:
         return self._ready is None or self._ready.is_set()
@@ -549,10 +544,6 @@ class WeightSync:
         self._unwritten.all()
         self._planner.forget()
         await asyncio.sleep(RETRY_S)
-
-    async def _collect(self) -> None:
-        if self.versions_loaded % COLLECT_EVERY == 0:
-            await self._drop_old()
 
     async def _drop_old(self) -> None:
         """Delete the chunks that no kept version needs."""

@@ -26,7 +26,7 @@ from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.payload import TensorShare, everything
 from primerl.node.weights.state import Changed, State, Tensor
-from primerl.node.worker.weight_sync import WeightSync, stand
+from primerl.node.worker.weight_sync import WeightSync, no_goal
 from primerl.protocol.messages import ControlRequest, Hello
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from primerl.protocol.trust import AdmittedHead
@@ -266,7 +266,7 @@ async def test_a_node_that_stands_goes_exactly_where_it_is_asked_to(
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:
         await trainer.tell(0)
         share = stage(1, 2)
-        node = add(swarm, "s1", share, goal=stand)
+        node = add(swarm, "s1", share, goal=no_goal)
         await node.ready.wait()
         weight_sync = node.weight_sync
         await until(lambda: node.has_fetched(0))
@@ -291,7 +291,7 @@ async def test_an_unknown_version_is_refused_and_loaded_when_it_comes(
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:
         await trainer.tell(0)
-        node = add(swarm, "s1", stage(1, 2), goal=stand)
+        node = add(swarm, "s1", stage(1, 2), goal=no_goal)
         await node.ready.wait()
         assert not await node.weight_sync.reach((0, 1), 0.3)
         assert node.weight_sync.order == (0, -1)
@@ -305,7 +305,7 @@ async def test_a_node_asked_for_an_unsigned_version_still_loads_signed_ones(
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm, Model(swarm) as trainer:
         await trainer.tell(0)
-        node = add(swarm, "s1", stage(1, 2), goal=stand)
+        node = add(swarm, "s1", stage(1, 2), goal=no_goal)
         await node.ready.wait()
         assert not await node.weight_sync.reach((2**53, 2**53), 0.2)
         assert await node.weight_sync.reach((0, 0), 10.0)
@@ -331,7 +331,7 @@ async def test_a_stage_that_was_away_takes_its_part_of_the_deltas_that_it_missed
     ):
         await trainer.tell(0)
         share = stage(0, 2)
-        node = add(swarm, "s0", share, goal=stand)
+        node = add(swarm, "s0", share, goal=no_goal)
         await node.ready.wait()
         assert await node.weight_sync.reach((0, 0), 10.0)
         before = await node.fetched()

@@ -14,7 +14,8 @@ from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training import rank
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
-from primerl.node.training.rank_messages import RankStart, RankStep
+from primerl.node.training.operations import StepCall
+from primerl.node.training.rank_messages import RankStart
 from primerl.node.training.world import RankChannel, World
 
 FINE, REFUSED, DIFFERS, RAISES, HANGS, SLOW, MEMORY = range(7)
@@ -95,9 +96,9 @@ def batch(number: int, kind: int) -> TrainBatch:
     return TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
 
 
-def step(kind: int) -> RankStep:
+def step(kind: int) -> StepCall:
     """Make the call of such a step."""
-    return RankStep(batch(1, kind))
+    return StepCall(batch(1, kind))
 
 
 async def gone(*pids: int | None) -> None:

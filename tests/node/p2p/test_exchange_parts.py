@@ -13,11 +13,11 @@ from support.waiting import until
 from primerl.node.p2p.download_state import IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
 from primerl.node.p2p.peers import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, PeerScores
 from primerl.node.p2p.serve import (
-    EPOCH,
     HALF_LIFE_S,
     MOST,
     OVERDUE_S,
     RELAY_S,
+    RELEARN_AFTER,
     ChunkArrivals,
     UploadCounts,
     UploadLimit,
@@ -260,7 +260,7 @@ def test_on_a_long_line_as_many_uploads_go_as_fill_it() -> None:
 def test_uploads_become_fewer_again_when_the_line_narrows() -> None:
     limit = UploadLimit()
     assert uploads(limit, lambda beside: 0.1) >= MOST - 2
-    assert uploads(limit, lambda beside: 0.1 * beside, EPOCH) <= 3
+    assert uploads(limit, lambda beside: 0.1 * beside, RELEARN_AFTER) <= 3
 
 
 async def test_a_full_line_says_that_it_is_busy() -> None:

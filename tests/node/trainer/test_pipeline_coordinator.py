@@ -273,23 +273,12 @@ def test_a_trainer_that_restarts_gives_the_same_plan(world: World) -> None:
     world.restart()
     assert opened(world.offer(2, of=plan)) == plan
     assert world.plan(1, 2) == plan
-    assert world.coordinator.plan_of(plan.group, 0) == plan
     world.later(1.0)
     # a restarted trainer does not take a node for dead that it has not heard yet
     world.restart()
     head, other = ranks(plan)
     after = opened(world.offer(head, of=plan, lost=())), opened(world.offer(other))
     assert after == (plan, plan)
-
-
-def test_old_plans_are_remembered_to_judge_their_work(world: World) -> None:
-    plan = world.gather(1, 2)
-    head, other = ranks(plan)
-    after = opened(world.offer(head, of=plan, lost=(other,)))
-    assert world.coordinator.plan_of(plan.group, 0) == plan
-    assert world.coordinator.plan_of(plan.group, 1) == after
-    assert world.coordinator.plan_of(plan.group, 2) is None
-    assert world.coordinator.plan_of(bytes(32), 0) is None
 
 
 def test_a_plan_is_sealed_anew_before_it_runs_out(world: World) -> None:

@@ -131,7 +131,7 @@ async def test_a_rank_alone_is_the_process_itself_and_its_end_is_seen() -> None:
     [
         (fake.RAISES, "rank 0 of 1 failed: KeyError: 'a bug of rank 0'", 30.0),
         (fake.MEMORY, "rank 0 of 1 failed: RuntimeError: CUDA out of memory", 30.0),
-        (fake.HANGS, "no answer to RankStep in 1 s", 1.0),
+        (fake.HANGS, "no answer to StepCall in 1 s", 1.0),
     ],
 )
 async def test_a_rank_alone_that_breaks_or_hangs_says_why(

@@ -132,7 +132,7 @@ class Bench:
 
 async def test_a_newer_plan_is_a_new_ring_and_waiters_for_the_old_one_wait_for_it() -> None:
     async with Bench(stall_s=60.0).running() as bench:
-        waiting = asyncio.create_task(bench.chain.whole())
+        waiting = asyncio.create_task(bench.chain.wait_whole())
         await until(lambda: bench.acceptor.ring is bench.rings[0])
         bench.chain.use(planned(2, third=3))
         await until(lambda: len(bench.rings) == 2 and bench.acceptor.ring is bench.rings[1])
@@ -142,7 +142,7 @@ async def test_a_newer_plan_is_a_new_ring_and_waiters_for_the_old_one_wait_for_i
         assert not waiting.done()
         bench.rings[1].up.set()
         assert await waiting == 0
-        broken = asyncio.create_task(bench.chain.broken(0))
+        broken = asyncio.create_task(bench.chain.wait_broken(0))
         await asyncio.sleep(0.02)
         assert not broken.done()
         bench.chain.use(planned(3))  # that is a break, too
@@ -151,7 +151,7 @@ async def test_a_newer_plan_is_a_new_ring_and_waiters_for_the_old_one_wait_for_i
 
 async def test_a_node_out_of_reach_is_reported_and_one_that_only_starts_is_not() -> None:
     async with Bench().running() as bench:
-        waiting = asyncio.create_task(bench.chain.whole())
+        waiting = asyncio.create_task(bench.chain.wait_whole())
         await asyncio.sleep(0.15)
         assert bench.reported == []
         bench.reachable[NODES[2]] = False
@@ -162,7 +162,7 @@ async def test_a_node_out_of_reach_is_reported_and_one_that_only_starts_is_not()
 
 async def test_a_node_that_starts_for_ever_is_reported() -> None:
     async with Bench(patience_s=0.1).running() as bench:
-        waiting = asyncio.create_task(bench.chain.whole())
+        waiting = asyncio.create_task(bench.chain.wait_whole())
         await until(lambda: bool(bench.reported))
         waiting.cancel()
 
@@ -172,11 +172,11 @@ async def test_a_stage_that_falls_silent_after_a_good_start_is_reported_though_i
 ):
     async with Bench(stall_s=0.5).running() as bench:
         bench.rings[0].up.set()
-        epoch = await bench.chain.whole()
+        epoch = await bench.chain.wait_whole()
         bench.rings[0].fall(RingFault(2, "stalls"))
-        await bench.chain.broken(epoch)
+        await bench.chain.wait_broken(epoch)
         assert bench.reported == []
-        waiting = asyncio.create_task(bench.chain.whole())
+        waiting = asyncio.create_task(bench.chain.wait_whole())
         await until(lambda: bool(bench.reported))
         assert set(bench.reported) == {NODES[2]}
         waiting.cancel()
@@ -187,16 +187,16 @@ async def test_a_stage_that_breaks_the_ring_again_and_again_is_reported() -> Non
         for _ in range(3):
             assert bench.reported == []
             bench.rings[0].up.set()
-            epoch = await bench.chain.whole()
+            epoch = await bench.chain.wait_whole()
             bench.rings[0].fall(RingFault(1, "no such version"))
-            await bench.chain.broken(epoch)
+            await bench.chain.wait_broken(epoch)
         assert bench.reported == [NODES[1]]
 
 
 async def test_our_own_fault_is_nobody_elses() -> None:
     async with Bench().running() as bench:
         bench.rings[0].fault = RingFault(0, "the engine is not there")
-        waiting = asyncio.create_task(bench.chain.whole())
+        waiting = asyncio.create_task(bench.chain.wait_whole())
         await asyncio.sleep(0.15)
         assert bench.reported == []
         waiting.cancel()
@@ -231,11 +231,11 @@ async def test_a_stage_that_is_never_ready_is_reported() -> None:
 async def test_after_a_break_a_fresh_seal_of_the_same_plan_is_a_new_ring() -> None:
     async with Bench(stall_s=60.0).running() as bench:
         bench.rings[0].up.set()
-        epoch = await bench.chain.whole()
+        epoch = await bench.chain.wait_whole()
         bench.newest = replace(planned(), sealed=b"sealed anew")
         await asyncio.sleep(0.02)
         assert len(bench.rings) == 1  # it does not break a ring by itself
         bench.rings[0].fall(RingFault(1, "the line was lost"))
-        await bench.chain.broken(epoch)
+        await bench.chain.wait_broken(epoch)
         await until(lambda: len(bench.rings) == 2)
         assert bench.chain.planned.sealed == b"sealed anew"

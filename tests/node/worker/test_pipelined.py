@@ -31,13 +31,13 @@ class FakeChain:
         self.is_ready = asyncio.Event()
         self.is_ready.set()
 
-    async def whole(self) -> int:
+    async def wait_whole(self) -> int:
         await self.is_whole.wait()
         self.is_broken.clear()
         self.epoch += 1
         return self.epoch
 
-    async def broken(self, epoch: int) -> None:
+    async def wait_broken(self, epoch: int) -> None:
         if epoch == self.epoch:
             await self.is_broken.wait()
 
