@@ -761,7 +761,7 @@ def test_routers_of_another_shape_are_refused() -> None:
     engine.runner.routers = [buffer.hook(None) for _ in range(2)]
     engine.recorder.record_routes(buffer, RouteShape(layers=3, experts=8, top_k=2))
     engine.add("a", 5)
-    with pytest.raises(RuntimeError, match="routers do not tell"):
+    with pytest.raises(RuntimeError, match="routers do not report"):
         engine.step({"a": 5})
 
 
