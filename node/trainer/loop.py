@@ -263,6 +263,8 @@ class TrainerRole:
         """Describe what the next batch waits for; empty during training."""
         if self.progress.training:
             return ""
+        if self.progress.step >= self._config.max_steps:
+            return "the last version and checkpoint are being written"
         return next_batch(self._config, self.scheduler, self.submissions, time.time())
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:

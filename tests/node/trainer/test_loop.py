@@ -326,6 +326,12 @@ async def test_with_a_small_bound_nothing_is_trained_before_the_version_is_out(
         assert len(swarm.recorder.batches) == 2
 
 
+async def test_after_the_last_step_it_waits_for_no_workers(tmp_path: Path) -> None:
+    async with world(tmp_path, bound=4) as swarm:
+        swarm.progress.step = 10_000
+        assert swarm.role.waits_for() == "the last version and checkpoint are being written"
+
+
 def gate(swarm: World) -> Curriculum:
     training = TrainingConfig.model_validate({"curriculum": {"gates": {"signal": {}}}})
     made = Curriculum(training, environment="e", seed=0)
