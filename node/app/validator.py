@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ..config.run import JoinConfig
+from ..config.run import JoinConfig, default_auditor
 from ..ops.control import Status
 from ..validator.loop import StateCache, ValidatorRole
 from .factories import Factories
@@ -13,6 +13,8 @@ from .peer_node import JoinedRun, PeerNode
 AUDIT_TIMEOUT_S = 120.0
 """Longest audit: after it the audit process is killed and started anew; the trainer's own deadline counts
 too."""
+VLLM_JOBS = 16
+"""Jobs at a time where vLLM audits: those that wait are measured together. The trainer hands out no more."""
 MORE_VERSIONS = 3
 """Versions to keep beyond the staleness bound, as many as the trainer does."""
 
@@ -28,7 +30,8 @@ class ValidatorNode(PeerNode):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         run, services = joined.documents.manifest, joined.services
-        kind = "vllm" if run.proofs.numerics == "exact" else "hf"
+        exact = run.proofs.numerics == "exact"
+        kind = "vllm" if exact else default_auditor(self._config.engine, exact=False)
         engine = self._config.engine.model_copy(update={"type": kind})
         auditor = self._factories.auditor(engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
@@ -36,6 +39,8 @@ class ValidatorNode(PeerNode):
         role = ValidatorRole(
             self.key, run, services.links, services.heads, services.fetcher, sync, cache, auditor
         )
+        if kind == "vllm":
+            role.jobs_at_once = VLLM_JOBS
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:

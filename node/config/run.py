@@ -593,6 +593,12 @@ def _check_gpus(text: str) -> str:
 Gpus = Annotated[str, BeforeValidator(_gpus), AfterValidator(_check_gpus)]
 
 
+def default_auditor(engine: EngineConfig, *, exact: bool) -> Literal["hf", "vllm"]:
+    """Choose the engine that audits: the workers' vLLM where the two would round differently."""
+    rounds = exact or engine.dtype == "bfloat16"
+    return "vllm" if engine.type == "vllm" and rounds else "hf"
+
+
 class LaunchConfig(BaseConfig):
     """Processes of `primerl-node rl`, and their GPUs on this machine."""
 
@@ -744,8 +750,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
         """The engine that audits, where it is installed."""
         if self.verification.auditor != "auto":
             return self.verification.auditor
-        exact, rounds = self.verification.numerics == "exact", self.engine.dtype == "bfloat16"
-        return "vllm" if self.engine.type == "vllm" and (exact or rounds) else "hf"
+        return default_auditor(self.engine, exact=self.verification.numerics == "exact")
 
     def _check_own_training(self) -> None:
         """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""

@@ -41,7 +41,7 @@ from ...protocol.rollouts import Submission
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
 from ..inference.engine import Completion, EngineStats, GenerateRequest
-from ..ops.errors import EngineError
+from ..ops.errors import EngineError, first_cause
 from ..p2p.connections import ConnectionPool
 from ..p2p.download import BlobFetcher
 from ..p2p.heads import HeadStore
@@ -168,38 +168,68 @@ class ValidatorRole:
         self._auditor = auditor
         self._failures = 0
         self._lines = LogBackoff()
-        self.waits_for = ""
-        """Reason why nothing is audited; empty during an audit."""
+        self.jobs_at_once = 1
+        """Most jobs that are audited at the same time."""
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._obstacle = ""
+        """Reason why no job came, after the last request."""
         self.audits = 0
         """Number of jobs that were measured and reported."""
         self.rollouts = 0
         """Number of rollouts in these jobs."""
 
+    @property
+    def waits_for(self) -> str:
+        """Reason why nothing is audited; empty during an audit."""
+        return "" if self._jobs else self._obstacle
+
     async def run(self) -> None:
         """Audit until the run ends. Raises EngineError if the auditor keeps failing."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._take_jobs(tasks)
+                for job in self._jobs:
+                    job.cancel()
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+
+    async def _take_jobs(self, tasks: asyncio.TaskGroup) -> None:
+        """Ask for jobs and begin each, until the run ends."""
         pause = PAUSE_S
         while not self._heads.ended:
             if self._sync.version >= self._run.max_steps:
                 await self._heads.end("the run has reached its last step")
                 break
+            if len(self._jobs) >= self.jobs_at_once:
+                await asyncio.wait(self._jobs, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                continue
             if not await self._sync.wait_order((0, 0), 1.0):
-                self.waits_for = self._sync.waits_for
+                self._obstacle = self._sync.waits_for
                 continue
             try:
                 job = await self._ask()
-                pause, self.waits_for = PAUSE_S, "" if job else "nothing is to be audited"
-                self._lines.reset()
-                if job is not None:
-                    await self._do(*job)
             except (TransportError, Refused, RemoteProtocolError) as error:
                 await self._heads.wait(lambda: False, self._explain(error, pause))
                 pause = min(pause * 1.6, PAUSE_MAX_S)
+                continue
+            pause, self._obstacle = PAUSE_S, "nothing is to be audited"
+            self._lines.reset()
+            if job is not None:
+                begun = tasks.create_task(self._finish(*job))
+                self._jobs.add(begun)
+                begun.add_done_callback(self._jobs.discard)
+
+    async def _finish(self, job: AuditJob, sealed: bytes) -> None:
+        try:
+            await self._do(job, sealed)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            self._explain(error, PAUSE_S)
 
     def _explain(self, error: Exception, pause: float) -> float:
         """Report why the trainer gave no job; return the seconds to wait."""
-        self.waits_for = f"the trainer gives no audits: {error}"
+        self._obstacle = f"the trainer gives no audits: {error}"
         if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
-            self.waits_for += "; verification.validators of the trainer has to name this node"
+            self._obstacle += "; verification.validators of the trainer has to name this node"
             logger.error(
                 "the trainer takes no audits from this node (%s). Its id, for verification.validators "
                 "of the trainer: %s. Asking again in %.0f s",

@@ -359,7 +359,7 @@ class Idle:
 
 
 def validator(
-    links: Trainer, tmp_path: Path, *, dead: bool = False
+    links: Trainer, tmp_path: Path, *, auditor: Measuring | None = None
 ) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
     cache = StateCache(5)
@@ -367,7 +367,7 @@ def validator(
         cache.put(policy(version), None)
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
-    fakes: list[Any] = [links, book, Idle(), Caught(), cache, Measuring(dead)]
+    fakes: list[Any] = [links, book, Idle(), Caught(), cache, auditor or Measuring()]
     return ValidatorRole(VALIDATOR, MANIFEST, *fakes), book, ledger
 
 
@@ -392,6 +392,45 @@ async def test_a_validator_reports_job_after_job(tmp_path: Path) -> None:
         assert made.measured[0].tokens == CLEAN.tokens
 
 
+class Gathering(Measuring):
+    """An Auditor whose first audits end once `wanted` are in progress."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._wanted = wanted
+        self._enough = asyncio.Event()
+
+    async def audit(self, items: Sequence[Any], states: Any, others: Any) -> list[Measured]:
+        """See Auditor."""
+        self._now += 1
+        self.most = max(self.most, self._now)
+        if self._now >= self._wanted:
+            self._enough.set()
+        await self._enough.wait()
+        await asyncio.sleep(0.01)
+        self._now -= 1
+        return await super().audit(items, states, others)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_a_validator_audits_as_many_jobs_at_once_as_it_may(
+    tmp_path: Path, at_once: int
+) -> None:
+    links, auditor = Trainer(bundle(), 3 * at_once), Gathering(at_once)
+    role, book, ledger = validator(links, tmp_path, auditor=auditor)
+    role.jobs_at_once = at_once
+    running = asyncio.create_task(role.run())
+    async with asyncio.timeout(60.0):
+        await links.ended.wait()
+    assert role.waits_for == ""
+    await book.end("enough")
+    await running
+    ledger.close()
+    assert auditor.most == at_once
+    assert role.audits >= 3 * at_once - 1
+
+
 async def test_a_validator_says_what_it_cannot_audit_and_goes_on(tmp_path: Path) -> None:
     forged = bundle(key=STRANGER)
     reports = await reports_of(tmp_path, 4, forged)
@@ -403,7 +442,7 @@ async def test_a_validator_says_what_it_cannot_audit_and_goes_on(tmp_path: Path)
 
 async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> None:
     links = Trainer(bundle(), 99)
-    role, _, ledger = validator(links, tmp_path, dead=True)
+    role, _, ledger = validator(links, tmp_path, auditor=Measuring(dead=True))
     with pytest.raises(EngineError, match="start this node again"):
         async with asyncio.timeout(60.0):
             await role.run()
