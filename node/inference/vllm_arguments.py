@@ -710,7 +710,7 @@ def check_device(device: str, *, cpu: bool) -> None:
 
 
 def has_linear_attention(shape: Mapping[str, Any]) -> bool:
-    """Whether some layers of a config.json have linear attention."""
+    """Return whether some layers of a config.json have linear attention."""
     return "linear_attention" in (shape.get("layer_types") or ())
 
 

@@ -263,7 +263,7 @@ def check_disk(home: Path, free: int, needed: int = 0) -> MachineCheck:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
+    """Return `path`, or the nearest directory above it that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 

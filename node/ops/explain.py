@@ -506,7 +506,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
 
 
 def contract_of(manifest: RunManifest, verdict: Verdict) -> ProofContract:
-    """The run's proof contract with the bounds that judged."""
+    """Return the run's proof contract with the bounds that judged."""
     bounds = verdict.bounds
     if isinstance(bounds, ClassBounds):
         return bounds.applied(manifest.proofs)

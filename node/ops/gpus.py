@@ -67,7 +67,7 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def device_files(directory: Path) -> list[Gpu]:
-    """Count /dev/nvidia0, nvidia1 ..: a container has those that it was given."""
+    """Count /dev/nvidia0, nvidia1 ..: a container has only its own."""
     count = sum(path.name[6:].isdigit() for path in directory.glob("nvidia[0-9]*"))
     return [Gpu(str(index)) for index in range(count)]
 
@@ -234,6 +234,6 @@ def torch_build() -> TorchBuild | None:
 
 
 def torch_without_gpus() -> bool:
-    """Whether the torch that is installed computes on the CPU alone."""
+    """Return whether the installed torch computes on the CPU alone."""
     build = torch_build()
     return build is not None and not build.cuda

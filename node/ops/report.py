@@ -68,7 +68,7 @@ def terminal_curve(curve: Points, width: int, height: int) -> str:
 
 
 def points(raw: object) -> list[tuple[float, float]]:
-    """[[step, value], ...] of a summary as pairs; values that are not finite are dropped."""
+    """Read [[step, value], ...] of a summary as pairs; drop values that are not finite."""
     pairs: list[tuple[float, float]] = []
     for step, value in raw if isinstance(raw, list | tuple) else ():
         if value is not None and math.isfinite(value):
