@@ -256,7 +256,7 @@ class EnvironmentTrial:
             self._found(self._step, "not done", str(error))
 
     async def _check_tasks(self, one: Environment, other: Environment) -> list[Task]:
-        """Compare the tasks of two processes and count them; return those of the train split."""
+        """Compare the tasks of two processes and count them; return the training tasks."""
         train, differing = await self._compare(one, other, "train")
         found = [f"train {_count(train)}"]
         try:

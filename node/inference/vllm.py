@@ -770,7 +770,7 @@ def _check_head_size(size: int) -> None:
 
 
 def _kill_children(pids: Sequence[int]) -> None:
-    """Kill those of vLLM's processes that it has not ended by now."""
+    """Kill the processes of vLLM that still run."""
     for child in multiprocessing.active_children():
         if child.pid in pids:
             child.kill()

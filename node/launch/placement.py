@@ -44,7 +44,7 @@ class GpuSplit:
             self._inference = 0
 
     def make(self) -> tuple[Names, Names]:
-        """Raises UsageError."""
+        """Choose the GPUs of (trainer, inference). Raises UsageError."""
         if self._trainer is None:
             self._trainer = self._trainer_count()
         parts = [one for one in (self._trainer, self._inference) if isinstance(one, tuple)]

@@ -72,23 +72,18 @@ def layer_of(name: str) -> int | None:
     return None
 
 
-def names_of(
-    stage: Stage, layers: int, names: Collection[str], *, tied: bool | None = None
-) -> frozenset[str]:
-    """Select the tensors that `stage` needs from `names`, those of a whole model.
-
-    With tied embeddings the first and the last stage both need the embedding. `tied` is given where it cannot
-    be derived from `names`, as with adapters.
-    """
-    if tied is None:
-        tied = not any(HEAD.intersection(name.split(".")) for name in names)
-    return frozenset(name for name in names if _needs(stage, layers, name, tied))
-
-
 def share_of(plan: PipelinePlan, rank: int) -> Callable[[Collection[str]], frozenset[str]]:
-    """Return a Share (node/weights/payload.py) that selects the tensors of stage `rank`."""
+    """Return a Share (node/weights/payload.py): it selects the tensors of stage `rank` from a whole model's.
+
+    With tied embeddings (no head among the names) the first and the last stage both need the embedding.
+    """
     stage = plan.stages[rank]
-    return lambda names: names_of(stage, plan.layers, names)
+
+    def select(names: Collection[str]) -> frozenset[str]:
+        tied = not any(HEAD.intersection(name.split(".")) for name in names)
+        return frozenset(name for name in names if _needs(stage, plan.layers, name, tied))
+
+    return select
 
 
 def _needs(stage: Stage, layers: int, name: str, tied: bool) -> bool:

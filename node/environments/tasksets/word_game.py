@@ -104,7 +104,7 @@ class WordGameTask(vf.Task[WordGameData, WordGameState]):
 
     @vf.reward(weight=0.2)
     async def closeness(self, trace: vf.Trace) -> float:
-        """Return the share of letters that the best guess had in place, half of it for one elsewhere; 0.0..1.0."""
+        """Return the share of letters in place in the best guess; one elsewhere counts half."""
         return max(
             (_closeness(marks(one, self.data.secret)) for one in trace.state.guesses), default=0.0
         )
