@@ -35,7 +35,7 @@ from ..storage.run_files import (
     write,
 )
 from ..verification.bounds import measures_bounds
-from .placement import GpuPlacement, Names, place, planned_shares
+from .placement import GpuPlacement, Names, place
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
@@ -162,7 +162,7 @@ async def launch(
         NodeError: the trainer failed (its own error and exit code where it gave one), no ticket came, or
             every worker was given up.
     """
-    placement = placement or place(config, usable(os.environ), planned_shares)
+    placement = placement or place(config, usable())
     with held(config.run_dir):
         prepare(config)
         launcher = Launcher(

@@ -402,7 +402,7 @@ def _utilization(
     return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
 
 
-def refuse_what_cannot_fit(
+def check_fits(
     config: EngineConfig,
     model_dir: Path,
     gpus: Sequence[GpuMemory] | None = None,
