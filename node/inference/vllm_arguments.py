@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
-from ..memory_plan.memory import Device, rank_cache_bytes, step_tokens, tensor_parallel
+from ..memory_plan.memory import ELEMENT, Device, rank_cache_bytes, step_tokens, tensor_parallel
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 
@@ -630,8 +630,6 @@ WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 NO_DOMAIN = "media.invalid"
 """Domain that no host has: this machine must not fetch the URLs in a client's messages."""
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 class Variable(NamedTuple):
     """Environment variable, set before vLLM is imported unless the operator has set it."""
@@ -824,7 +822,7 @@ def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
     Bytes of a token in a layer = 2 (key and value) x heads x head size x element size.
     """
     heads = -(-kv_heads(shape) // tensor_parallel(config))
-    token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+    token = 2 * heads * head_size(shape) * ELEMENT[config.dtype]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     layers = int(shape["num_hidden_layers"]) + (config.draft_head is not None)
     return rank_cache_bytes(config, layers, token, machine)

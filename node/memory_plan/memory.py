@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 GIB, MIB = 1 << 30, 1 << 20
 ELEMENT = {"float32": 4, "bfloat16": 2}
+"""dtype -> bytes of an element."""
 RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
 SHARED_RESERVE = 512 * MIB  # the same where several processes fill it: an H100 keeps 479 MiB
 

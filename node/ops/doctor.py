@@ -74,7 +74,7 @@ def examine(
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check_python(sys.version_info[:3]),
-        check_torch(torch_build(), gpus=len(found), wanted=True),
+        check_torch(torch_build(), gpus=len(found)),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         *check_exact_numerics(config),
         *check_environments(config),
@@ -103,11 +103,11 @@ def check_python(version: Sequence[int]) -> MachineCheck:
     return MachineCheck("Python", "ok", text)
 
 
-def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> MachineCheck:
+def check_torch(build: TorchBuild | None, *, gpus: int) -> MachineCheck:
     """Check that torch is installed and can use the GPUs."""
     if build is None:
         advice = "pip install 'primerl-node[run]': a trainer or a worker computes with it"
-        return MachineCheck("torch", "problem" if wanted else "warning", "not installed", advice)
+        return MachineCheck("torch", "problem", "not installed", advice)
     text = f"{build.version}, " + (f"CUDA {build.cuda}" if build.cuda else "CPU only")
     if gpus and not build.cuda:
         advice = "install a CUDA build of torch, else the GPUs stay idle"

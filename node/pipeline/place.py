@@ -130,7 +130,6 @@ START_SHARE = 0.05
 memory that has to be free at the start."""
 SPLITTING_PASSES = ("enable_sp", "fuse_gemm_comms")
 """Passes of vLLM's compiler that split hidden states between GPUs, in releases that have them."""
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def encode_place(place: StagePlace) -> bytes:
@@ -217,11 +216,12 @@ def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> di
     replicated.
     """
     from ..inference.vllm_arguments import head_size, kv_heads  # with the config of a whole run
+    from ..memory_plan.memory import ELEMENT
 
     plan, stage = place.shape, place.stage
     blocks = plan.kv_tokens // plan.block_size + 1  # vLLM reserves block 0
     heads = max(1, kv_heads(shape) // tp)
-    layer = 2 * heads * head_size(shape) * _BYTES[plan.dtype] * plan.block_size
+    layer = 2 * heads * head_size(shape) * ELEMENT[plan.dtype] * plan.block_size
     return {
         "pipeline_parallel_size": len(place.plan.stages),
         "tensor_parallel_size": tp,
