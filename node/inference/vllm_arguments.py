@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
-from ..memory_plan.memory import ELEMENT, Device, rank_cache_bytes, step_tokens, tensor_parallel
+from ..memory_plan.memory import (
+    ELEMENT,
+    Device,
+    rank_cache_bytes,
+    step_tokens,
+    tensor_parallel,
+    tensor_parallel_on,
+)
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 
@@ -381,21 +388,15 @@ def resolve_parallel(
     `shape` is config.json. `gpus`: number of visible GPUs, 0 for a CPU; None counts them. Raises UsageError.
     """
     count = visible_gpus(config) if gpus is None else gpus
-    others = config.pp * config.dp
-    if config.tp == "auto":
-        config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
+    config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
     check_parallel(config, shape)
-    if 0 < count < int(config.tp) * others:
+    wanted = int(config.tp) * config.pp * config.dp
+    if 0 < count < wanted:
         raise UsageError(
-            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {int(config.tp) * others} "
+            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {wanted} "
             f"GPUs, and {count} can be used here: lower one of them, or show more in CUDA_VISIBLE_DEVICES"
         )
     return config
-
-
-def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
-    """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
-    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
 
 
 def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:

@@ -239,6 +239,11 @@ def step_tokens(config: EngineConfig, device: Device) -> int:
     return max(usual, config.max_batch, config.max_model_len if whole else 0)
 
 
+def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
+    """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
+    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
+
+
 def tensor_parallel(config: EngineConfig) -> int:
     """Return engine.tp as a number. Raises UsageError for `auto`."""
     if not isinstance(config.tp, int):
@@ -420,8 +425,7 @@ def check_fits(
     gpus = visible_memory() if gpus is None else gpus
     if not gpus:
         return
-    tp = config.tp if isinstance(config.tp, int) else max(1, len(gpus) // (config.dp * config.pp))
-    config = config.model_copy(update={"tp": tp})
+    config = config.model_copy(update={"tp": tensor_parallel_on(config, len(gpus))})
     try:
         shape = read_shape(read_json(model_dir / "config.json"))
     except EngineError as error:

@@ -33,6 +33,7 @@ from ..memory_plan.memory import (
     gib,
     plan_engine,
     plan_trainer,
+    tensor_parallel_on,
     with_fitting_auditor,
     worker_share,
 )
@@ -342,9 +343,7 @@ def plan_run(
     Raises UsageError for an engine that these GPUs cannot have.
     """
     gpu = device.kind == "cuda"
-    tp = config.engine.tp
-    if not isinstance(tp, int):
-        tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
+    tp = tensor_parallel_on(config.engine, gpus if gpu else 1)
     if shape.heads % tp:
         raise UsageError(
             f"{shape.heads} attention heads cannot be shared by {tp} GPUs: set --engine.tp to a divisor"
