@@ -147,7 +147,9 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     finally:
         status = nodes[config.role].status if nodes else None
         if status is not None:
-            status.phase, status.detail, status.waiting_for = "ended", "", ""
+            status.phase, status.waiting_for = "ended", ""
+            if config.role == "inference":
+                status.detail = ""
             view.say(plain_line(nodes))
     if farewell:
         view.say(farewell)

@@ -157,14 +157,17 @@ class Verification:
         )
         self._references = read_nodes("verification.references", settings.references)
         largest = max(one.group_size for one in config.mixture)
-        batch = config.rollouts.groups_per_batch * largest
+        self._rollouts_per_step = config.rollouts.groups_per_batch * largest
         # all rollouts of the run, twice: some are refused, some are never trained
-        self.test = ban_test(documents.manifest.proofs, 2 * config.max_steps * batch)
+        rollouts = 2 * config.max_steps * self._rollouts_per_step
+        self.test = ban_test(documents.manifest.proofs, rollouts)
 
     def calibration(self) -> SelfCalibration | None:
         """Make the self-calibration of this start; None where the manifest fixes the bounds."""
         proofs = self._documents.manifest.proofs
-        return SelfCalibration(proofs, self._references) if proofs.bounds == "measured" else None
+        if proofs.bounds != "measured":
+            return None
+        return SelfCalibration(proofs, self._references, rollouts_per_step=self._rollouts_per_step)
 
     async def start(self, model_dir: Path) -> None:
         """Read the architecture. Raises EngineError."""

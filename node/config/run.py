@@ -465,7 +465,8 @@ class VerificationConfig(BaseConfig):
     """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
     engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
     audit_rate: Fraction = 0.1
-    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are."""
+    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are, of one in
+    `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
     false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Probability over the whole run that the sequential test bans an honest worker."""
     audit_timeout_s: Seconds = 120.0

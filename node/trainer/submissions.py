@@ -28,6 +28,7 @@ from ..p2p.uploads import UploadReceiver
 from ..storage.ledger import QueuedSubmission
 from ..training.buffer import RolloutBuffer, RolloutGroup
 from ..training.curriculum import Curriculum
+from ..verification.self_calibration import AuditConditions
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .bounds_book import MeasuredRows
 from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
@@ -201,10 +202,14 @@ class VerificationQueue:
                 [sum(map(sum, (b.mask for b in rollout.branches))) for rollout in group.rollouts],
             )
 
-    def _rate(self, node: bytes, environment: str) -> float:
+    def _rate(self, node: bytes, environment: str, conditions: AuditConditions | None) -> float:
         """Return the share of this worker's rollouts of an environment to audit now."""
-        reputation = self._registry.reputation(node)
-        base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
+        base = self._contract.audit_rate
+        if conditions is not None and conditions.all_audited:
+            return 1.0
+        if conditions is not None and conditions.audit_rate is not None:
+            base = conditions.audit_rate
+        reputation, odd = self._registry.reputation(node), self._outliers.outlierness(node)
         return audit_rate(reputation.of(environment), base, odd, reputation.recent_fault)
 
     async def _verify(
@@ -220,10 +225,8 @@ class VerificationQueue:
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
             return refuse_all(arrival, lease, error)
         version = self._scheduler.version
-        rate = self._rate(arrived.node, self._environment(lease))
         conditions = self._bounds.conditions(arrived.node, submission)
-        if conditions is not None and conditions.all_audited:
-            rate = 1.0
+        rate = self._rate(arrived.node, self._environment(lease), conditions)
         try:
             return await self.verifier.verify(
                 submission,

@@ -31,6 +31,11 @@ ENOUGH = 64
 rollouts that they reject is below 5 %, shown with 95 % confidence."""
 RENEW = 64
 """New rollouts after which a class's bounds are renewed: the noise changes with the policy."""
+REFERENCE_SHARE = 0.25
+"""Part of the usual rate at which proven references are audited, whom the operator vouches for; their audits
+serve to renew the bounds."""
+RENEW_STEPS = 8
+"""Steps within which bounds are renewed; that may take a higher rate."""
 WIDER = 1.5
 """Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts, as the first rollouts of one
 machine do not show the tail. Bounds to suspect are not widened: they cover the range between."""
@@ -62,6 +67,8 @@ class AuditConditions:
     """Whether it is among its worker's first: suspects then indicate a wrong class, not fraud."""
     by_trainer: bool = False
     """Whether the trainer has to measure the submission itself."""
+    audit_rate: float | None = None
+    """Audited share of a proven worker's rollouts; None: the contract's."""
     unlearned: str = ""
     """Reason why none of it is trained on; empty if its clean rollouts are."""
 
@@ -81,9 +88,19 @@ class ClassState:
 class SelfCalibration:
     """Measured bounds of each class, and the choice of the bounds for a worker."""
 
-    def __init__(self, contract: ProofContract, references: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self,
+        contract: ProofContract,
+        references: Iterable[bytes] = (),
+        *,
+        rollouts_per_step: int = 1,
+    ) -> None:
         """Take the run's contract, and the node ids of the workers that the operator trusts."""
         self._contract = contract
+        renewing = RENEW / (RENEW_STEPS * rollouts_per_step)
+        self._reference_rate = min(
+            contract.audit_rate, max(REFERENCE_SHARE * contract.audit_rate, renewing)
+        )
         self.references = frozenset(references)
         self._named = bool(self.references)
         """Whether the run ever had references: banned ones are not the same as none."""
@@ -116,6 +133,7 @@ class SelfCalibration:
             bounds,
             all_audited=measured is None,
             by_trainer=vouched,
+            audit_rate=self._reference_rate if vouched else None,
             unlearned=unlearned,
         )
 

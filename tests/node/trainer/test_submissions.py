@@ -100,6 +100,15 @@ class Opened(SubmissionQueue):
         return Submission(lease=b"", groups=(), engine="hf"), lease
 
 
+class GivenBounds(BoundsBook):
+    """Gives every submission the conditions that a test says."""
+
+    given: AuditConditions | None = None
+
+    def conditions(self, node: bytes, submission: Submission) -> AuditConditions | None:
+        return self.given
+
+
 class World:
     """A submission queue with a ledger and a scheduler that only remember."""
 
@@ -121,9 +130,10 @@ class World:
             judged_up_to=lambda: max(self.verdicts, default=0),
         )
         services = bare_services(ledger=ledger)
+        self.bounds = GivenBounds(services, None, self.reputation)
         registry = SimpleNamespace(
             services=services,
-            bounds=BoundsBook(services, None, self.reputation),
+            bounds=self.bounds,
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
@@ -221,6 +231,23 @@ async def test_a_worker_that_earned_trust_in_one_environment_is_audited_as_a_new
     assert not peer.of("sums").quarantined
     assert (peer.accepted, peer.banned) == (1001, "")
     assert peer.recent_fault, "for now everything of it is audited"
+
+
+async def test_a_proven_reference_is_audited_less_until_a_fault() -> None:
+    world = World(before=[1, 2])
+    world.bounds.given = AuditConditions(PROOFS, by_trainer=True, audit_rate=0.01)
+    peer = world.reputation(WORKER)
+    peer.record("sums", 100_000, Counter(), time.time())
+    peer.audited = 100_000
+    world.auditor.refused = {1: Reason.BAD_REWARD}
+    world.auditor.let_go([1, 2])
+    async with running(world):
+        await world.judged_are([1, 2])
+        world.queue.put(arrived(3))
+        world.auditor.let_go([3])
+        await world.judged_are([1, 2, 3])
+    assert world.auditor.rates[1] == pytest.approx(0.01)
+    assert world.auditor.rates[3] == 1.0
 
 
 async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:

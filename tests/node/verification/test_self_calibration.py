@@ -118,6 +118,23 @@ def test_a_reference_is_judged_by_provisional_bounds_and_measured_by_the_trainer
     assert SelfCalibration(CONTRACT, [OWN]).conditions([OWN], H100, placed=False).all_audited
 
 
+@pytest.mark.parametrize(
+    ("per_step", "rate"), [(1, 0.1), (64, 0.1), (128, 0.0625), (512, 0.025), (4096, 0.025)]
+)
+def test_a_proven_reference_is_audited_as_often_as_renewing_the_bounds_takes(
+    per_step: int, rate: float
+) -> None:
+    contract = replace(CONTRACT, audit_rate=0.1)
+    calibration = SelfCalibration(contract, [OWN], rollouts_per_step=per_step)
+    calibration.add([OWN], H100, at(0, noise(ENOUGH)))
+    assert calibration.conditions([OWN], H100, placed=True).audit_rate == pytest.approx(rate)
+    for makers in (
+        [STRANGER],
+        [OWN, STRANGER],
+    ):  # attack: a stranger's stage in a reference's pipeline
+        assert calibration.conditions(makers, H100, placed=True).audit_rate is None
+
+
 # -- bounds ------------------------------------------------------------------------------------------
 
 
