@@ -181,7 +181,6 @@ class OutboundLink:
         self.why = "not dialled yet"
         """Why the link is down; "" while it is up."""
         self.bytes = 0
-        self.frames = 0
         self._links = links
         self._peer = peer
         self._sealed = sealed
@@ -252,7 +251,6 @@ class OutboundLink:
                 continue
             await packet.write(stream.write)
             self.bytes += packet.size
-            self.frames += 1
 
     async def _listen(self, stream: Stream) -> None:
         while True:
@@ -281,7 +279,6 @@ class InboundLink:
         self._heard = False
         self._delivering = False
         self.bytes = 0
-        self.frames = 0
 
     async def serve(self, deliver: Deliver) -> None:
         """Deliver every frame until the link is lost.
@@ -306,7 +303,6 @@ class InboundLink:
                 raise TimeoutError(f"the peer sent nothing for {self._stall_s:g} s") from error
             if packet is not None:
                 self.bytes += packet.size
-                self.frames += 1
                 self._delivering = True
                 await deliver(packet)
                 self._delivering = False

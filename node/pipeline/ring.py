@@ -38,14 +38,12 @@ class RingFault:
 
 @dataclass(frozen=True)
 class RingStats:
-    """Figures for status rows; bytes and frames count all links of this ring so far."""
+    """Figures for status rows; bytes count all links of this ring so far."""
 
     epoch: int
     healthy: bool
     bytes_out: int
     bytes_in: int
-    frames_out: int
-    frames_in: int
     rtt_ms: float | None
     """Round trip to the next stage."""
     round_ms: float | None
@@ -235,8 +233,8 @@ class Ring:
         )
         self._in: InboundLink | None = None
         self._in_epoch = -1
-        self._closed_in = (0, 0)
-        """(bytes, frames) of inbound links that are closed."""
+        self._closed_in = 0
+        """Bytes of inbound links that are closed."""
         self._failed_epoch = -1
         """Newest epoch that failed; its frames are dropped."""
         self._pings = RingPings()
@@ -308,14 +306,11 @@ class Ring:
 
     def stats(self) -> RingStats:
         """Return the current figures."""
-        closed, link = self._closed_in, self._in
         return RingStats(
             epoch=self.epoch,
             healthy=self.is_healthy,
             bytes_out=self._out.bytes,
-            bytes_in=closed[0] + (link.bytes if link else 0),
-            frames_out=self._out.frames,
-            frames_in=closed[1] + (link.frames if link else 0),
+            bytes_in=self._closed_in + (self._in.bytes if self._in else 0),
             rtt_ms=self._out.rtt_ms,
             round_ms=self._pings.round_ms,
             busy_s=self._engine.busy_s,
@@ -351,8 +346,7 @@ class Ring:
             reason = str(error)
             raise
         finally:
-            closed = self._closed_in
-            self._closed_in = (closed[0] + link.bytes, closed[1] + link.frames)
+            self._closed_in += link.bytes
             if self._in is link:
                 self._in = None
                 self._fail(self._previous, f"the link from stage {self._previous}: {reason}")

@@ -43,9 +43,8 @@ async def test_more_may_be_under_way_than_any_queue_holds() -> None:
             await made.receive(Kind.DRAWN)
         await sending
         stats = made.rings[0].stats()
-        assert stats.frames_out >= 60
         assert stats.bytes_out > 60 * full * SHAPE.hidden_size * 4
-        assert made.rings[1].stats().frames_in == stats.frames_out
+        assert made.rings[1].stats().bytes_in == stats.bytes_out
 
 
 async def test_a_fault_of_an_engine_reaches_the_first_stage_with_its_rank_and_words() -> None:
