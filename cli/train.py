@@ -1,6 +1,5 @@
 """`primerl-node train` and `rl`: the trainer of a run, alone or with workers on this machine."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,7 +117,7 @@ def rl(
     config = read_config(RunConfig, args)
     check_engine(config)
     check_model(config)
-    placement = place(config, usable(os.environ))
+    placement = place(config, usable())
     if dry_run:
         show_config(placement.applied(config), as_json=as_json)
         for line in placement.lines():

@@ -22,7 +22,7 @@ from ..environments.leased_prompts import LeasedPrompts
 from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
-from ..ops.gpus import usable_here
+from ..ops.gpus import usable
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
 from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage
@@ -97,7 +97,7 @@ def make_environment(
 
 
 def make_backend(
-    config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable_here
+    config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable
 ) -> TrainBackend:
     """The trainer backend of a run, not started; `gpus` names those that may be used. Raises UsageError."""
     temperature, own = 1.0, dict[str, SampleTerms]()

@@ -28,7 +28,7 @@ from ..config.loader import load
 from ..config.run import RunConfig, TrainedEnvironment
 from ..config.training import TrainingConfig
 from ..ops.errors import StorageError, UsageError
-from ..ops.gpus import is_on_gpu, usable_here
+from ..ops.gpus import is_on_gpu, usable
 from ..storage.chunk_store import CHUNKS, chunk_path
 from ..storage.ledger import MANIFEST, LedgerView
 from ..storage.rollouts import KeptRollout, RolloutFiles, StepSettings
@@ -383,7 +383,7 @@ class RunReplay:
     def _allowed(self, settings: StepSettings) -> float:
         if self._tolerance is not None:
             return self._tolerance
-        gpu = settings.gpu or is_on_gpu(str(settings.training.get("device", "auto")), usable_here)
+        gpu = settings.gpu or is_on_gpu(str(settings.training.get("device", "auto")), usable)
         return GPU_TOLERANCE if gpu else 0.0
 
     async def _come_to(self, version: int, settings: StepSettings) -> TrainBackend:

@@ -26,7 +26,7 @@ from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import PeerRow, Status
 from ..ops.errors import EngineError, RankFailed, RunFailed, UsageError, first_cause
-from ..ops.gpus import is_on_gpu, usable_here
+from ..ops.gpus import is_on_gpu, usable
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
@@ -121,7 +121,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         config.max_steps,
         config.sampling.temperature,
         version("torch"),
-        is_on_gpu(config.training.device, usable_here),
+        is_on_gpu(config.training.device, usable),
         {
             name: own.model_dump(mode="json")
             for name, own in config.training_on().items()

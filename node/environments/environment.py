@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ..inference.engine import Completion
+from ..inference.engine import Completion, join_boundaries, join_spans
 from ..ops.errors import NodeError
 from .stop_strings import StopStrings
 
@@ -63,7 +63,7 @@ class Branch:
         turns: Sequence[Completion],
     ) -> "Branch":
         """Make the branch of a conversation from its turns, in order; at least one."""
-        boundaries, plan = _join_boundaries(turns)
+        boundaries, plan = join_boundaries(turns)
         return cls(
             token_ids=token_ids,
             sampled=sampled,
@@ -71,7 +71,7 @@ class Branch:
             policy_first=min(turn.policy_first for turn in turns),
             policy_last=max(turn.policy_last for turn in turns),
             finish=turns[-1].finish,
-            spans=_join_spans(turns),
+            spans=join_spans(turns),
             proof=b"".join(turn.proof for turn in turns),
             boundaries=boundaries,
             plan=plan,
@@ -79,27 +79,6 @@ class Branch:
             if all(turn.routes for turn in turns)
             else b"",
         )
-
-
-def _join_boundaries(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
-    """Return (joined boundaries of all turns, plan); () and the last plan if they do not fit."""
-    plans = {turn.plan for turn in turns}
-    columns = [turn.boundaries for turn in turns]
-    if len(plans) > 1 or not all(columns) or len({len(one) for one in columns}) > 1:
-        return (), turns[-1].plan
-    return tuple(b"".join(column) for column in zip(*columns, strict=True)), plans.pop()
-
-
-def _join_spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
-    """List the policy changes among the sampled tokens of all turns; empty if there were none."""
-    found: list[tuple[int, int]] = []
-    before = 0
-    for turn in turns:
-        for start, version in turn.spans or ((0, turn.policy_first),):
-            if not found or found[-1][1] != version:
-                found.append((before + start, version))
-        before += len(turn.token_ids)
-    return tuple(found) if len(found) > 1 else ()
 
 
 @dataclass(frozen=True)

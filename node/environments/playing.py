@@ -611,7 +611,7 @@ def open_player(
         sampling=vf.SamplingConfig(temperature=temperature, max_tokens=max_tokens),
         max_turns=config.max_turns,
     )
-    tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
+    tasks = TaskIndex(tasksets)
     taskset = tasksets["train"]
     calls = _call_parser(config, taskset, chat)
     env = _load_env(config.id, taskset, tools=calls is not None)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ..inference.engine import Completion, GenerateRequest
+from ..inference.engine import Completion, GenerateRequest, join_boundaries, join_spans
 
 FIRST_PART = 64
 """Tokens that are generated before the text is looked at; parts grow twofold, up to LAST_PART."""
@@ -34,7 +34,7 @@ class StopStrings:
         return bisect_left(list(accumulate(map(len, parts))), min(ends)) + 1 if ends else 0
 
     def cut(self, completion: Completion) -> Completion:
-        """Return what of a completion is before its end, which then is a stop."""
+        """Cut a completion at its end, which then is a stop; return it as it is if it has none."""
         end = self.end(completion.token_ids)
         return completion if end == 0 else replace(_first(completion, end), finish="stop")
 
@@ -86,23 +86,16 @@ def _first(completion: Completion, tokens: int) -> Completion:
 
 def _joined(first: Completion, second: Completion) -> Completion:
     """Join two parts of one reply."""
-    before = len(first.token_ids)
-    spans = list(first.spans or ((0, first.policy_first),))
-    for start, version in second.spans or ((0, second.policy_first),):
-        if version != spans[-1][1]:
-            spans.append((before + start, version))
-    planned = first.plan == second.plan and len(first.boundaries) == len(second.boundaries)
+    boundaries, plan = join_boundaries((first, second))
     return Completion(
         token_ids=first.token_ids + second.token_ids,
         logprobs=first.logprobs + second.logprobs,
         finish=second.finish,
         policy_first=first.policy_first,
         policy_last=second.policy_last,
-        spans=tuple(spans) if len(spans) > 1 else (),
+        spans=join_spans((first, second)),
         proof=first.proof + second.proof,
-        boundaries=tuple(map(bytes.__add__, first.boundaries, second.boundaries))
-        if planned
-        else (),
-        plan=second.plan,
+        boundaries=boundaries,
+        plan=plan,
         routes=first.routes + second.routes,
     )

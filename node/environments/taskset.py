@@ -132,15 +132,15 @@ class TaskIndex:
         self,
         tasksets: Mapping[Split, Iterable[Any]],
         *,
-        dealt: bool,
         limits: WalkLimits = WalkLimits(),
     ) -> None:
         self._tasksets = tasksets
+        self._dealt = "eval" not in tasksets
+        """Whether tasks are assigned to the splits by a hash of their content."""
         self._walks: dict[Split, _Walk] = {
-            split: _Walk(tasksets.get(split, tasksets["train"]), split, limits, dealt=dealt)
+            split: _Walk(tasksets.get(split, tasksets["train"]), split, limits, dealt=self._dealt)
             for split in ("train", "eval")
         }
-        self._dealt = dealt
 
     @property
     def progress(self) -> str:

@@ -109,7 +109,7 @@ class _MarkedText:
 def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> None:
     """Raise EnvironmentFailed for toolsets that cannot be called in this process.
 
-    If they have to be `deterministic`, also for those that declare that they are not.
+    If they have to be `deterministic`, also for toolsets that declare that they are not.
     """
     for one in toolsets:
         name = type(one).__name__

@@ -114,7 +114,6 @@ class ScriptedPolicy:
 
     async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
         """See Policy."""
-
         self.turns += 1
         if self._replies:
             text = self._replies[min(turn, len(self._replies) - 1)]
@@ -183,7 +182,6 @@ class EnvironmentTrial:
 
     def shown(self) -> str:
         """Format the rollout with the most turns as the model saw it."""
-
         if not self.rollouts:
             return "\nno rollout to show"
         one = max(self.rollouts, key=lambda it: (it.turns, it.reward or 0.0))
@@ -256,7 +254,7 @@ class EnvironmentTrial:
             self._found(self._step, "not done", str(error))
 
     async def _check_tasks(self, one: Environment, other: Environment) -> list[Task]:
-        """Compare the tasks of two processes and count them; return those of the train split."""
+        """Compare the tasks of two processes and count them; return the training tasks."""
         train, differing = await self._compare(one, other, "train")
         found = [f"train {_count(train)}"]
         try:
@@ -574,7 +572,6 @@ def _opened(path: str, *, writes: bool) -> str:
 
 def _play_noted(descriptor: int, roots: Sequence[str]) -> None:
     """Run as the environment's process, like host.py; log audit events from the set-up on."""
-
     os.set_inheritable(descriptor, False)
     notes = Notes(descriptor, roots, str(root_of("verifiers")))
     sys.addaudithook(notes.take)

@@ -45,9 +45,7 @@ class EndpointPolicy:
         try:
             answer = await self._api.ask(self._body(asked))
         except ApiUnavailable as error:
-            if (
-                self._answered > began
-            ):  # other requests succeed: it is this conversation, not the API
+            if self._answered > began:  # other requests succeed: only this conversation fails
                 raise PlayFailed(f"the API failed: {error}") from None
             reason = str(error)
         else:
@@ -57,6 +55,7 @@ class EndpointPolicy:
                 return turn
             # not asked of the API, which would leave the string out of the reply
             return replace(turn, completion=asked.stops.cut(turn.completion))
+        # outside of `except`, so that no error is chained: those of the package hold the key
         raise NetworkError(
             f"the API at {self._config.url} does not work: {reason}; check that it is up, then run the same "
             "command again to continue, or raise endpoints.retries"

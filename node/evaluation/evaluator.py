@@ -94,11 +94,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the last turn."""
 
 
-async def held_out(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
-    """Return the distinct tasks among the first `count` of a split. Raises EnvironmentFailed."""
+async def held_out(environment: Environment, count: int) -> list[Task]:
+    """Return the distinct tasks among the first `count` held-out ones. Raises EnvironmentFailed."""
     tasks: dict[bytes, Task] = {}
     for index in range(count):
-        task = await environment.task(index, split)
+        task = await environment.task(index, "eval")
         tasks.setdefault(task.digest, task)
     return list(tasks.values())
 
@@ -273,12 +273,7 @@ class EvalTask:
 class Evaluator:
     """Evaluates states with an engine of its own, one evaluation at a time."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: EvalSampling,
-        at_once: int = 256,
-    ) -> None:
+    def __init__(self, engine: Engine, sampling: EvalSampling, at_once: int = 256) -> None:
         """`at_once`: rollouts in flight, which the engine batches."""
         self._engine = engine
         self._sampling = sampling

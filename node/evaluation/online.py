@@ -116,8 +116,6 @@ class OnlineEvaluation:
         self._begun = False
         self.version = -1
         """The version being evaluated; -1 while none is."""
-        self.left_out = 0
-        """Versions skipped because another evaluation was running."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -140,7 +138,6 @@ class OnlineEvaluation:
             return
         if self._task is not None and not self._task.done():
             if version != self._last:  # finish() evaluates the last one
-                self.left_out += 1
                 logger.warning(
                     "version %d is not evaluated, as version %d still is: raise evaluation.interval",
                     version,

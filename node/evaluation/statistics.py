@@ -6,7 +6,7 @@ independent.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -201,9 +201,9 @@ def _student(probability: float, count: int) -> float:
     Abramowitz and Stegun 26.7.5; within 1 % at 95 % from 4 degrees of freedom on.
     """
     z, free = NormalDist().inv_cdf(probability), max(1, count - 1)
-    terms: Sequence[Callable[[], float]] = (
-        lambda: (z**3 + z) / 4,
-        lambda: (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        lambda: (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term() / free**power for power, term in enumerate(terms, start=1))
+    return z + sum(term / free**power for power, term in enumerate(terms, start=1))

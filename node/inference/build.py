@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from ..config.engine import EngineConfig
-from ..ops.gpus import is_on_gpu, usable_here
+from ..ops.gpus import is_on_gpu, usable
 from .engine import Engine
 
 ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}
 """Settings of hf, which is one engine on one device and keeps its memory."""
 
 
-def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable_here) -> Engine:
+def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable) -> Engine:
     """Make the engine that `config.type` names, not started; heavy libraries load at start().
 
     On a GPU it computes in a process of its own; docs/training.md says why. `gpus` returns the usable GPUs.

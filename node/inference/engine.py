@@ -9,6 +9,7 @@ Implementations: HfEngine (hf.py), HostedEngine (hosted.py), AdaptedEngine (adap
 Suite: tests/conformance/test_engine.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -71,6 +72,27 @@ class Completion:
     routes: bytes = b""
     """Routes as in BranchRecord, for a mixture of experts with
     engine.enable_return_routed_experts; else empty."""
+
+
+def join_boundaries(parts: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
+    """Return (joined boundaries of all parts, plan); () and the last plan if they do not fit."""
+    plans = {part.plan for part in parts}
+    columns = [part.boundaries for part in parts]
+    if len(plans) > 1 or not all(columns) or len({len(one) for one in columns}) > 1:
+        return (), parts[-1].plan
+    return tuple(b"".join(column) for column in zip(*columns, strict=True)), plans.pop()
+
+
+def join_spans(parts: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """List the policy changes among the tokens of all parts; empty if there were none."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for part in parts:
+        for start, version in part.spans or ((0, part.policy_first),):
+            if not found or found[-1][1] != version:
+                found.append((before + start, version))
+        before += len(part.token_ids)
+    return tuple(found) if len(found) > 1 else ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):

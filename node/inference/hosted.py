@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ...protocol.manifests import RunManifest
 from ..config.engine import EngineConfig
-from ..memory_plan.memory import refuse_what_cannot_fit
+from ..memory_plan.memory import check_fits
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
 from ..pipeline.place import StagePlace, check_placed, encode_place
@@ -107,9 +107,7 @@ class HostedEngine:
         self._vocab_size = int(shape["vocab_size"])
         whole = await asyncio.to_thread(resolve_parallel, self._config, shape)
         if self._place is None:
-            await asyncio.to_thread(
-                refuse_what_cannot_fit, whole, model_dir, fingerprint=fingerprint
-            )
+            await asyncio.to_thread(check_fits, whole, model_dir, fingerprint=fingerprint)
         else:
             check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)

@@ -16,13 +16,13 @@ from typing import Any
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import MAX_LABEL, NumericsClass
 from ..config.engine import SPECULATIVE, STAGES_WITHOUT_ROUTES, EngineConfig
+from ..memory_plan.memory import tensor_parallel_on
 from ..ops.errors import UsageError
 from ..ops.gpus import torch_without_gpus, visible_memory
 from .vllm_arguments import (
     has_experts,
     has_linear_attention,
     installed_release,
-    tensor_parallel_on,
     visible_gpus,
 )
 

@@ -49,7 +49,7 @@ class Narrowed:
     """Probability of the likeliest tokens to draw from (at least one), [N] fp32; 1 is all."""
 
     def select(self, chosen: Tensor) -> "Narrowed":
-        """Return those that are `chosen` [N] bool."""
+        """Return the rows that are `chosen` [N] bool."""
         return Narrowed(self.rows[chosen], self.top_k[chosen], self.top_p[chosen])
 
 
@@ -61,7 +61,7 @@ class Limits:
     top_p: NDArray[np.float32]
 
     def narrowed(self, rows: slice, device: torch.device) -> Narrowed | None:
-        """Return those of `rows` that are limited, counted from its start; None if none is."""
+        """Return the limited rows among `rows`, counted from its start; None if there are none."""
         top_k, top_p = self.top_k[rows], self.top_p[rows]
         limited = np.flatnonzero((top_k > 0) | (top_p < 1))
         if not len(limited):

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ...protocol.manifests import RouteShape
 from ..config.engine import EngineConfig
@@ -47,7 +46,7 @@ from .engine import (
     find_fingerprint,
     narrowing,
 )
-from .fingerprint import ProofFailed
+from .fingerprint import ProofFailed, pack
 from .host_messages import ApiOptions
 from .numerics import check_quantized
 from .prefill import PREFILL, PrefillRequest
@@ -279,18 +278,11 @@ class CompletionCollector:
             raw = np.ascontiguousarray(bits).view(np.uint8)
             routes = raw[:, : self._routes.token_bytes].tobytes()
         try:
-            proof = projection_proof(numbers[:, 1:]) if self._fingerprint else b""
+            proof = pack(numbers[:, 1:]) if self._fingerprint else b""
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
         return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed), routes)
-
-
-def projection_proof(projected: NDArray[np.float32]) -> bytes:
-    """Encode projected hidden states [tokens, 7] as a proof. Raises ProofFailed."""
-    from .fingerprint import pack
-
-    return pack(projected)
 
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
@@ -384,7 +376,7 @@ class VllmCore:
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
-        fit = judge(await self._rpc("primerl_check", path))
+        fit = join_checks(await self._rpc("primerl_check", path))
         return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
@@ -647,7 +639,7 @@ class StateCheck(NamedTuple):
     """Tensors that an update has to bring whole."""
 
 
-def judge(answers: Sequence[Sequence[Any]]) -> StateCheck:
+def join_checks(answers: Sequence[Sequence[Any]]) -> StateCheck:
     """Combine the answers of primerl_check() of all ranks.
 
     Each is [fault, tensors that the rank does not hold, placeless]. With tensor parallelism every rank holds a
@@ -770,7 +762,7 @@ def _check_head_size(size: int) -> None:
 
 
 def _kill_children(pids: Sequence[int]) -> None:
-    """Kill those of vLLM's processes that it has not ended by now."""
+    """Kill the processes of vLLM that still run."""
     for child in multiprocessing.active_children():
         if child.pid in pids:
             child.kill()

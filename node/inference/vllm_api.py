@@ -225,7 +225,7 @@ class Stamp:
         found = await self._versions() if head["status"] == 200 else None
         if found is not None:
             first, last = found
-            _set_header(head, VERSION_HEADER, (b"%d" if first == last else b"%d-%d") % _once(found))
+            _set_header(head, VERSION_HEADER, b"%d" % first if first == last else b"%d-%d" % found)
             body = _add_versions(body, found)
         _set_header(head, b"content-length", b"%d" % len(body))
         await self._send(head)
@@ -240,10 +240,6 @@ class Stamp:
             if line.startswith(b"data: {") and ENDS_CHOICE.search(line):
                 lines[number] = b"data: " + _add_versions(line[6:], found)
         return b"\n".join(lines)
-
-
-def _once(found: tuple[int, int]) -> tuple[int, ...]:
-    return found[:1] if found[0] == found[1] else found
 
 
 def _add_versions(body: bytes, found: tuple[int, int]) -> bytes:

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
-from ..memory_plan.memory import Device, rank_cache_bytes, step_tokens, tensor_parallel
+from ..memory_plan.memory import (
+    ELEMENT,
+    Device,
+    rank_cache_bytes,
+    step_tokens,
+    tensor_parallel,
+    tensor_parallel_on,
+)
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 
@@ -381,21 +388,15 @@ def resolve_parallel(
     `shape` is config.json. `gpus`: number of visible GPUs, 0 for a CPU; None counts them. Raises UsageError.
     """
     count = visible_gpus(config) if gpus is None else gpus
-    others = config.pp * config.dp
-    if config.tp == "auto":
-        config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
+    config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
     check_parallel(config, shape)
-    if 0 < count < int(config.tp) * others:
+    wanted = int(config.tp) * config.pp * config.dp
+    if 0 < count < wanted:
         raise UsageError(
-            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {int(config.tp) * others} "
+            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {wanted} "
             f"GPUs, and {count} can be used here: lower one of them, or show more in CUDA_VISIBLE_DEVICES"
         )
     return config
-
-
-def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
-    """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
-    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
 
 
 def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:
@@ -630,8 +631,6 @@ WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 NO_DOMAIN = "media.invalid"
 """Domain that no host has: this machine must not fetch the URLs in a client's messages."""
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 class Variable(NamedTuple):
     """Environment variable, set before vLLM is imported unless the operator has set it."""
@@ -710,7 +709,7 @@ def check_device(device: str, *, cpu: bool) -> None:
 
 
 def has_linear_attention(shape: Mapping[str, Any]) -> bool:
-    """Whether some layers of a config.json have linear attention."""
+    """Return whether some layers of a config.json have linear attention."""
     return "linear_attention" in (shape.get("layer_types") or ())
 
 
@@ -824,7 +823,7 @@ def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
     Bytes of a token in a layer = 2 (key and value) x heads x head size x element size.
     """
     heads = -(-kv_heads(shape) // tensor_parallel(config))
-    token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+    token = 2 * heads * head_size(shape) * ELEMENT[config.dtype]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     layers = int(shape["num_hidden_layers"]) + (config.draft_head is not None)
     return rank_cache_bytes(config, layers, token, machine)

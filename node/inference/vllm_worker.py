@@ -300,7 +300,7 @@ class WorkerExtension:
         return [] if self._primerl_reader is None else self._primerl_reader.collect(keys)
 
     def primerl_check(self, path: str) -> list[Any]:
-        """Check a safetensors file of weights on this rank; see judge(). Writes nothing."""
+        """Check a safetensors file of weights on this rank; see vllm.join_checks(). Writes nothing."""
         if self._primerl_loaded:
             known = self._primerl_placement
             fault = difference(known.shapes, PolicyFile(path).shapes())

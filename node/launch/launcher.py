@@ -35,7 +35,7 @@ from ..storage.run_files import (
     write,
 )
 from ..verification.bounds import measures_bounds
-from .placement import GpuPlacement, Names, place, planned_shares
+from .placement import GpuPlacement, Names, place
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
@@ -53,7 +53,7 @@ class NodeCommands:
         return [*PROGRAM, "train", *args, "--data-dir", data_dir, "--no-clean"]
 
     def worker(self, config: RunConfig, name: str) -> list[str]:
-        """`join` with the network, engine and store settings of the run."""
+        """Build a `join` command with the network, engine and store settings of the run."""
         data_dir = config.run_dir / name
         settings = write_worker_config(config, data_dir)
         ticket = str(config.run_dir / TICKET)
@@ -118,7 +118,7 @@ def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[st
 
 
 def with_gpus(environment: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
-    """Make the environment of a child that sees these GPUs; None: those of its parent."""
+    """Make the environment of a child that sees these GPUs; None: its parent's GPUs."""
     return dict(environment) if names is None else {**environment, VARIABLE: shown(names)}
 
 
@@ -162,7 +162,7 @@ async def launch(
         NodeError: the trainer failed (its own error and exit code where it gave one), no ticket came, or
             every worker was given up.
     """
-    placement = placement or place(config, usable(os.environ), planned_shares)
+    placement = placement or place(config, usable())
     with held(config.run_dir):
         prepare(config)
         launcher = Launcher(

@@ -44,7 +44,7 @@ class GpuSplit:
             self._inference = 0
 
     def make(self) -> tuple[Names, Names]:
-        """Raises UsageError."""
+        """Choose the GPUs of (trainer, inference). Raises UsageError."""
         if self._trainer is None:
             self._trainer = self._trainer_count()
         parts = [one for one in (self._trainer, self._inference) if isinstance(one, tuple)]
@@ -306,13 +306,13 @@ def place(
     launch = config.launch
     learns = config.training.device != "cpu"
     generates = config.engine.device != "cpu"
+    cpu_workers = CPU_WORKERS if launch.workers is None else launch.workers
     if not gpus or not (learns or generates):
         _none_wanted(launch, gpus)
-        workers = CPU_WORKERS if launch.workers is None else launch.workers
-        return GpuPlacement(None, (None,) * workers)
+        return GpuPlacement(None, (None,) * cpu_workers)
     _check_devices(config)
     trainer, inference = GpuSplit(config, tuple(gpus), learns, generates).make()
-    places, notes = _places(config, inference) if generates else _cpu_workers(config)
+    places, notes = _places(config, inference) if generates else (((),) * cpu_workers, [])
     memory, beside = _memory(config, trainer, places, shares)
     cache = None
     if memory is not None and beside is not None:
@@ -367,11 +367,6 @@ def engine_size(config: RunConfig, available: int, workers: int) -> int:
     if engine.tp != "auto":
         return engine.tp * others
     return max(1, available // workers // others) * others
-
-
-def _cpu_workers(config: RunConfig) -> tuple[tuple[Names | None, ...], list[str]]:
-    count = CPU_WORKERS if config.launch.workers is None else config.launch.workers
-    return ((),) * count, []
 
 
 def _ranks(config: RunConfig, trainer: Names) -> int:

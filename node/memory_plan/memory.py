@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 GIB, MIB = 1 << 30, 1 << 20
 ELEMENT = {"float32": 4, "bfloat16": 2}
+"""dtype -> bytes of an element."""
 RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
 SHARED_RESERVE = 512 * MIB  # the same where several processes fill it: an H100 keeps 479 MiB
 
@@ -238,6 +239,11 @@ def step_tokens(config: EngineConfig, device: Device) -> int:
     return max(usual, config.max_batch, config.max_model_len if whole else 0)
 
 
+def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
+    """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
+    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
+
+
 def tensor_parallel(config: EngineConfig) -> int:
     """Return engine.tp as a number. Raises UsageError for `auto`."""
     if not isinstance(config.tp, int):
@@ -402,7 +408,7 @@ def _utilization(
     return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
 
 
-def refuse_what_cannot_fit(
+def check_fits(
     config: EngineConfig,
     model_dir: Path,
     gpus: Sequence[GpuMemory] | None = None,
@@ -419,8 +425,7 @@ def refuse_what_cannot_fit(
     gpus = visible_memory() if gpus is None else gpus
     if not gpus:
         return
-    tp = config.tp if isinstance(config.tp, int) else max(1, len(gpus) // (config.dp * config.pp))
-    config = config.model_copy(update={"tp": tp})
+    config = config.model_copy(update={"tp": tensor_parallel_on(config, len(gpus))})
     try:
         shape = read_shape(read_json(model_dir / "config.json"))
     except EngineError as error:

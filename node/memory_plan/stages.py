@@ -2,16 +2,14 @@
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ...protocol.manifests import RunManifest
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
-from ..ops import gpus
 from ..ops.errors import EngineError
-from ..ops.gpus import GpuMemory, machine_memory, visible_memory
+from ..ops.gpus import GpuMemory, machine_memory, usable, visible_memory
 from ..pipeline.planner import Costs, PlanLimits
 from ..storage.chunk_store import Store
 from .memory import (
@@ -164,7 +162,7 @@ def _device(
 ) -> tuple[Device, int]:
     """Return the smallest device of the engine, and its tensor-parallel ranks (hf: 1)."""
     if there is None:
-        there = visible_memory() if gpus.usable(os.environ) and config.device != "cpu" else ()
+        there = visible_memory() if usable() and config.device != "cpu" else ()
     ranks = max(1, len(there)) if config.tp == "auto" else tensor_parallel(config)
     ranks = ranks if config.type == "vllm" else 1
     if not there:

@@ -526,7 +526,7 @@ def _alive(entry: RunningEntry) -> bool:
 
 
 def _birth(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, or "" where /proc does not tell."""
+    """Read the start time of a process in clock ticks since boot; "" where /proc lacks it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

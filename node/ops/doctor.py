@@ -33,6 +33,7 @@ from ..memory_plan.memory import (
     gib,
     plan_engine,
     plan_trainer,
+    tensor_parallel_on,
     with_fitting_auditor,
     worker_share,
 )
@@ -74,7 +75,7 @@ def examine(
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check_python(sys.version_info[:3]),
-        check_torch(torch_build(), gpus=len(found), wanted=True),
+        check_torch(torch_build(), gpus=len(found)),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         *check_exact_numerics(config),
         *check_environments(config),
@@ -103,11 +104,11 @@ def check_python(version: Sequence[int]) -> MachineCheck:
     return MachineCheck("Python", "ok", text)
 
 
-def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> MachineCheck:
+def check_torch(build: TorchBuild | None, *, gpus: int) -> MachineCheck:
     """Check that torch is installed and can use the GPUs."""
     if build is None:
         advice = "pip install 'primerl-node[run]': a trainer or a worker computes with it"
-        return MachineCheck("torch", "problem" if wanted else "warning", "not installed", advice)
+        return MachineCheck("torch", "problem", "not installed", advice)
     text = f"{build.version}, " + (f"CUDA {build.cuda}" if build.cuda else "CPU only")
     if gpus and not build.cuda:
         advice = "install a CUDA build of torch, else the GPUs stay idle"
@@ -263,7 +264,7 @@ def check_disk(home: Path, free: int, needed: int = 0) -> MachineCheck:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
+    """Return `path`, or the nearest directory above it that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 
@@ -342,9 +343,7 @@ def plan_run(
     Raises UsageError for an engine that these GPUs cannot have.
     """
     gpu = device.kind == "cuda"
-    tp = config.engine.tp
-    if not isinstance(tp, int):
-        tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
+    tp = tensor_parallel_on(config.engine, gpus if gpu else 1)
     if shape.heads % tp:
         raise UsageError(
             f"{shape.heads} attention heads cannot be shared by {tp} GPUs: set --engine.tp to a divisor"

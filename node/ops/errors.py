@@ -115,8 +115,8 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def printable(text: str, most: int = 64) -> str:
-    """Cut a peer's text short and drop control characters: fit for a terminal or a log."""
+def printable(text: str, most: int | None = 64) -> str:
+    """Cut a peer's text to `most` characters and replace control characters, for a terminal or a log."""
     return "".join(character if character.isprintable() else "?" for character in text)[:most]
 
 

@@ -18,7 +18,7 @@ from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
 from ..storage.ledger import MANIFEST, KeptVerdict, LedgerView
 from ..verification.judge import REASONS
-from .errors import NodeError, StorageError, UsageError
+from .errors import NodeError, StorageError, UsageError, printable
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ def _line(book: _Book, kept: KeptVerdict) -> VerdictLine:
         verdict = book.open(kept)
     except RemoteProtocolError as error:
         return VerdictLine(
-            kept.number, 0, "", kept.node.hex(), 0, 0, 0, "", fault=_printable(str(error))
+            kept.number, 0, "", kept.node.hex(), 0, 0, 0, "", fault=printable(str(error), None)
         )
     first = verdict.rejections[0].reason.value if verdict.rejections else ""
     return VerdictLine(
@@ -482,7 +482,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
     measured = bounds if isinstance(bounds, ClassBounds) else None
     return Explanation(
         run=LedgerRun(
-            book.run_id.hex(), _printable(book.manifest.name), book.manifest.trainer.hex()
+            book.run_id.hex(), printable(book.manifest.name, None), book.manifest.trainer.hex()
         ),
         number=kept.number,
         worker=kept.node.hex(),
@@ -496,7 +496,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         challenge=verdict.challenge.hex(),
         validator=verdict.validator.hex(),
         evidence=[_audited(proofs, verdict, seen, measures) for seen in verdict.evidence],
-        bounds=_source(measured) if measured else _printable(proofs.source),
+        bounds=_source(measured) if measured else printable(proofs.source, None),
         honest_rollouts=measured.rollouts if measured else proofs.honest_rollouts,
         honest_tokens=measured.tokens if measured else proofs.honest_tokens,
         numerics=str(measured.numerics) if measured else "",
@@ -506,7 +506,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
 
 
 def contract_of(manifest: RunManifest, verdict: Verdict) -> ProofContract:
-    """The run's proof contract with the bounds that judged."""
+    """Return the run's proof contract with the bounds that judged."""
     bounds = verdict.bounds
     if isinstance(bounds, ClassBounds):
         return bounds.applied(manifest.proofs)
@@ -545,7 +545,7 @@ def _findings(verdict: Verdict) -> list[RejectedRollout]:
                 group=one.group,
                 rollout=one.rollout,
                 reason=one.reason.value,
-                detail=_printable(one.detail),
+                detail=printable(one.detail, None),
                 check=means.check,
                 proves=means.proves,
                 proves_not=means.proves_not,
@@ -575,8 +575,3 @@ def _measure(proofs: ProofContract, seen: Evidence, name: str) -> MeasuredBound:
     # as judge.py: NaN is above every bound
     mark = "!" if not value <= reject else "?" if not value <= suspect else ""
     return MeasuredBound(name, value, suspect, reject, mark)
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: peers chose this text."""
-    return "".join(character if character.isprintable() else "?" for character in text)

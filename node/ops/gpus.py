@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-LIST = ("nvidia-smi", "-L")
-LIST_S = 20.0
+ANSWER_S = 20.0
+"""Longest wait for nvidia-smi."""
 DEVICES = Path("/dev")
 _GPU = re.compile(r"GPU (\d+): (.*?) ?\(UUID: ([^)\s]+)\)")
 _SLICE = re.compile(r"\s+MIG .*\(UUID: ([^)\s]+)\)")
@@ -44,11 +44,20 @@ def installed() -> list[Gpu]:
 
     Asks nvidia-smi, about 0.1 s; without it the device files are counted. Empty where there is none.
     """
+    listing = _nvidia_smi("-L")
+    return device_files(DEVICES) if listing is None else parse(listing)
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return the output of nvidia-smi, empty if it fails; None if it is missing or does not answer."""
+    command = ("nvidia-smi", *arguments)
     try:
-        done = subprocess.run(LIST, capture_output=True, text=True, timeout=LIST_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return device_files(DEVICES)
-    return parse(done.stdout) if done.returncode == 0 else []
+        return None
+    return done.stdout if done.returncode == 0 else ""
 
 
 def parse(listing: str) -> list[Gpu]:
@@ -67,7 +76,7 @@ def parse(listing: str) -> list[Gpu]:
 
 
 def device_files(directory: Path) -> list[Gpu]:
-    """Count /dev/nvidia0, nvidia1 ..: a container has those that it was given."""
+    """Count /dev/nvidia0, nvidia1 ..: a container has only its own."""
     count = sum(path.name[6:].isdigit() for path in directory.glob("nvidia[0-9]*"))
     return [Gpu(str(index)) for index in range(count)]
 
@@ -93,8 +102,12 @@ def visible(environ: Mapping[str, str], installed: Installed = installed) -> tup
     return tuple(found)
 
 
-def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Name the visible() GPUs; none if torch is a CPU build, by its version ("+cpu"), without importing it."""
+def usable(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Name the visible() GPUs of a process with this environment; None: of this process.
+
+    No GPUs if torch is a CPU build, by its version ("+cpu"), without importing it.
+    """
+    environ = os.environ if environ is None else environ
     try:
         release = version("torch")
     except PackageNotFoundError:
@@ -105,11 +118,6 @@ def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
 def is_on_gpu(device: str, visible: Callable[[], Sequence[str]]) -> bool:
     """Say whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
     return bool(visible()) if device == "auto" else device != "cpu"
-
-
-def usable_here() -> tuple[str, ...]:
-    """Name the usable() GPUs of this process."""
-    return usable(os.environ)
 
 
 def _exists(name: str, there: Sequence[Gpu]) -> bool:
@@ -131,8 +139,6 @@ def is_slice(name: str) -> bool:
 
 
 FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
-COMMAND = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
-ANSWER_S = 20.0
 MIB = 1 << 20
 
 
@@ -154,17 +160,11 @@ Ask = Callable[[], Sequence[GpuMemory]]
 
 def installed_memory() -> list[GpuMemory]:
     """Ask nvidia-smi for the GPUs of this machine, about 0.1 s; empty where it is missing or knows none."""
-    try:
-        done = subprocess.run(
-            COMMAND, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_memory(done.stdout) if done.returncode == 0 else []
+    return parse_memory(_nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits") or "")
 
 
 def parse_memory(listing: str) -> list[GpuMemory]:
-    """Read the output of COMMAND; a GPU without a memory size (a MIG parent, say) is left out."""
+    """Read the FIELDS that nvidia-smi lists; a GPU without a memory size (a MIG parent, say) is left out."""
     found: list[GpuMemory] = []
     for line in listing.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -234,6 +234,6 @@ def torch_build() -> TorchBuild | None:
 
 
 def torch_without_gpus() -> bool:
-    """Whether the torch that is installed computes on the CPU alone."""
+    """Return whether the installed torch computes on the CPU alone."""
     build = torch_build()
     return build is not None and not build.cuda

@@ -54,11 +54,11 @@ class PlainLines(logging.Formatter):
     """One line per record for a terminal; unprintable characters are shown as escapes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, on which a message cannot begin another."""
+        """Format the line, on which a message cannot begin another."""
         return _printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """A traceback keeps its lines."""
+        """Format a traceback, which keeps its lines."""
         return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
 
 
@@ -88,7 +88,7 @@ class FileLines(RotatingFileHandler):
         self._failing = False
 
     def _open(self) -> TextIOWrapper:
-        """A file that its owner alone can read: addresses of peers are in it."""
+        """Open a file that its owner alone can read: addresses of peers are in it."""
         file = open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
         return file
 

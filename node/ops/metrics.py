@@ -35,7 +35,7 @@ class MetricsLog:
         """Write a line: step, Unix time (if `values` have none), and the values. Raises StorageError."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         try:
-            self._file.write(json.dumps(line, sort_keys=False) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as error:
             raise file_error(error, self._path) from error

@@ -138,7 +138,7 @@ class Monitors:
     def of_run(
         cls, config: OwnRunConfig, role: str = "trainer", group: str | None = None
     ) -> "Monitors":
-        """Start those of a trainer or of sft. Raises StorageError."""
+        """Start the monitors of a trainer or of sft. Raises StorageError."""
         directory = config.run_dir.absolute()
         public = config.model_dump(mode="json", include=PUBLIC)
         public["training"]["fsdp"].pop("rendezvous")  # an address

@@ -68,7 +68,7 @@ def terminal_curve(curve: Points, width: int, height: int) -> str:
 
 
 def points(raw: object) -> list[tuple[float, float]]:
-    """[[step, value], ...] of a summary as pairs; values that are not finite are dropped."""
+    """Read [[step, value], ...] of a summary as pairs; drop values that are not finite."""
     pairs: list[tuple[float, float]] = []
     for step, value in raw if isinstance(raw, list | tuple) else ():
         if value is not None and math.isfinite(value):
@@ -76,13 +76,13 @@ def points(raw: object) -> list[tuple[float, float]]:
     return pairs
 
 
-def smooth(curve: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
+def smooth(curve: Points) -> list[tuple[float, float]]:
     """Take an exponential moving average, corrected for its empty past (Adam's bias correction)."""
     result: list[tuple[float, float]] = []
     mean = 0.0
     for index, (step, value) in enumerate(curve, start=1):
-        mean = weight * mean + (1 - weight) * value
-        result.append((step, mean / (1 - weight**index)))
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        result.append((step, mean / (1 - SMOOTHING**index)))
     return result
 
 

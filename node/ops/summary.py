@@ -39,6 +39,9 @@ def write(
 ) -> None:
     """Write summary.json and reward.png into the run directory."""
     window = progress.mismatch_kl[-KL_WINDOW:]
+    worked = {
+        node: worker for node, worker in workers.items() if _worked(worker, reputations.get(node))
+    }
     picture = config.run_dir / "reward.png"
     document = {
         "run": config.name,
@@ -61,14 +64,10 @@ def write(
         "delta_bytes": delta_bytes,
         "full_bytes": full_bytes,
         "chunk_bytes_by_source": {
-            short(node): dict(worker.stats.chunk_bytes)
-            for node, worker in workers.items()
-            if _worked(worker, reputations.get(node))
+            short(node): dict(worker.stats.chunk_bytes) for node, worker in worked.items()
         },
         "workers": {
-            short(node): _worker(worker, reputations.get(node))
-            for node, worker in workers.items()
-            if _worked(worker, reputations.get(node))
+            short(node): _worker(worker, reputations.get(node)) for node, worker in worked.items()
         },
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],

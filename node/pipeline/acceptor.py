@@ -113,15 +113,12 @@ class _SeenPlan:
 class LinkAcceptor:
     """Handles incoming ALPN_PIPELINE streams of this node."""
 
-    def __init__(
-        self, node: bytes, run: bytes, trainer: bytes, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, node: bytes, run: bytes, trainer: bytes) -> None:
         self.newer: Callable[[bytes], None] | None = None
         """Called with a sealed plan that includes this node and is newer than the known plan of its group."""
         self._node = node
         self._run = run
         self._trainer = trainer
-        self._clock = clock
         self._plans: OrderedDict[bytes, _SeenPlan] = OrderedDict()
         self._rings: dict[bytes, tuple[Ring, Prepare | None]] = {}
         self._probers: frozenset[bytes] = frozenset()
@@ -141,7 +138,7 @@ class LinkAcceptor:
             sealed,
             Purpose.PIPELINE,
             PipelinePlan,
-            now=int(self._clock()),
+            now=int(time.time()),
             run=self._run,
             signer=self._trainer,
         )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -79,12 +79,14 @@ BODY_PER_SEQUENCE = 4 * KIB
 """Bytes for a sequence's fields in a step, apart from its tokens and blocks."""
 BODY_PER_TOKEN = 12
 """Bytes for a token id and its share of a block number in MessagePack, with a margin."""
-PROJECTION_BYTES = 8
+FINGERPRINT_BYTES = 8
+"""Bytes of one row's fingerprint (node/inference/fingerprint.py)."""
 MAX_WORDS = 4 * KIB
 """Limit of a FAULT's text."""
 
 Buffer = bytes | memoryview
 DType = Literal["float32", "float16", "uint16", "uint8", "int8", "int32", "int64"]
+DTYPES: tuple[DType, ...] = get_args(DType)
 Dim = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Micros = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -141,7 +143,7 @@ class FrameLimits:
         sequence = BODY_PER_TOKEN * shape.max_model_len + BODY_PER_SEQUENCE
         return cls(
             body=min(MAX_BODY, 64 * KIB + shape.max_sequences * sequence),
-            trail=KIB + shape.max_step_tokens * PROJECTION_BYTES * MAX_STAGES,
+            trail=KIB + shape.max_step_tokens * FINGERPRINT_BYTES * MAX_STAGES,
             tensors=2 * shape.max_step_tokens * (shape.hidden_size * width + 4),
         )
 
@@ -253,9 +255,6 @@ def _name(array: Array) -> DType:
             f"a tensor of {name} cannot be sent: convert it to one of {', '.join(DTYPES)}"
         )
     return name  # type: ignore[return-value]
-
-
-DTYPES: tuple[DType, ...] = ("float32", "float16", "uint16", "uint8", "int8", "int32", "int64")
 
 
 PIECE = 256 * KIB

@@ -31,32 +31,21 @@ SLACK = 0.25
 integer is rounded down."""
 
 
-def micro_batches(
-    trip_s: float, slowest_s: float, *, rows: int, most: int, graph_rows: int = 0
-) -> int:
-    """Compute the number of micro-batches: ceil(round trip / slowest stage).
-
-    At least 1; at most `most` and `rows`, the number of sequences.
-
-    At least as many as keep each step within `graph_rows` sequences, the largest captured CUDA graph: larger
-    steps take several times as long. 0: no graphs.
-    """
-    covering = ceil(trip_s / slowest_s) if slowest_s > 0 else 1
-    graphed = ceil(rows / graph_rows) if graph_rows else 1
-    return max(1, min(max(covering, graphed), most, rows))
-
-
 class MicroBatches:
-    """Derives the number of micro-batches from measured round trips.
+    """Derives the number of micro-batches from measured round trips: ceil(round trip / slowest stage).
 
-    Initially and at least one per stage.
+    It begins with one per stage.
     """
 
     def __init__(self, most: int, *, stages: int = 2, graph_rows: int = 0) -> None:
-        """`most` is the plan's limit; `graph_rows`: see micro_batches()."""
+        """`most` is the plan's limit.
+
+        `graph_rows`: sequences of the largest captured CUDA graph; larger steps take several times as long.
+        0: no graphs.
+        """
         self._most, self._graph_rows, self._stages = most, graph_rows, stages
         self._number = stages
-        """The current number, before the limits of micro_batches()."""
+        """The current number, before the limits of count()."""
         self._hops_s: float | None = None
         """Network time of a round trip, taking all stages to be as slow as the slowest; None: not measured."""
         self._changes = 0
@@ -69,10 +58,12 @@ class MicroBatches:
         self._trip_s = 0.0
 
     def count(self, rows: int) -> int:
-        """Return the number of micro-batches for `rows` sequences; at least 1."""
-        return micro_batches(
-            self._number, 1.0, rows=max(1, rows), most=self._most, graph_rows=self._graph_rows
-        )
+        """Return the number of micro-batches for `rows` sequences; at least 1, at most one per sequence.
+
+        At least as many as keep each step within the captured graphs, if the plan's limit allows it.
+        """
+        graphed = ceil(rows / self._graph_rows) if self._graph_rows else 1
+        return max(1, min(max(self._number, graphed), self._most, rows))
 
     def record_send(self, number: int, now: float) -> None:
         """Record that micro-batch `number` leaves stage 0 at `now`, seconds."""

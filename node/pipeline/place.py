@@ -72,23 +72,18 @@ def layer_of(name: str) -> int | None:
     return None
 
 
-def names_of(
-    stage: Stage, layers: int, names: Collection[str], *, tied: bool | None = None
-) -> frozenset[str]:
-    """Select the tensors that `stage` needs from `names`, those of a whole model.
-
-    With tied embeddings the first and the last stage both need the embedding. `tied` is given where it cannot
-    be derived from `names`, as with adapters.
-    """
-    if tied is None:
-        tied = not any(HEAD.intersection(name.split(".")) for name in names)
-    return frozenset(name for name in names if _needs(stage, layers, name, tied))
-
-
 def share_of(plan: PipelinePlan, rank: int) -> Callable[[Collection[str]], frozenset[str]]:
-    """Return a Share (node/weights/payload.py) that selects the tensors of stage `rank`."""
+    """Return a Share (node/weights/payload.py): it selects the tensors of stage `rank` from a whole model's.
+
+    With tied embeddings (no head among the names) the first and the last stage both need the embedding.
+    """
     stage = plan.stages[rank]
-    return lambda names: names_of(stage, plan.layers, names)
+
+    def select(names: Collection[str]) -> frozenset[str]:
+        tied = not any(HEAD.intersection(name.split(".")) for name in names)
+        return frozenset(name for name in names if _needs(stage, plan.layers, name, tied))
+
+    return select
 
 
 def _needs(stage: Stage, layers: int, name: str, tied: bool) -> bool:
@@ -135,7 +130,6 @@ START_SHARE = 0.05
 memory that has to be free at the start."""
 SPLITTING_PASSES = ("enable_sp", "fuse_gemm_comms")
 """Passes of vLLM's compiler that split hidden states between GPUs, in releases that have them."""
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def encode_place(place: StagePlace) -> bytes:
@@ -222,11 +216,12 @@ def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> di
     replicated.
     """
     from ..inference.vllm_arguments import head_size, kv_heads  # with the config of a whole run
+    from ..memory_plan.memory import ELEMENT
 
     plan, stage = place.shape, place.stage
     blocks = plan.kv_tokens // plan.block_size + 1  # vLLM reserves block 0
     heads = max(1, kv_heads(shape) // tp)
-    layer = 2 * heads * head_size(shape) * _BYTES[plan.dtype] * plan.block_size
+    layer = 2 * heads * head_size(shape) * ELEMENT[plan.dtype] * plan.block_size
     return {
         "pipeline_parallel_size": len(place.plan.stages),
         "tensor_parallel_size": tp,

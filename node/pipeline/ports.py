@@ -233,6 +233,7 @@ def _read(source: socket.socket, size: int) -> bytearray:
     return data
 
 
+CONNECT_S = 30.0
 FLUSH_S = 1.0
 """Longest wait of close() for queued frames to be sent."""
 
@@ -244,7 +245,7 @@ class SocketPort:
     """
 
     def __init__(
-        self, path: str, limits: FrameLimits, *, behind: int = DEPTH, connect_s: float = 30.0
+        self, path: str, limits: FrameLimits, *, behind: int = DEPTH, connect_s: float = CONNECT_S
     ) -> None:
         self._limits = limits
         self._why = ""
@@ -378,9 +379,6 @@ class SocketOutlet:
         begin, self._done = max(one.began, self._done), time.monotonic()
         busy = max(frame.busy_us, int((self._done - begin) * 1e6))
         return replace(frame, tensors=tensors, trail=trail, busy_us=busy)
-
-
-CONNECT_S = 30.0
 
 
 class Outlet(Protocol):

@@ -9,10 +9,7 @@ import msgspec
 
 from ...crypto.keys import SIGNATURE_BYTES, SecretKey, verify
 from ...protocol.pipelines import PipelinePlan
-from .frames import PREFIX_BYTES, Kind, Packet
-
-ROW = 8
-"""Bytes of one row's fingerprint (node/inference/fingerprint.py)."""
+from .frames import FINGERPRINT_BYTES, PREFIX_BYTES, Kind, Packet
 
 
 class BadTrail(Exception):
@@ -20,21 +17,23 @@ class BadTrail(Exception):
 
 
 def append(trail: bytes, own: bytes) -> bytes:
-    """Append this stage's fingerprints `own`, ROW bytes per row; may be empty."""
-    if len(own) % ROW:
-        raise ValueError(f"{len(own)} bytes are not rows of {ROW} bytes: a bug of this stage")
+    """Append this stage's fingerprints `own`, FINGERPRINT_BYTES per row; may be empty."""
+    if len(own) % FINGERPRINT_BYTES:
+        raise ValueError(
+            f"{len(own)} bytes are not rows of {FINGERPRINT_BYTES} bytes: a bug of this stage"
+        )
     return trail + own
 
 
 def latest(trail: bytes, rows: int, count: int) -> bytes:
     """Return the fingerprints of the last of `count` stages. Raises BadTrail."""
     check(trail, rows, count)
-    return trail[len(trail) - rows * ROW :]
+    return trail[len(trail) - rows * FINGERPRINT_BYTES :]
 
 
 def check(trail: bytes, rows: int, count: int) -> None:
     """Check that a trail holds `rows` rows for each of `count` boundaries. Raises BadTrail."""
-    if len(trail) != rows * count * ROW:
+    if len(trail) != rows * count * FINGERPRINT_BYTES:
         raise BadTrail(f"{len(trail)} bytes of fingerprints for {rows} rows at {count} boundaries")
 
 
@@ -54,14 +53,7 @@ class SignedTrails:
         self._key = key
         self._nodes = [stage.node for stage in plan.stages]
         self._rank = rank
-        self._about = b"".join(
-            [
-                DOMAIN,
-                run,
-                plan.group,
-                plan.generation.to_bytes(8, "big"),
-            ]
-        )
+        self._about = DOMAIN + run + plan.group + plan.generation.to_bytes(8, "big")
         self._epoch = -1
         self._waiting: dict[int, tuple[bytes, bytes]] = {}
         """Step number -> (trail as received, the same without signatures)."""
@@ -145,7 +137,7 @@ def _split(trail: bytes, stages: int) -> list[bytes]:
     Raises BadTrail.
     """
     size, odd = divmod(len(trail), stages)
-    rows, half = divmod(size - SIGNATURE_BYTES, ROW)
+    rows, half = divmod(size - SIGNATURE_BYTES, FINGERPRINT_BYTES)
     if odd or half or rows < 1:
         raise BadTrail(f"{len(trail)} bytes are not a signed trail of {stages} stages")
-    return [trail[at : at + rows * ROW] for at in range(0, len(trail), size)]
+    return [trail[at : at + rows * FINGERPRINT_BYTES] for at in range(0, len(trail), size)]

@@ -29,7 +29,7 @@ from ..inference.engine import (
     Written,
     find_fingerprint,
 )
-from ..inference.vllm import START_FAULTS, VllmCore, judge, prepare_library
+from ..inference.vllm import START_FAULTS, VllmCore, join_checks, prepare_library
 from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
@@ -148,7 +148,7 @@ class StageCore:
 
     async def check(self, path: str) -> WeightsFault:
         """See Replica."""
-        fit = judge(await self._call(self._ranks().call_concurrently, "primerl_check", path))
+        fit = join_checks(await self._call(self._ranks().call_concurrently, "primerl_check", path))
         return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:

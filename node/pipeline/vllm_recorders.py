@@ -11,7 +11,8 @@ from torch import Tensor
 from ..inference.device import Mark, download
 from ..inference.vllm_sampling import Recorder, SampledStep, StepRequests
 from ..ops.errors import EngineError
-from .trails import ROW, BadTrail, check
+from .frames import FINGERPRINT_BYTES
+from .trails import BadTrail, check
 
 Floats = NDArray[np.float32]
 ROUNDING = 1e-3
@@ -80,7 +81,7 @@ class HeadRecorder(Recorder):
         """`boundaries`: number of boundary fingerprints that come with each token."""
         super().__init__(torch.device("cpu"), length=length, requests=requests, **named)
         self._count = boundaries
-        self._fingerprints = np.empty((requests, length, boundaries * ROW), np.uint8)
+        self._fingerprints = np.empty((requests, length, boundaries * FINGERPRINT_BYTES), np.uint8)
 
     @property
     def columns(self) -> int:
@@ -119,8 +120,8 @@ class HeadRecorder(Recorder):
             check(trail, rows, self._count)
         except BadTrail as error:
             raise EngineError(f"the last stage sent an invalid trail ({error})") from error
-        parts = np.frombuffer(trail, np.uint8).reshape(self._count, rows, ROW)
-        return parts.transpose(1, 0, 2).reshape(rows, self._count * ROW)
+        parts = np.frombuffer(trail, np.uint8).reshape(self._count, rows, FINGERPRINT_BYTES)
+        return parts.transpose(1, 0, 2).reshape(rows, self._count * FINGERPRINT_BYTES)
 
     def _grow(self) -> None:
         old = self._fingerprints
@@ -130,6 +131,8 @@ class HeadRecorder(Recorder):
             self._fingerprints[slot] = old[slot]
 
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
-        fingerprints = self._fingerprints[slot, :count].reshape(count, self._count, ROW)
+        fingerprints = self._fingerprints[slot, :count].reshape(
+            count, self._count, FINGERPRINT_BYTES
+        )
         boundaries = [fingerprints[:, one].tobytes() for one in range(self._count)]
         return [*super()._collected(key, slot, count), boundaries]

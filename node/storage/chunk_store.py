@@ -1,7 +1,7 @@
 """The chunk store: blobs named by the hash of their bytes.
 
 What get() returns has just been hashed; what put() acknowledged survives SIGKILL and power loss.
-File names are made from digests alone, never from anything a peer called something.
+File names are made from digests alone, never from names that peers give.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ class Store(Protocol):
         ...
 
     def get(self, name: bytes) -> bytes | None:
-        """The bytes of digest `name`, or None. Corrupt bytes are deleted and count as absent."""
+        """Return the bytes of digest `name`, or None. Corrupt bytes are deleted and count as absent."""
         ...
 
     def has(self, name: bytes) -> bool:
-        """Whether `name` is kept, without reading it."""
+        """Return whether `name` is kept, without reading it."""
         ...
 
     def size(self, name: bytes) -> int | None:
-        """Bytes of `name`, or None, without reading it."""
+        """Return the size of `name`, or None, without reading it."""
         ...
 
     def delete(self, name: bytes) -> None:
@@ -53,11 +53,11 @@ class Store(Protocol):
         ...
 
     def names(self) -> set[bytes]:
-        """All digests that are kept."""
+        """Return all digests that are kept."""
         ...
 
     def total_bytes(self) -> int:
-        """Bytes of everything that is kept."""
+        """Return the total size of all that is kept."""
         ...
 
     def collect(self, keep: AbstractSet[bytes]) -> int:
@@ -66,7 +66,7 @@ class Store(Protocol):
 
 
 def read_chunk(store: Store, name: bytes) -> bytes:
-    """The bytes of digest `name`. Raises StorageError if they were lost."""
+    """Return the bytes of digest `name`. Raises StorageError if they were lost."""
     data = store.get(name)
     if data is None:
         raise StorageError(f"chunk {short(name)} was lost from the store")
@@ -171,7 +171,7 @@ class FileStore:
         return name
 
     def get(self, name: bytes) -> bytes | None:
-        """The bytes of `name`, hashed just now."""
+        """Return the bytes of `name`, hashed just now."""
         if not self.has(name):
             return None
         path = self._path(name)
@@ -188,11 +188,11 @@ class FileStore:
         return None
 
     def has(self, name: bytes) -> bool:
-        """Whether `name` is kept."""
+        """Return whether `name` is kept."""
         return self.size(name) is not None
 
     def size(self, name: bytes) -> int | None:
-        """Bytes of `name`."""
+        """Return the size of `name`."""
         with self._lock:
             return self._index().get(name)
 
@@ -208,12 +208,12 @@ class FileStore:
                 raise _storage_error(path, error) from error
 
     def names(self) -> set[bytes]:
-        """All digests."""
+        """Return all digests."""
         with self._lock:
             return set(self._index())
 
     def total_bytes(self) -> int:
-        """Bytes of everything."""
+        """Return the total size."""
         with self._lock:
             return sum(self._index().values())
 
@@ -269,7 +269,7 @@ class FileStore:
 
 
 def _name(file: str) -> bytes | None:
-    """The digest that a file name spells, or None."""
+    """Return the digest that a file name spells, or None."""
     try:
         name = bytes.fromhex(file)
     except ValueError:

@@ -84,7 +84,7 @@ class QueuedSubmission:
 
 @dataclass(frozen=True)
 class IssuedTicket:
-    """A ticket that the trainer issued, and what became of it. Times in Unix seconds."""
+    """A ticket that the trainer issued, and its use. Times in Unix seconds."""
 
     id: bytes
     label: str
@@ -116,7 +116,7 @@ class AdmittedNode:
 
     node: bytes
     ticket: bytes
-    """Id of the ticket under which it was; empty where that is not known."""
+    """Id of its ticket; empty if it is not known."""
     record: bytes
     """The sealed PeerRecord of its last hello, perhaps expired; or empty."""
 
@@ -175,7 +175,7 @@ class Ledger:
         return await loop.run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
 
     def get(self, key: str) -> bytes | None:
-        """A remembered value."""
+        """Return a remembered value."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row[0])
 
@@ -194,7 +194,7 @@ class Ledger:
         return int.from_bytes(self.get("boots") or b"", "big")
 
     def ledger_id(self) -> str:
-        """The id of this ledger, hex: a copy has the same, one that was made anew another."""
+        """Return the id of this ledger, hex: a copy has the same, a new ledger another."""
         return (self.get(ID) or b"").hex()
 
     def add_head(self, epoch: int, version: int, sealed: bytes, manifest: bytes) -> None:
@@ -204,7 +204,7 @@ class Ledger:
         )
 
     def heads(self) -> list[tuple[bytes, bytes]]:
-        """(sealed head, manifest document), oldest first."""
+        """Return (sealed head, manifest document), oldest first."""
         rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
         return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
 
@@ -227,7 +227,7 @@ class Ledger:
         self._write("UPDATE admitted SET record = ? WHERE node = ?", (record, node))
 
     def expel(self, node: bytes) -> None:
-        """Forget that a node was admitted, unless it is one of those that a ticket may admit."""
+        """Forget that a node was admitted, unless its ticket limits how many nodes it admits."""
         self._write(
             "DELETE FROM admitted WHERE node = ? AND NOT EXISTS"
             " (SELECT 1 FROM tickets WHERE id = admitted.ticket AND uses > 0)",
@@ -235,29 +235,29 @@ class Ledger:
         )
 
     def admitted(self) -> list[AdmittedNode]:
-        """Nodes that were admitted, in order."""
+        """List the admitted nodes, in order."""
         rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")
         return [AdmittedNode(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
 
     def ticket_of(self, node: bytes) -> bytes:
-        """Id of the ticket under which a node was admitted; empty where that is not known."""
+        """Return the id of the ticket that admitted a node; empty if it is not known."""
         row = self._db.execute("SELECT ticket FROM admitted WHERE node = ?", (node,)).fetchone()
         return b"" if row is None else bytes(row[0])
 
     def add_ticket(self, name: bytes, ticket: Ticket) -> None:
-        """Keep account of a ticket under its id, unless that is done already."""
+        """Store a ticket under its id, unless it is stored already."""
         self._write(
             "INSERT OR IGNORE INTO tickets VALUES (?, ?, ?, ?, ?, 0, 0)",
             (name, ticket.label, ticket.issued, ticket.expires, ticket.uses),
         )
 
     def tickets(self) -> list[IssuedTicket]:
-        """All tickets that account is kept of, oldest first."""
+        """List all stored tickets, oldest first."""
         rows = self._db.execute(f"{ACCOUNTS} ORDER BY issued, id")
         return [IssuedTicket(bytes(name), *values) for name, *values in rows]
 
     def ticket(self, name: bytes) -> IssuedTicket | None:
-        """The account of one ticket."""
+        """Return a stored ticket."""
         row = self._db.execute(f"{ACCOUNTS} WHERE id = ?", (name,)).fetchone()
         return None if row is None else IssuedTicket(bytes(row[0]), *row[1:])
 
@@ -277,21 +277,21 @@ class Ledger:
         return cursor.lastrowid
 
     def receipt(self, digest: bytes) -> bytes | None:
-        """The receipt given for a submission."""
+        """Return the receipt given for a submission."""
         row = self._db.execute("SELECT receipt FROM inbox WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def lease_done(self, lease_id: int) -> bool:
-        """Whether something was received for this lease."""
+        """Return whether a submission was received for this lease."""
         found = self._db.execute("SELECT 1 FROM inbox WHERE lease_id = ?", (lease_id,)).fetchone()
         return found is not None
 
     def last_arrival(self) -> int:
-        """Number of the last submission that was received; 0 before the first."""
+        """Return the number of the last submission received; 0 before the first."""
         return self._db.execute("SELECT MAX(arrival) FROM inbox").fetchone()[0] or 0
 
     def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
-        """Submissions that arrived after number `arrival`, in order."""
+        """List the submissions that arrived after number `arrival`, in order."""
         rows = self._db.execute(
             "SELECT arrival, digest, lease_id, node, sealed FROM inbox"
             " WHERE arrival > ? AND sealed IS NOT NULL ORDER BY arrival",
@@ -358,7 +358,7 @@ class Ledger:
         return True
 
     def honest(self) -> list[HonestRollout]:
-        """The measured rollouts of reference workers that are kept, oldest first."""
+        """List the kept measurements of reference workers, oldest first."""
         rows = self._db.execute("SELECT class, node, version, evidence FROM honest ORDER BY id")
         return [
             HonestRollout(bytes(name), bytes(node), version, bytes(evidence))
@@ -366,14 +366,14 @@ class Ledger:
         ]
 
     def bounds(self) -> list[bytes]:
-        """The newest sealed ClassBounds of each class."""
+        """Return the newest sealed ClassBounds of each class."""
         rows = self._db.execute("SELECT sealed FROM bounds ORDER BY class")
         return [bytes(sealed) for (sealed,) in rows]
 
     def drop_honest(
         self, bounds: Mapping[bytes, bytes], *, node: bytes = b"", above: int = 2**53
     ) -> None:
-        """Forget the measured rollouts of `node`, and those of versions `above` a number; keep new `bounds`."""
+        """Forget the measured rollouts of `node`, and of versions `above` a number; keep new `bounds`."""
         with self._transaction():
             self._write("DELETE FROM honest WHERE node = ? OR version > ?", (node, above))
             self._write_bounds(bounds)
@@ -383,18 +383,17 @@ class Ledger:
             self._write("INSERT OR REPLACE INTO bounds VALUES (?, ?)", (numerics, sealed))
 
     def verdict_on(self, arrival: int) -> bytes | None:
-        """The sealed verdict on submission number `arrival`."""
+        """Return the sealed verdict on submission number `arrival`."""
         row = self._db.execute("SELECT sealed FROM verdicts WHERE arrival = ?", (arrival,))
         found = row.fetchone()
         return None if found is None else bytes(found[0])
 
     def judged_up_to(self) -> int:
-        """Number of the last submission that there is a verdict on; 0 without any."""
+        """Return the number of the last submission with a verdict; 0 without any."""
         return self._db.execute("SELECT MAX(arrival) FROM verdicts").fetchone()[0] or 0
 
     def reputations(self) -> dict[bytes, tuple[int, bytes]]:
-        """Return by node the number of the last submission that counts in its reputation, and the
-        snapshot."""
+        """Return by node (number of the last submission in its reputation, the snapshot)."""
         rows = self._db.execute("SELECT node, arrival, snapshot FROM reputations")
         return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
 
@@ -405,7 +404,7 @@ class Ledger:
     def verdicts_after(
         self, node: bytes, number: int, *, count: int, size: int
     ) -> list[tuple[int, bytes]]:
-        """(number, sealed verdict) on work of `node` after a number, oldest first.
+        """Return (number, sealed verdict) on work of `node` after a number, oldest first.
 
         At most `count` of them, and `size` bytes where the first is not larger.
         """
@@ -428,12 +427,12 @@ class Ledger:
         )
 
     def spooled(self) -> list[tuple[bytes, int, float]]:
-        """(digest, lease id, deadline) of submissions still to be uploaded, the most urgent first."""
+        """Return (digest, lease id, deadline) of submissions to upload, the most urgent first."""
         rows = self._db.execute("SELECT digest, lease_id, deadline FROM spool ORDER BY deadline")
         return [(bytes(name), lease, deadline) for name, lease, deadline in rows]
 
     def spooled_body(self, digest: bytes) -> bytes | None:
-        """A sealed submission that is still to be uploaded."""
+        """Return a sealed submission that is still to be uploaded."""
         row = self._db.execute("SELECT sealed FROM spool WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else bytes(row[0])
 
@@ -496,7 +495,7 @@ class LedgerView:
     """Reads a ledger, also while its node runs; writes nothing."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageError."""
+        """Open `path`. Raises StorageError."""
         self._path = path
         try:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
@@ -512,12 +511,12 @@ class LedgerView:
         self._db.close()
 
     def get(self, key: str) -> bytes | None:
-        """A remembered value."""
+        """Return a remembered value."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def heads(self) -> list[tuple[bytes, bytes]]:
-        """(sealed head, manifest document), oldest first. Raises StorageError."""
+        """Return (sealed head, manifest document), oldest first. Raises StorageError."""
         try:
             rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
             return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
@@ -525,7 +524,7 @@ class LedgerView:
             raise StorageError(f"cannot read {self._path}: {error}") from error
 
     def verdicts(self) -> Iterator[KeptVerdict]:
-        """All verdicts that are kept, the newest first. Raises StorageError."""
+        """Yield all kept verdicts, newest first. Raises StorageError."""
         try:
             for number, node, sealed in self._db.execute(
                 "SELECT id, node, sealed FROM verdicts ORDER BY id DESC"

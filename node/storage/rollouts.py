@@ -118,11 +118,11 @@ class RolloutFilter:
     rollout: int | None = None
 
     def takes_step(self, step: int) -> bool:
-        """Whether any rollout of a step can be wanted."""
+        """Return whether any rollout of a step can be wanted."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
     def takes(self, one: KeptRollout) -> bool:
-        """Whether a rollout is wanted."""
+        """Return whether a rollout is wanted."""
         low, high = self.reward
         return (
             self.takes_step(one.step)

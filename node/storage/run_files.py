@@ -133,7 +133,7 @@ def clean(run_dir: Path) -> None:
 
 
 def check_free(run_dir: Path) -> None:
-    """Raises BusyError if a node answers in the directory of a run or right below it."""
+    """Check that no node answers in a run's directory or right below it. Raises BusyError."""
     for data_dir in (run_dir, *run_dir.iterdir()):
         if not socket_path(data_dir).exists():
             continue

@@ -53,6 +53,7 @@ from ..inference.vllm_arguments import (
     resolve_parallel,
     visible_gpus,
 )
+from ..memory_plan.memory import ELEMENT
 from ..models.model_files import layer_count, vocab_size
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import changes
@@ -90,7 +91,6 @@ TOGETHER_TOKENS = 2**18
 """Tokens of audits that are made together, if there is more than one."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Rows = NDArray[np.float32]
 _Prefix = tuple[tuple[float, int, float], *tuple[int, ...]]
@@ -148,7 +148,7 @@ def _token_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
     """Return the bytes of one token's keys and values on one rank."""
     layers = -(-int(shape["num_hidden_layers"]) // config.pp)
     heads = -(-kv_heads(shape) // int(config.tp))
-    return 2 * layers * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+    return 2 * layers * heads * head_size(shape) * ELEMENT[config.dtype]
 
 
 # -- the engine ------------------------------------------------------------------------------------

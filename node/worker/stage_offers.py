@@ -6,7 +6,6 @@ its group was seen.
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import memory_to_offer
 from ..models.json_files import read_json
-from ..ops import gpus
 from ..ops.errors import NodeError, UsageError
+from ..ops.gpus import usable
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
@@ -77,7 +76,7 @@ def software(config: EngineConfig) -> str:
     """
     if config.type != "vllm":
         raise UsageError(PIPELINES_NEED_VLLM)
-    cuda = config.device != "cpu" and gpus.usable(os.environ)
+    cuda = config.device != "cpu" and usable()
     return f"vllm {installed_release()}" + ("" if cuda else "+cpu")
 
 

@@ -31,7 +31,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.pipeline import trails
 from primerl.node.pipeline.activations import pack, rounded, unpack
-from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind
+from primerl.node.pipeline.frames import FINGERPRINT_BYTES, Array, Frame, FrameLimits, Kind
 from primerl.node.pipeline.micro_batches import LaneStats, MicroBatches, RingClient
 from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
@@ -286,7 +286,7 @@ class Drawing:
         """Return the tokens so far as a completion."""
         versions = self.versions
         changes = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
-        size, count = trails.ROW, len(self.crossed[0]) // trails.ROW
+        size, count = FINGERPRINT_BYTES, len(self.crossed[0]) // FINGERPRINT_BYTES
         return Completion(
             self.tokens,
             self.logprobs,
@@ -466,7 +466,7 @@ class ScriptedHead:
             raise EngineError("it is for other sequences")
         count = last if shape.fingerprint else 0
         trails.check(frame.trail, len(rows), count)
-        trail = np.frombuffer(frame.trail, np.uint8).reshape(count, len(rows), trails.ROW)
+        trail = np.frombuffer(frame.trail, np.uint8).reshape(count, len(rows), FINGERPRINT_BYTES)
         size = len(said.proofs) // len(rows)
         for at, one in enumerate(rows):
             one.tokens.append(said.tokens[at])

@@ -21,7 +21,7 @@ from primerl.node.pipeline.frames import (
     read_head,
 )
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.place import StagePlace, names_of
+from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
@@ -173,7 +173,7 @@ class Pipeline:
         return [self.head, *self.stages]
 
     def share(self, rank: int, state: State) -> State:
-        names = names_of(self.plan.stages[rank], self.plan.layers, state)
+        names = share_of(self.plan, rank)(state)
         return {name: state[name] for name in state if name in names}
 
     async def load(self, version: int, state: State) -> None:

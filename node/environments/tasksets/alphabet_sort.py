@@ -82,7 +82,7 @@ class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfi
 
     @vf.reward(weight=1.0)
     async def alphabet_sort(self, trace: vf.Trace) -> float:
-        """The mean over all turns of the similarity to the right list, 0.0..1.0; turns not played count 0."""
+        """Average the similarity to the right list over all turns, 0.0..1.0; turns not played count 0."""
         replies = [message.content or "" for message in trace.assistant_messages]
         power = self.config.similarity_power
         inner = power if self.config.power_per_turn else 1

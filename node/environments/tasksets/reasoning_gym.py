@@ -70,7 +70,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
 
     @vf.reward(weight=1.0)
     async def solved(self, trace: vf.Trace) -> float:
-        """What the library gives for the answer, 0.0..1.0; 0.0 without one."""
+        """Return the library's score of the answer, 0.0..1.0; 0.0 without one."""
         answer, data = read_answer(trace.last_reply), self.data
         if not answer:
             return 0.0

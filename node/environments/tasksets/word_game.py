@@ -104,19 +104,19 @@ class WordGameTask(vf.Task[WordGameData, WordGameState]):
 
     @vf.reward(weight=0.2)
     async def closeness(self, trace: vf.Trace) -> float:
-        """The share of letters that the best guess had in place, half of it for one elsewhere; 0.0..1.0."""
+        """Return the share of letters in place in the best guess; one elsewhere counts half."""
         return max(
             (_closeness(marks(one, self.data.secret)) for one in trace.state.guesses), default=0.0
         )
 
     @vf.metric
     async def guesses(self, trace: vf.Trace) -> float:
-        """How often the model guessed, replies without a guess included."""
+        """Count the guesses, replies without one included."""
         return float(len(trace.state.guesses))
 
     @vf.metric
     async def invalid(self, trace: vf.Trace) -> float:
-        """How many replies had no guess."""
+        """Count the replies without a guess."""
         return float(trace.state.guesses.count(""))
 
 

@@ -49,7 +49,7 @@ class Rows:
 
 
 def split_of(train: Rows, evaluation: Rows, **limits: Any) -> TaskIndex:
-    return TaskIndex({"train": train, "eval": evaluation}, dealt=False, limits=WalkLimits(**limits))
+    return TaskIndex({"train": train, "eval": evaluation}, limits=WalkLimits(**limits))
 
 
 async def text(index: TaskIndex, number: int, split: Any = "train") -> str:
@@ -65,7 +65,7 @@ async def test_an_endless_taskset_is_walked_no_farther_than_to_the_task() -> Non
 
 async def test_tasks_dealt_to_the_splits_are_found_lazily_and_differ() -> None:
     rows = Rows()
-    index = TaskIndex({"train": rows}, dealt=True)
+    index = TaskIndex({"train": rows})
     held_out = {await text(index, number, "eval") for number in range(30)}
     trained = {await text(index, number) for number in range(300)}
     assert (len(held_out), len(trained)) == (30, 300)
@@ -113,9 +113,7 @@ async def test_a_task_too_far_away_is_an_error_that_names_the_bound() -> None:
 
 
 async def test_a_taskset_without_anything_to_hold_out_is_an_error_that_says_so() -> None:
-    same = TaskIndex(
-        {"train": itertools.repeat(Row(Data("0")))}, dealt=True, limits=WalkLimits(misses=500)
-    )
+    same = TaskIndex({"train": itertools.repeat(Row(Data("0")))}, limits=WalkLimits(misses=500))
     assert await text(same, 3) == "0"
     with pytest.raises(EnvironmentFailed, match="none of 500 tasks in a row is one of 'eval'"):
         await same.get(0, "eval")

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.fingerprint import Projection, pack
 from primerl.node.inference.sampler import Narrowed, draw
-from primerl.node.inference.vllm import projection_proof
 from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
 from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer, equal_drafts
 from primerl.protocol.manifests import RouteShape
@@ -380,7 +379,7 @@ def expect_record(engine: Engine, name: str, prompt: int) -> None:
     numbers = np.frombuffer(rows, np.float32).reshape(len(tokens), -1)
     assert one.tokens == tokens
     assert numbers[:, 0].tolist() == pytest.approx(logprobs, abs=1e-6)
-    assert Projection().compare(projection_proof(numbers[:, 1:]), hidden).distance < 1e-3
+    assert Projection().compare(pack(numbers[:, 1:]), hidden).distance < 1e-3
 
 
 @pytest.fixture(params=[False, True], ids=["V1", "V2"])

@@ -20,11 +20,11 @@ from primerl.node.memory_plan.memory import (
     LearnerMemory,
     MemoryBreakdown,
     MemoryItem,
+    check_fits,
     gib,
     plan_engine,
     plan_learner,
     plan_trainer,
-    refuse_what_cannot_fit,
     sequence_bytes,
     token_bytes,
     worker_share,
@@ -281,7 +281,7 @@ def test_an_engine_that_cannot_hold_a_sequence_is_refused_with_a_way_out(
     model: Path, config: EngineConfig, gpus: list[GpuMemory]
 ) -> None:
     with pytest.raises(UsageError, match=r"does not fit: .* short .* lower engine\.max_model_len"):
-        refuse_what_cannot_fit(config, model, gpus)
+        check_fits(config, model, gpus)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_an_engine_that_cannot_hold_a_sequence_is_refused_with_a_way_out(
 def test_an_engine_that_fits_or_that_no_gpu_bounds_is_let_through(
     model: Path, config: EngineConfig, gpus: list[GpuMemory]
 ) -> None:
-    refuse_what_cannot_fit(config, model, gpus)
+    check_fits(config, model, gpus)
 
 
 def test_where_only_estimates_speak_against_it_it_is_tried(model: Path) -> None:
@@ -305,14 +305,14 @@ def test_where_only_estimates_speak_against_it_it_is_tried(model: Path) -> None:
     config = vllm(max_model_len=4096)
     budget = 2 * read_shape(Q1_7B).parameters + 4096 * 2 * 28 * 8 * 128 * 2 + (1 << 20)
     with pytest.raises(UsageError):
-        refuse_what_cannot_fit(config, model, [card(budget / 0.92 / GIB)])
-    refuse_what_cannot_fit(config, model, [card(1.25 * budget / 0.92 / GIB)])
+        check_fits(config, model, [card(budget / 0.92 / GIB)])
+    check_fits(config, model, [card(1.25 * budget / 0.92 / GIB)])
 
 
 def test_a_model_that_cannot_be_planned_for_is_let_through(tmp_path: Path) -> None:
-    refuse_what_cannot_fit(vllm(), tmp_path, [card(1)])
+    check_fits(vllm(), tmp_path, [card(1)])
     (tmp_path / "config.json").write_text(json.dumps(Q1_7B | {"kv_lora_rank": 512}))
-    refuse_what_cannot_fit(vllm(), tmp_path, [card(1)])
+    check_fits(vllm(), tmp_path, [card(1)])
 
 
 FAKE_NVIDIA_SMI = """\
@@ -334,13 +334,13 @@ async def test_an_engine_asks_the_gpus_and_refuses_before_it_starts_anything(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
-        refuse_what_cannot_fit(LONG, model)
+        check_fits(LONG, model)
     hosted = build_engine(LONG)
     with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
         await hosted.start(model)
     await hosted.close()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    refuse_what_cannot_fit(LONG, model)  # nothing is known of it
+    check_fits(LONG, model)  # nothing is known of it
 
 
 # -- learners --------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import pytest
 
-from primerl.node.pipeline.trails import ROW, BadTrail, append, check, latest
+from primerl.node.pipeline.frames import FINGERPRINT_BYTES
+from primerl.node.pipeline.trails import BadTrail, append, check, latest
 
 
 def own(stage: int, rows: int) -> bytes:
     """Make a stage's fingerprints."""
-    return b"".join(bytes([stage, row]) * (ROW // 2) for row in range(rows))
+    return b"".join(bytes([stage, row]) * (FINGERPRINT_BYTES // 2) for row in range(rows))
 
 
 def trail(stages: int, rows: int) -> bytes:
@@ -36,7 +37,7 @@ def test_a_stage_sees_what_the_one_before_it_said() -> None:
     assert latest(trail(2, 5), 5, 2) == own(1, 5)
 
 
-@pytest.mark.parametrize("change", [1, -1, ROW, -ROW])
+@pytest.mark.parametrize("change", [1, -1, FINGERPRINT_BYTES, -FINGERPRINT_BYTES])
 def test_a_trail_of_another_size_is_refused(change: int) -> None:
     whole = trail(2, 3)
     wrong = whole[:change] if change < 0 else whole + bytes(change)
@@ -50,4 +51,4 @@ def test_a_trail_of_another_size_is_refused(change: int) -> None:
 
 def test_a_stage_that_adds_half_a_row_is_stopped_at_home() -> None:
     with pytest.raises(ValueError, match="bug"):
-        append(b"", bytes(ROW + 1))
+        append(b"", bytes(FINGERPRINT_BYTES + 1))

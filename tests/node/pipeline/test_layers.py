@@ -2,7 +2,7 @@
 
 import pytest
 
-from primerl.node.pipeline.place import layer_of, names_of, share_of
+from primerl.node.pipeline.place import layer_of, share_of
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 LAYERS = 5
@@ -47,9 +47,6 @@ def test_a_tied_embedding_is_on_the_last_stage_too() -> None:
     cut = plan(2, LAYERS)
     assert EMBEDDING in share_of(cut, 1)(NAMES - {HEAD})
     assert EMBEDDING not in share_of(cut, 1)(NAMES)
-    last = cut.stages[1]
-    assert EMBEDDING not in names_of(last, LAYERS, NAMES - {HEAD}, tied=False)
-    assert EMBEDDING in names_of(last, LAYERS, NAMES, tied=True)
 
 
 def test_adapters_go_with_their_layers() -> None:

@@ -1,45 +1,29 @@
-"""The number of micro-batches in flight: the formula, and what is derived from measured trips."""
+"""The number of micro-batches in flight: its limits, and what is derived from measured trips."""
 
 from collections.abc import Callable
 from math import ceil
 
 import pytest
 
-from primerl.node.pipeline.micro_batches import MicroBatches, micro_batches
+from primerl.node.pipeline.micro_batches import MicroBatches
 
 Cost = Callable[[int], float]
 """Seconds that a stage needs for a micro-batch of this number of sequences."""
 
 
-@pytest.mark.parametrize(
-    ("stages_s", "hops_s", "wanted"),
-    [
-        ([0.010, 0.010], [0.0, 0.0], 2),  # no latency: one for each stage
-        ([0.020, 0.010, 0.010], [0.0, 0.0, 0.0], 2),  # faster stages wait for the slowest anyway
-        ([0.010, 0.010], [0.050, 0.050], 12),
-        ([0.010, 0.010], [0.050, 0.051], 13),
-        ([0.005, 0.020], [0.010, 0.010], 3),
-    ],
-)
-def test_one_trip_is_covered_by_what_the_slowest_stage_computes(
-    stages_s: list[float], hops_s: list[float], wanted: int
-) -> None:
-    trip = round(sum(stages_s) + sum(hops_s), 9)
-    assert micro_batches(trip, max(stages_s), rows=512, most=64) == wanted
-
-
 def test_the_plan_and_the_sequences_bound_the_number() -> None:
-    assert micro_batches(1.0, 0.01, rows=512, most=32) == 32
-    assert micro_batches(1.0, 0.01, rows=5, most=32) == 5
-    assert micro_batches(1.0, 0.01, rows=0, most=32) == 1
-    assert micro_batches(0.0, 0.0, rows=512, most=32) == 1
+    many = MicroBatches(32, stages=100)
+    assert many.count(512) == 32
+    assert many.count(5) == 5
+    assert many.count(0) == 1
+    assert MicroBatches(32, stages=1).count(512) == 1
 
 
 def test_steps_are_small_enough_for_recorded_graphs_where_the_plan_allows_it() -> None:
-    assert micro_batches(0.02, 0.01, rows=6144, most=32, graph_rows=512) == 12
-    assert micro_batches(0.02, 0.01, rows=6144, most=8, graph_rows=512) == 8
-    assert micro_batches(0.20, 0.01, rows=6144, most=32, graph_rows=512) == 20
-    assert micro_batches(0.02, 0.01, rows=400, most=32, graph_rows=512) == 2
+    assert MicroBatches(32, graph_rows=512).count(6144) == 12
+    assert MicroBatches(8, graph_rows=512).count(6144) == 8
+    assert MicroBatches(32, stages=20, graph_rows=512).count(6144) == 20
+    assert MicroBatches(32, graph_rows=512).count(400) == 2
 
 
 class Pipeline:

@@ -9,9 +9,8 @@ import pytest
 from support.memory_network import MemoryNetwork
 from support.ring_cases import SHAPE, Chain, chain, soon, step
 
-from primerl.node.pipeline.frames import Frame, Kind, words_of
+from primerl.node.pipeline.frames import FINGERPRINT_BYTES, Frame, Kind, words_of
 from primerl.node.pipeline.links import Shaper
-from primerl.node.pipeline.trails import ROW
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -135,18 +134,21 @@ async def test_a_ring_without_work_stays_healthy() -> None:
 
 def said(epoch: int, number: int) -> Frame:
     """Make a micro-batch with a row from which a token is sampled."""
-    return replace(step(epoch, number), trail=b"a" * ROW)
+    return replace(step(epoch, number), trail=b"a" * FINGERPRINT_BYTES)
 
 
 async def test_what_every_stage_says_of_its_states_comes_back_without_signatures() -> None:
     async with chain(4, signs=True) as made:
         for rank in (1, 2):
-            made.computes[rank].says = bytes([rank]) * ROW
+            made.computes[rank].says = bytes([rank]) * FINGERPRINT_BYTES
         epoch = await made.begin()
         await made.send(said(epoch, 1))
         await made.send(replace(step(epoch, 2), trail=b""))
         drawn = await made.receive(Kind.DRAWN)
-        assert drawn.trail == b"a" * ROW + b"\1" * ROW + b"\2" * ROW
+        assert (
+            drawn.trail
+            == b"a" * FINGERPRINT_BYTES + b"\1" * FINGERPRINT_BYTES + b"\2" * FINGERPRINT_BYTES
+        )
 
 
 async def test_an_engine_that_forges_what_others_said_breaks_its_own_stage() -> None:

@@ -17,6 +17,7 @@ from primerl.node.inference.vllm import CompletionCollector
 from primerl.node.inference.vllm_arguments import SAMPLING
 from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.pipeline.frames import FINGERPRINT_BYTES
 from primerl.node.pipeline.place import (
     VARIABLE,
     StagePlace,
@@ -29,7 +30,6 @@ from primerl.node.pipeline.place import (
     read_place,
 )
 from primerl.node.pipeline.step_codec import ContinuedSequence, NewSequence, StepEncoder
-from primerl.node.pipeline.trails import ROW
 from primerl.node.pipeline.vllm_recorders import HeadRecorder, LastStageRecorder
 from primerl.node.pipeline.vllm_runner import (
     HIDDEN,
@@ -221,7 +221,7 @@ async def test_what_came_back_is_collected_with_versions_and_boundaries() -> Non
     assert found.logprobs == [-2, -3]
     assert found.spans == ((0, 1), (1, 2))
     assert found.boundaries == (b"B" * 8 + b"C" * 8, b"b" * 8 + b"c" * 8)
-    assert len(found.proof) == 2 * ROW
+    assert len(found.proof) == 2 * FINGERPRINT_BYTES
 
 
 def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for() -> None:
