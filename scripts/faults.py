@@ -67,6 +67,28 @@ class Verdict:
 
 
 FAULTS = (
+    # -- leases, audits, deltas
+    Fault(
+        "buffer refuses groups that were leased",
+        "node/training/buffer.py",
+        "return (max_off_policy_steps + 2) * groups_per_batch",
+        "return 4 * groups_per_batch",
+        ("test_a_runs_buffer_refuses_no_group_that_may_be_leased",),
+    ),
+    Fault(
+        "strangers are audited as rarely as references",
+        "node/verification/self_calibration.py",
+        "return AuditConditions(applied, measured, all_audited=not placed, placing=not placed)",
+        "return AuditConditions(applied, measured, not placed, not placed, audit_rate=self._reference_rate)",
+        ("test_a_proven_reference_is_audited_as_often_as_renewing_the_bounds_takes",),
+    ),
+    Fault(
+        "few changes of a delta are written without their base",
+        "node/weights/codec.py",
+        "np.copyto(out.data, base.data)",
+        "pass",
+        ("test_delta_gives_back_every_bit",),
+    ),
     # -- crypto, protocol
     Fault(
         "derived hash does not separate its parts",

@@ -61,6 +61,7 @@ _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
 
 NONE = np.empty(0, np.int64)
+"""No positions."""
 
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
