@@ -693,7 +693,7 @@ def planted(fault: Fault, root: Path) -> Generator[Path]:
 
 
 def named_tests(fault: Fault, root: Path) -> list[str]:
-    """Find the pytest ids of the functions that a fault names; those that are gone are left out."""
+    """Find the pytest ids of the functions that a fault names; functions that are gone are left out."""
     return [
         f"{file.relative_to(root)}::{name}"
         for name in fault.tests
@@ -703,7 +703,7 @@ def named_tests(fault: Fault, root: Path) -> list[str]:
 
 
 def importers(file: Path, root: Path) -> list[str]:
-    """List the test files that import a module of the package, those that import little first."""
+    """List the test files that import a module of the package, the ones that import little first."""
     dotted = "primerl." + file.relative_to(root).with_suffix("").as_posix().replace("/", ".")
     package, _, module = dotted.rpartition(".")
     named = re.compile(
@@ -760,7 +760,7 @@ class Trees:
         return Verdict(fault.name, place, caught, seconds, trouble)
 
     def check_clean(self, tests: list[str]) -> list[str]:
-        """Run tests without a fault; returns those that fail all the same, or why that is not known."""
+        """Run tests without a fault; return the failures, or why they are not known."""
         root = self._free.get()
         try:
             failed, trouble = run_tests(tests, root, CLEAN_S, stop_at_first=False)

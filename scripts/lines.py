@@ -42,7 +42,7 @@ def size(folder: Path) -> tuple[int, int]:
 
 
 def folders() -> list[str]:
-    """List the product's folders: those of the budget, then others that exist."""
+    """List the product's folders: with a budget first, then others that exist."""
     found = {f"node/{path.parent.name}" for path in (ROOT / "node").glob("*/__init__.py")}
     return [*BUDGET, *sorted({*found, "configs"} - {*BUDGET})]
 

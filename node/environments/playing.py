@@ -199,7 +199,7 @@ class TasksetPlayer:
 
     @asynccontextmanager
     async def toolbox(self, task: vf.Task) -> "AsyncGenerator[Toolbox]":
-        """Open the tools of a task, in addition to those of its taskset."""
+        """Open the tools of a task, and its taskset's."""
         from .tools import opened
 
         toolsets = task.toolsets(task.config)

@@ -46,7 +46,7 @@ async def generate_until(
 ) -> Completion:
     """Generate a reply in parts, and no further than to its first stop string.
 
-    The tokens are those of a whole generation: their noise depends on seed and position alone. Raises the
+    The tokens are the same as without parts: their noise depends on seed and position alone. Raises the
     errors of `generate`.
     """
     if stops is None:

@@ -370,20 +370,12 @@ class EnvironmentTrial:
             count += f", {_span([it.turns for it in played])} turn(s) each"
         self._found("rollouts", count, problem)
 
-        calls: dict[str, list[int]] = {}
-        for it in played:
-            if it.calls is not None:
-                calls.setdefault(it.script, []).append(it.calls)
+        calls = [(it.script, it.calls) for it in played if it.calls is not None]
         if calls:
-            each = ", ".join(f"{script} {_span(found)}" for script, found in calls.items())
-            total, count = sum(map(sum, calls.values())), sum(map(len, calls.values()))
-            self._found("tools", f"{total} calls in {count} rollouts: {each}")
+            total = sum(count for _, count in calls)
+            self._found("tools", f"{total} calls in {len(calls)} rollouts: {_by_script(calls)}")
 
-        rewards: dict[str, list[float]] = {}
-        for it in played:
-            if it.reward is not None:
-                rewards.setdefault(it.script, []).append(it.reward)
-        said = ", ".join(f"{script} {_span(found)}" for script, found in rewards.items())
+        said = _by_script([(it.script, it.reward) for it in played if it.reward is not None])
         unlike = [
             f"task {it.task}, {it.script}: {it.disagreement}" for it in played if it.disagreement
         ]
@@ -455,6 +447,14 @@ def _count(tasks: list[Task]) -> str:
 def _span(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _by_script(values: Sequence[tuple[str, float]]) -> str:
+    """Show the span of the values of each script."""
+    found: dict[str, list[float]] = {}
+    for script, value in values:
+        found.setdefault(script, []).append(value)
+    return ", ".join(f"{script} {_span(some)}" for script, some in found.items())
 
 
 def _some(lines: list[str]) -> str:

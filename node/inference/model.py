@@ -48,7 +48,7 @@ class LayerHooks(Protocol):
     def take(self, layer: int, x: Tensor) -> Tensor:
         """Read the residual stream `x` [T, d] after `layer` layers; return `x` or its replacement.
 
-        One pass may make several calls for a layer, each for the tokens after those of the call before.
+        One pass may make several calls for a layer, each for the next tokens.
         """
         ...
 

@@ -58,7 +58,7 @@ def engine_class(
 ) -> str:
     """Name the class of an engine of `config` on this machine; runs nvidia-smi.
 
-    `release` and `device` default to those of this machine.
+    `release` and `device` default to this machine's.
     """
     gpus = visible_gpus(config)
     tp = tensor_parallel_on(config, gpus)

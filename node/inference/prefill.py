@@ -54,7 +54,7 @@ def make_claims(
 ) -> Claims:
     """Make claims [N] of drawn `tokens`.
 
-    `routes` [N, bytes of one] are those of the tokens before them.
+    `routes` [N, bytes of one] belong to the tokens before them.
     """
     claims = np.zeros(len(places), claim_type(0 if routes is None else routes.shape[1]))
     claims["places"], claims["seeds"], claims["tokens"] = places, seeds, tokens

@@ -716,8 +716,8 @@ def has_linear_attention(shape: Mapping[str, Any]) -> bool:
 def set_environment(*, cpu: bool, invariant: bool = False, drafts: bool = False) -> None:
     """Set the variables of ENVIRONMENT that are not set yet.
 
-    `invariant`: on a GPU, also overwrite those of INVARIANTS. `drafts`: also select the model runner whose
-    drafts this package verifies.
+    `invariant`: on a GPU, also overwrite the variables of INVARIANTS. `drafts`: also select the model
+    runner whose drafts this package verifies.
     """
     if drafts:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

@@ -530,7 +530,7 @@ def plan_learner(
 
 
 def _trained(config: TrainingConfig, shape: ModelShape) -> int:
-    """Return the number of trained parameters: all, or those of the adapters."""
+    """Return the number of trained parameters: all, or the adapters'."""
     lora = config.lora
     return shape.adapter_parameters(lora.rank, lora.target_modules) if lora else shape.parameters
 

@@ -45,7 +45,7 @@ class MetricsLog:
     def go_back(self, step: int, values: Mapping[str, Any]) -> None:
         """Drop the lines after `step`, from where the run goes on.
 
-        `values` are those of `step` as its checkpoint has them; they are written if the process died before it
+        `values` are the metrics of `step` in its checkpoint, written if the process died before it
         wrote that line.
         """
         lines = self._path.read_text(encoding="utf-8").splitlines()

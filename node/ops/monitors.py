@@ -171,7 +171,7 @@ class Monitors:
             one.send({"go_back": step})
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Let all monitors finish, within `deadline_s` seconds; those that do not are killed."""
+        """Let all monitors finish, within `deadline_s` seconds; kill the others."""
         until = time.monotonic() + deadline_s
         for one in self._processes:
             one.finish()

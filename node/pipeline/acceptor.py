@@ -170,7 +170,7 @@ class LinkAcceptor:
             del self._rings[ring.plan.group]
 
     def allow(self, others: Iterable[bytes]) -> None:
-        """Set the peers that may probe this node, besides those that share a plan with it."""
+        """Set the peers that may probe this node, besides the ones that share a plan with it."""
         self._probers = frozenset(others)
 
     async def handle(self, peer: bytes, stream: Stream) -> None:

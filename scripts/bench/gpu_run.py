@@ -216,7 +216,7 @@ def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any], *, quick: bool) -> list[Goal]:
-    """Return the goals of a run on GPUs; for a quick one only those of every run."""
+    """Return the goals of a run on GPUs; for a quick one only the goals of every run."""
     goals = [
         at_most("mismatch KL, mean over the run", found["mismatch_kl_mean"], 0.01, "nats"),
         at_most("staleness, most", found["staleness_max"], found["staleness_bound"]),

@@ -112,7 +112,7 @@ class Bench:
         self.nodes.append(await child.event("up", START_S))
 
     def _gpus(self, rank: int) -> str:
-        """Return the GPUs of stage `rank`, among this machine's or those of CUDA_VISIBLE_DEVICES."""
+        """Return the GPUs of stage `rank`, among this machine's or the ones in CUDA_VISIBLE_DEVICES."""
         told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         mine = told.split(",") if told else [str(one) for one in range(self.options.gpus)]
         first = rank * self.options.tp
