@@ -11,7 +11,7 @@ from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
 from primerl.node.inference.numerics import check_quantized
 from primerl.node.inference.placement import difference
-from primerl.node.inference.vllm import judge
+from primerl.node.inference.vllm import join_checks
 from primerl.node.inference.vllm_arguments import (
     check_family,
     check_parallel,
@@ -216,10 +216,13 @@ def test_the_last_stage_draws_and_its_first_rank_is_collected_from() -> None:
 
 
 def test_a_tensor_has_to_belong_to_a_rank() -> None:
-    assert judge([["", ["b"], []], ["", ["a"], ["b"]]]) == ("", frozenset({"b"}))
-    assert judge([["", ["b", "x"], []], ["", ["x"], []]]).fault == "tensor 'x' is not the model's"
-    assert judge([["", ["x"], []], ["bad", [], []]]).fault == "bad"
-    assert judge([["", ["x"], []]]).fault == "tensor 'x' is not the model's"
+    assert join_checks([["", ["b"], []], ["", ["a"], ["b"]]]) == ("", frozenset({"b"}))
+    assert (
+        join_checks([["", ["b", "x"], []], ["", ["x"], []]]).fault
+        == "tensor 'x' is not the model's"
+    )
+    assert join_checks([["", ["x"], []], ["bad", [], []]]).fault == "bad"
+    assert join_checks([["", ["x"], []]]).fault == "tensor 'x' is not the model's"
 
 
 def test_a_later_state_has_the_tensors_of_the_first() -> None:
