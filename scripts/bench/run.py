@@ -80,10 +80,12 @@ def main() -> int:
             if options.synchronous
             else {}
         )
-    found = compare(whole, engine, trainer, synchronous, options)
-    show_figures(found)
-    print()
-    return conclude(found, judge(found, options), options.json)
+        found = compare(whole, engine, trainer, synchronous, options)
+        show_figures(found)
+        print()
+        code = conclude(found, judge(found, options), options.json)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # removing checkpoints of 50 GB takes a while
+    return code
 
 
 class OutOfTime(Exception):
