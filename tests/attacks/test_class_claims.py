@@ -23,7 +23,7 @@ from primerl.protocol.numerics import ClassBounds
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-DEADLINE = 100.0
+DEADLINE = 50.0
 BF16 = {"dtype": "bfloat16"}
 
 
