@@ -612,6 +612,9 @@ class LaunchConfig(BaseConfig):
     """GPUs of all workers together, as above. Default: those that the trainer leaves."""
     share_gpus: bool = False
     """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
+    mps: bool = False
+    """Processes that share a GPU compute at the same time (NVIDIA MPS) in place of taking turns: faster, but an
+    error of one on the GPU, or killing it, can end the others there, too."""
     share_chunks: bool = True
     """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
     start_timeout_s: Seconds = 300.0

@@ -5,11 +5,12 @@ its children notice (PRIMERL_PARENT_PID) and leave too.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from ..storage.run_files import (
     write,
 )
 from ..verification.bounds import measures_bounds
+from .mps import mps_daemon
 from .placement import GpuPlacement, Names, place
 
 TRAINER = "trainer"
@@ -180,9 +182,12 @@ async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
     """Run until every process has ended."""
     logs = asyncio.create_task(launcher.keep_logs_small(), name="logs")
     try:
-        await launcher.run(args)
+        async with launcher.shared_gpus():
+            try:
+                await launcher.run(args)
+            finally:
+                await launcher.close()
     finally:
-        await launcher.close()
         await end_tasks(logs)
 
 
@@ -217,11 +222,25 @@ class Launcher:
         self._children: list[LoggedProcess] = []
         self._working = 0
         self._last_failure = ""
+        self._variables: dict[str, str] = {}
+        """Variables of every child's environment, beside those of its role."""
+
+    @contextlib.asynccontextmanager
+    async def shared_gpus(self) -> AsyncGenerator[None]:
+        """Run NVIDIA MPS for the processes if it is configured. Raises UsageError, EngineError."""
+        if not self._config.launch.mps:
+            yield
+            return
+        environment = trainer_environment(self._config, os.environ)
+        log = self._config.run_dir / LOGS / "mps.log"
+        async with mps_daemon(environment, log) as self._variables:
+            yield
 
     async def run(self, args: Sequence[str]) -> None:
         """Start everything and wait for the trainer's end, then for the workers'."""
         place = self._placement
         environment = with_gpus(trainer_environment(self._config, os.environ), place.trainer)
+        environment |= self._variables
         references = await asyncio.to_thread(self._references)
         arguments = [*args, *place.trainer_arguments(), *references]
         command = self._commands.trainer(self._config, arguments)
@@ -338,6 +357,7 @@ class Launcher:
     ) -> tuple[int, str]:
         """Run a worker once; return its exit code, and its failure or ""."""
         environment = with_gpus(worker_environment(self._config, os.environ), gpus)
+        environment |= self._variables
         child = await self._start(name, self._commands.worker(self._config, name), environment)
         code = await child.wait()
         await child.stop(self.pace.grace)  # the processes that it started itself

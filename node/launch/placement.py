@@ -427,6 +427,7 @@ def _none_wanted(launch: LaunchConfig, gpus: Sequence[str]) -> None:
     for option, text in (
         ("trainer-gpus", launch.trainer_gpus),
         ("inference-gpus", launch.inference_gpus),
+        ("launch.mps", "true" if launch.mps else ""),
     ):
         if text not in ("", "0"):
             reason = (

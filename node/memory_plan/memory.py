@@ -57,7 +57,9 @@ CHANGED = 0.02  # share of the weights that a step of reinforcement learning cha
 UPDATE_BYTES = 20  # per changed element: position and value, before and after layers are fused
 
 # The learner and what runs beside it.
-LOGITS_BUFFERS = 3  # logits of a chunk, their gradient, and one of the chunk before
+LOGITS_BUFFERS = (
+    3  # logits of a chunk, their gradient, and as much for what packed steps need beside them
+)
 ALLOCATOR_SLACK = 0.05
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps

@@ -114,6 +114,7 @@ class _HeadLogprobs(torch.autograd.Function):
             logits = hidden[part] @ weight.T
             own = scale[part] if isinstance(scale, Tensor) else scale
             logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap)
+            del logits  # before the next ones are computed
         ctx.save_for_backward(hidden, weight, targets, log_z)
         ctx.scale, ctx.chunk, ctx.cap = scale, chunk, cap
         ctx.mark_non_differentiable(entropy)
@@ -134,6 +135,7 @@ class _HeadLogprobs(torch.autograd.Function):
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[part]
+            del logits, of_logits  # before the next ones are computed
         found = None if of_weight is None else of_weight.to(weight.dtype)
         return of_hidden, found, None, None, None, None
 

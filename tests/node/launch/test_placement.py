@@ -152,6 +152,7 @@ def test_a_trainer_of_several_gpus_becomes_ranks() -> None:
         ("-t GPU-a", ("GPU-aa", "GPU-ab"), "no GPU GPU-a among"),
         ("-t 1", (), "no GPU can be used here"),
         ("-i 0,", (), "no GPU can be used here"),
+        ("--launch.mps", (), "--launch.mps true: no GPU can be used here"),
         ("-i 1 --engine.device cpu --training.device cpu", EIGHT, "the run needs none"),
         ("-i 3 --engine vllm --engine.tp 2", EIGHT, "leave 1 idle: ask for --inference-gpus 2"),
         ("-i 1 --engine vllm --engine.tp 2", EIGHT, "an engine of 2 GPUs .* does not fit 1 GPU"),
