@@ -153,7 +153,7 @@ def check_model(config: "RunConfig | SftConfig") -> None:
 def check_found(config: "RunConfig | SftConfig") -> None:
     """Raise NodeError if the run lacks its model, an environment or a free port.
 
-    Called before `--clean` removes the earlier run.
+    Called before `--clean` removes an earlier run; if there is one, the environments are tried first.
     """
     from ..node.config.run import RunConfig
     from ..node.environments.allowed import find_package
@@ -169,9 +169,15 @@ def check_found(config: "RunConfig | SftConfig") -> None:
         return
     for one in config.mixture:
         find_package(one.id)
-    for port in check_ports(config) if config.clean and not config.goes_on else ():
+    if not config.clean or config.goes_on:
+        return
+    for port in check_ports(config):
         if port.state == "problem":
             raise BusyError(f"{port.name} {port.found}: {port.advice}")
+    if config.run_dir.exists():
+        from ..node.app.factories import try_environments
+
+        asyncio.run(try_environments(config))
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:

@@ -15,13 +15,14 @@ from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
-from ..environments.environment import Environment
+from ..environments.environment import Environment, EnvironmentFailed
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
 from ..environments.leased_prompts import LeasedPrompts
 from ..environments.sandbox import Sandbox, choose
 from ..inference.build import build_engine
 from ..inference.engine import Engine
+from ..ops.errors import UsageError
 from ..ops.gpus import usable
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
@@ -214,9 +215,41 @@ def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factor
 
 def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:
     """The sandbox of a node's environments, which never shows its own directories. Raises UsageError."""
-    hidden = [config.data_dir or Path.home() / ".primerl"]
-    if isinstance(config, RunConfig):
-        hidden.append(config.run_dir)
-    found = choose(config.sandbox, hidden)
+    found = choose(config.sandbox, _own_directories(config))
     logger.log(logging.WARNING if found.missing else logging.INFO, "environments run in %s", found)
     return found
+
+
+def _own_directories(config: RunConfig | JoinConfig) -> list[Path]:
+    own = [config.data_dir or Path.home() / ".primerl"]
+    return [*own, config.run_dir] if isinstance(config, RunConfig) else own
+
+
+async def try_environments(config: RunConfig) -> None:
+    """Start each environment of a run in its sandbox, and close it: its options and code are sound.
+
+    Characters are its tokens, so no model is needed. Raises UsageError for one that does not start.
+    """
+    sandbox = choose(config.sandbox, _own_directories(config))
+    sampling = config.sampling
+
+    evaluated = config.evaluation.environments if config.evaluation.is_online else []
+    tried: list[tuple[str, EnvironmentConfig]] = [(repr(one.name), one) for one in config.mixture]
+    tried += [(f"{one.title!r} of [evaluation]", one) for one in evaluated]
+    for name, one in tried:
+        if one.id == LEASED_PROMPTS:
+            continue
+        environment = HostedEnvironment(
+            one,
+            model_dir=None,
+            seed=config.seed,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            sandbox=sandbox,
+        )
+        try:
+            await environment.start()
+        except EnvironmentFailed as error:
+            raise UsageError(f"the environment {name} does not start: {error}") from error
+        finally:
+            await environment.close()

@@ -6,13 +6,17 @@ taskset without `task_at` is iterated only up to the requested task: it may be e
 """
 
 import asyncio
+import difflib
 import hashlib
 import json
+import reprlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
+
+from pydantic import ValidationError
 
 from ..config.run import EnvironmentConfig
 from .allowed import NAME
@@ -32,8 +36,6 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
 
     A `seed` option that the config does not set gets the run's seed. Raises EnvironmentFailed.
     """
-    from pydantic import ValidationError
-
     _refuse_host_options(config)
     taskset, options = _find(config.id, find)
     fields = options.model_fields
@@ -50,9 +52,25 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
             it: taskset(options.model_validate({**values, **own[it]})) for it in splits
         }
     except ValidationError as error:
-        raise EnvironmentFailed(f"environment.args does not fit {config.id!r}: {error}") from error
+        raise EnvironmentFailed(_misfit(config.id, options, error)) from error
     _refuse_unservable(config.id, found["train"])
     return found
+
+
+def _misfit(name: str, options: Any, error: ValidationError) -> str:
+    """Say which options do not fit, one after the other, and which were probably meant."""
+    known = sorted(set(options.model_fields) - _HOST_OPTIONS)
+    found: list[str] = []
+    for one in error.errors(include_url=False, include_context=False):
+        key = ".".join(("environment.args", *map(str, one["loc"])))
+        if one["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(one["loc"][-1]), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
+            found.append(f"{key} is no option of {name!r}: {hint}")
+        else:
+            reason = one["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+            found.append(f"{key} does not fit {name!r}: {reason}, not {reprlib.repr(one['input'])}")
+    return "; ".join(found)
 
 
 def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:

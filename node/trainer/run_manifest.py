@@ -44,6 +44,8 @@ MAX_RUN = MAX_SEALED - KIB
 """Maximum bytes of a manifest, which travels sealed."""
 ANOTHER_RUN = "begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
 """Advice where a config or a version no longer fits the run."""
+SIGNED = ("args", "max_turns", "tool_call_parser", "chat_template_kwargs", "stop")
+"""Options of an environment that cannot change when a run goes on."""
 
 
 async def documents(
@@ -126,10 +128,14 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
                 f"{_described(wanted_sampling)}: change it back, or {ANOTHER_RUN}"
             )
         options = options_of(one)
-        for key in ("chat_template_kwargs", "stop"):
-            if getattr(own, key) != getattr(options, key):  # workers' rollouts would be refused
+        # workers play what the manifest says, and their rollouts would be refused
+        begun = {key: getattr(options, key) for key in SIGNED} | {"seed": one.seed}
+        now = {key: getattr(own, key) for key in SIGNED} | {"seed": config.seed}
+        for key, value in begun.items():
+            if now[key] != value:
                 raise UsageError(
-                    f"this run began with another {key} of {one.name}: change it back, or {ANOTHER_RUN}"
+                    f"this run began with another {key} of {one.name} ({value!r}, now {now[key]!r}): "
+                    f"change it back, or {ANOTHER_RUN}"
                 )
 
 

@@ -142,6 +142,8 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(cli: Cli, ho
         ("rl @ demo --no-warmup --model.name /nope", 7, "is neither a directory nor a hub id"),
         ("train --environment.id sort-digits", 2, "no model: set model.name"),
         ("train @ demo --environment.id sort-digits", 2, "`primerl-node env install`"),
+        ("train @ demo --environment.args.min-lenn 5", 2, "did you mean min_len?"),
+        ("rl @ demo --environment.args.min-len 9", 2, "min_len must not exceed max_len"),
         ("rl @ demo --network.port PORT", 4, "a node may run already; else choose another"),
         ("sft @ sft_demo --no-data.environment --data.files nope.jsonl", 2, "nope.jsonl"),
     ],

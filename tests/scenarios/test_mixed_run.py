@@ -139,11 +139,19 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
             UsageError, match="samples letters with temperature 1, max_tokens 4, top_p"
         ):
             await swarm.start_trainer(resume=True, environments=hotter)
-        for key, value in (("chat_template_kwargs", {"a": 1}), ("stop", ["."])):
+        for key, value in (
+            ("args", {"alphabet": "abc"}),
+            ("max_turns", 3),
+            ("tool_call_parser", "none"),
+            ("chat_template_kwargs", {"a": 1}),
+            ("stop", ["."]),
+        ):
             other = [{**one, key: value} for one in ENVIRONMENTS]
             with pytest.raises(UsageError, match=f"began with another {key} of letters"):
                 await swarm.start_trainer(resume=True, environments=other)
-        await swarm.start_trainer(resume=True, environments=ENVIRONMENTS)
+        with pytest.raises(UsageError, match=r"began with another seed of letters \(0, now 7\)"):
+            await swarm.start_trainer(resume=True, environments=ENVIRONMENTS, seed=7)
+        await swarm.start_trainer(resume=True, environments=ENVIRONMENTS, seed=0)
         summary = await swarm.finished()
     assert summary["steps"] == 4
     assert all(summary["environments"][name]["accepted"] for name in NAMES)
