@@ -151,7 +151,7 @@ def check_model(config: "RunConfig | SftConfig") -> None:
 
 
 def check_found(config: "RunConfig | SftConfig") -> None:
-    """Raise NodeError if the run lacks its model, an environment or a free port.
+    """Raise NodeError if the run lacks a GPU that it names, its model, an environment or a free port.
 
     Called before `--clean` removes an earlier run; if there is one, the environments are tried first.
     """
@@ -160,13 +160,16 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.models.architectures import read_config as read_model
     from ..node.ops.doctor import check_ports
     from ..node.ops.errors import BusyError, UsageError
+    from ..node.ops.gpus import check_device
 
+    check_device("training.device", config.training.device)
     if config.model.create is None:
         if "name" not in config.model.model_fields_set:
             raise UsageError("no model: set model.name to a directory or a hub id")
         read_model(config.model)
     if not isinstance(config, RunConfig):
         return
+    check_device("engine.device", config.engine.device)
     for one in config.mixture:
         find_package(one.id)
     if not config.clean or config.goes_on:

@@ -26,7 +26,7 @@ from ..inference.vllm_arguments import (
     read_shape,
 )
 from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import torch_without_gpus
+from ..ops.gpus import check_device, torch_without_gpus
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.threads import share_python
@@ -112,7 +112,9 @@ async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], N
 
 
 def check_present(config: EngineConfig) -> None:
-    """Raise EngineError if the engine's library is not installed: called before a node says hello."""
+    """Raise UsageError or EngineError if the engine's GPU or library is not there: called before a node says
+    hello."""
+    check_device("engine.device", config.device)
     if config.type == "vllm" and not is_installed():
         raise EngineError(NOT_INSTALLED)
 

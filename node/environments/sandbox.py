@@ -120,7 +120,7 @@ class Sandbox:
             yield "sockets are allowed (sandbox.network)"
         if not self.confines_files:
             why = f" ({self.missing})" if self.missing else ""
-            yield f"files are not confined, so that it can read this node's key{why}"
+            yield f"files are not confined, so they can read this node's key{why}"
 
     def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
         """Make the command that runs `program`, which reads the files and directories `needed`."""

@@ -465,7 +465,7 @@ def _written(path: Path) -> float:
 def _book(path: Path, view: LedgerView) -> _Book:
     sealed = view.get(MANIFEST)
     if sealed is None:
-        raise StorageError(f"{path} names no run yet: start its node once with this version")
+        raise StorageError(f"{path} has no run: no trainer has admitted this node yet")
     try:
         opened = unseal(sealed, Purpose.RUN, RunManifest, now=0)
         name = run_id(opened.payload)

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from .errors import UsageError
+
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ANSWER_S = 20.0
 """Longest wait for nvidia-smi."""
@@ -118,6 +120,15 @@ def usable(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 def is_on_gpu(device: str, visible: Callable[[], Sequence[str]]) -> bool:
     """Say whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
     return bool(visible()) if device == "auto" else device != "cpu"
+
+
+def check_device(key: str, device: str, visible: Callable[[], Sequence[str]] = usable) -> None:
+    """Raise UsageError if the config's `key` names a CUDA device, and this process sees none."""
+    if device.startswith("cuda") and not visible():
+        why = "torch is a CPU build" if torch_without_gpus() else "no GPU is visible"
+        raise UsageError(
+            f"{key} is {device}, and {why} here: leave it out, and a GPU is used where there is one"
+        )
 
 
 def _exists(name: str, there: Sequence[Gpu]) -> bool:

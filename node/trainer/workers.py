@@ -393,7 +393,7 @@ class WorkerRegistry:
         if not known.refused and barred and barred.issuperset(asked):
             names = [self.environments[number].name for number in barred]
             return f"too much was rejected: {known.top_reason(names)}"
-        return known.banned or known.refused
+        return known.refused
 
     def quarantined(self, node: bytes) -> frozenset[int]:
         """Return the environments that a worker is leased nothing of until time has healed its trust."""

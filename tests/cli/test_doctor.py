@@ -50,7 +50,7 @@ def test_the_sandbox_of_environments_is_named_with_what_it_leaves_open(
 ) -> None:
     monkeypatch.setenv("PATH", str(home))
     missing = (
-        "files are not confined, so that it can read this node's key (bubblewrap is not installed"
+        "files are not confined, so they can read this node's key (bubblewrap is not installed"
     )
     checks = json.loads(cli("doctor", "--json").out)["machine"]
     (check,) = [one for one in checks if one["name"] == "sandbox"]

@@ -205,7 +205,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(cli: Cli, tmp_path: Path, no
         cli(*args).refused(code, part)
     fill(tmp_path / "new" / "ledger.db", manifest=False).close()
     ran = cli("explain", "-d", str(tmp_path / "new"))
-    assert (ran.code, "names no run yet" in ran.err) == (5, True)
+    assert (ran.code, "no trainer has admitted this node yet" in ran.err) == (5, True)
     (tmp_path / "new" / "ledger.db").write_bytes(b"noise" * 1000)
     assert cli("explain", "-d", str(tmp_path / "new")).code == 5
     fill(tmp_path / "empty" / "ledger.db").close()

@@ -12,7 +12,7 @@ from .conftest import Cli
     [
         ("", 2, "give --model.name with a directory or a hub id, or --ticket"),
         ("--model.name x --ticket primerl1-x", 2, "one server serves one policy"),
-        ("--ticket primerl1-nonsense", 3, "the ticket is not valid"),
+        ("--ticket primerl1-nonsense", 3, "the ticket is damaged"),
         ("--model.name x --api.host 0.0.0.0 --dry-run", 2, "set api.key_variable"),
         ("--model.name x --api.key-variable NO_SUCH_KEY", 2, "NO_SUCH_KEY"),
     ],

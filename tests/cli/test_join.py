@@ -21,7 +21,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue
 
-from .conftest import Cli
+from .conftest import Cli, torch_is
 
 KEY = SecretKey.from_seed(bytes(32))
 
@@ -74,6 +74,7 @@ def test_a_ticket_that_is_missing_expired_or_damaged_is_refused_offline(
     invented = ("primerl1-", "primerl1-!!", "primerl1-AAAA", "binary", "note")
     for bad in (flipped, text[:-20], *invented):
         cli("join", "--ticket", bad).refused(3)
+    cli("join", "--ticket", flipped).refused(3, "damaged: copy it again, whole and in one line")
 
 
 def test_a_directory_that_was_admitted_passes_with_an_expired_ticket_and_with_none(
@@ -100,6 +101,14 @@ def test_an_unknown_role_is_a_usage_error(cli: Cli) -> None:
 def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(cli: Cli) -> None:
     ran = cli("join", "--ticket", ticket(), "--engine.type", "vllm")
     ran.refused(7, "vLLM is not installed")
+
+
+def test_a_gpu_that_is_not_there_is_named_before_anything_is_sent(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_is("2.13.0+cpu", monkeypatch)
+    ran = cli("join", "--ticket", ticket(), "--engine.device", "cuda")
+    ran.refused(2, "engine.device is cuda, and torch is a CPU build here: leave it out")
 
 
 # -- the environment of a run ----------------------------------------------------------------------

@@ -143,14 +143,18 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(cli: Cli, ho
         ("train --environment.id sort-digits", 2, "no model: set model.name"),
         ("train @ demo --environment.id sort-digits", 2, "`primerl-node env install`"),
         ("train @ demo --environment.args.min-lenn 5", 2, "did you mean min_len?"),
+        ("rl @ demo --training.device cuda", 2, "training.device is cuda, and torch is a CPU build"),
+        ("train @ demo --engine.device cuda:1", 2, "engine.device is cuda:1, and torch is a CPU"),
+        ("sft @ sft_demo --training.device cuda", 2, "leave it out"),
         ("rl @ demo --environment.args.min-len 9", 2, "min_len must not exceed max_len"),
         ("rl @ demo --network.port PORT", 4, "a node may run already; else choose another"),
         ("sft @ sft_demo --no-data.environment --data.files nope.jsonl", 2, "nope.jsonl"),
     ],
 )  # fmt: skip
 def test_clean_removes_nothing_if_the_new_run_lacks_something(
-    cli: Cli, home: Path, given: str, code: int, reason: str
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch, given: str, code: int, reason: str
 ) -> None:
+    torch_is("2.13.0+cpu", monkeypatch)
     old = home / "outputs" / "run"
     (old / "weights").mkdir(parents=True)
     (old / "metrics.jsonl").write_text("{}\n")

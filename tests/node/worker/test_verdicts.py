@@ -221,4 +221,4 @@ async def test_a_worker_that_is_banned_knows_why_without_the_trainer(
     assert (running.accepted, running.worker) == (0, worker.node_id.hex())
     assert explain(worker.data_dir, str(running.lease)) == running  # and after both are gone
     assert f"explain --data-dir {worker.data_dir}" in caplog.text
-    assert caplog.text.count("gives this node no work") == 1
+    assert caplog.text.count("gives this node no work (banned: ") == 1
