@@ -338,18 +338,27 @@ def _explain(
         return message[:1].lower() + message[1:]
     problems = cause.errors(include_url=False)
     known = list(keys(cls))
-    lines: list[str] = []
-    for one in problems:
-        if one["type"] == "extra_forbidden":
-            path = [str(part) for part in one["loc"]]
-            name = ".".join(path)
-            if name in OF_PRIME_RL:
-                hint = ": a section of prime-rl's: `primerl-node import FILE` converts its configs"
-            elif guess := nearest(name, known):
-                hint = f": did you mean {guess}?"
-            else:
-                hint = ": see --help for the keys"
-            lines.append(f"unknown config key {name} {_origin(path, layers, flags)}{hint}")
+    unknown = [
+        [str(part) for part in one["loc"]] for one in problems if one["type"] == "extra_forbidden"
+    ]
+    origins = [_origin(path, layers, flags) for path in unknown]
+    files = {
+        origin
+        for path, origin in zip(unknown, origins, strict=True)
+        if path[0] in OF_PRIME_RL and origin.endswith((".toml", ".json"))
+    }
+    lines = [_of_prime_rl(origin.removeprefix("in ")) for origin in sorted(files)]
+    for path, origin in zip(unknown, origins, strict=True):
+        if origin in files:
+            continue  # converted with the rest of the file
+        name = ".".join(path)
+        if path[0] in OF_PRIME_RL:
+            hint = ": prime-rl's; `primerl-node import --keys` lists its keys beside ours"
+        elif guess := nearest(name, known):
+            hint = f": did you mean {guess}?"
+        else:
+            hint = ": see --help for the keys"
+        lines.append(f"unknown config key {name} {origin}{hint}")
     bad = [one for one in problems if one["type"] != "extra_forbidden"]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -357,6 +366,10 @@ def _explain(
     return (
         lines[0] if len(lines) == 1 else BETWEEN_PROBLEMS.join([f"{len(lines)} problems:", *lines])
     )
+
+
+def _of_prime_rl(file: str) -> str:
+    return f"{file} is a config of prime-rl's: `primerl-node import {file} --output mine.toml` converts it"
 
 
 def _bad_value(first: ErrorDetails, layers: Sequence[_Layer], flags: Sequence[str]) -> str:

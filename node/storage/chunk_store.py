@@ -158,7 +158,7 @@ class FileStore:
             if held + len(data) > self._max_bytes:
                 raise QuotaExceeded(
                     f"{len(data)} bytes more would exceed the store's limit of {self._max_bytes} "
-                    f"({held} in use): raise the limit or keep fewer versions"
+                    f"({held} in use): raise weights.max_disk_gib or lower weights.keep_versions"
                 )
             self._reserved += len(data)
         try:

@@ -314,6 +314,8 @@ class WeightSync:
         self._loaded = asyncio.Condition()
         self._trouble = ""
         """Reason why the last attempt failed; empty after one that succeeded."""
+        self._unkept = (0, NOTHING)
+        """The last (epoch, version) that there was no room for."""
         self.versions_loaded = 0
 
     @property
@@ -417,9 +419,15 @@ class WeightSync:
             logger.info("version %d is not fetched ahead: %s", head.head.version, error)
             await asyncio.sleep(RETRY_S)
         except StorageError as error:
+            await self._make_room(head, error)
+
+    async def _make_room(self, head: AdmittedHead, error: StorageError) -> None:
+        """Drop what is old, and pause: a version cannot be kept. That is said once of each."""
+        if self._unkept != head.order:
             logger.error("version %d cannot be kept: %s", head.head.version, error)
-            await self._drop_old()
-            await asyncio.sleep(RETRY_S)
+        self._unkept = head.order
+        await self._drop_old()
+        await asyncio.sleep(RETRY_S)
 
     async def _look_for(self, order: tuple[int, int]) -> None:
         """Ask for a head that we do not have, if it does not arrive by itself."""
@@ -442,9 +450,7 @@ class WeightSync:
             await self._start_over()
         except StorageError as error:
             self._trouble = str(error)
-            logger.error("version %d cannot be kept: %s", head.head.version, error)
-            await self._drop_old()
-            await asyncio.sleep(RETRY_S)
+            await self._make_room(head, error)
 
     async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
         """Wait until the engine holds the (epoch, version) `order` or a newer one."""

@@ -1,5 +1,6 @@
 """A disk that is full: its node says so, keeps what it acknowledged, and goes on once there is room."""
 
+import asyncio
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from support.witness import WitnessEngine
 
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.storage.ledger import Ledger
+from primerl.node.worker.weight_sync import RETRY_S
 from primerl.protocol.errors import Reason
 
 
@@ -96,7 +98,9 @@ async def test_a_worker_without_room_for_the_model_says_so_and_ends(
     async with Swarm(tmp_path, model_dir) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w1", weights={"max_disk_gib": 1e-6})
-        with pytest.raises(StorageError, match="raise the limit or keep fewer versions"):
+        with pytest.raises(
+            StorageError, match=r"raise weights\.max_disk_gib or lower weights\.keep_versions"
+        ):
             await worker.ended()
         swarm.add_worker("w2")
         await swarm.wait_step(1)
@@ -117,6 +121,22 @@ async def test_a_worker_whose_store_fills_up_drops_old_versions_and_follows_on(
     assert versions[-1] >= 9
 
 
+async def test_a_worker_without_room_for_the_next_version_says_so_once_of_each(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm = Swarm(tmp_path, model_dir, max_steps=10_000)
+    swarm.fakes.words = 20_000
+    async with swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", weights={"max_disk_gib": 150_000 / 2**30})
+        await until(lambda: "cannot be kept" in caplog.text)
+        await asyncio.sleep(3 * RETRY_S)  # nobody else works: there is no newer version
+        waiting = (await worker.status())["waiting_for"]
+    assert "raise weights.max_disk_gib" in waiting
+    unkept = [line.split(" cannot")[0] for line in caplog.messages if "cannot be kept" in line]
+    assert len(unkept) == len(set(unkept))
+
+
 async def test_a_trainer_without_room_for_weights_stops_and_resumes_where_it_was(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -125,7 +145,7 @@ async def test_a_trainer_without_room_for_weights_stops_and_resumes_where_it_was
     async with swarm:
         await swarm.start_trainer(weights={"max_disk_gib": 150_000 / 2**30})
         swarm.add_worker("w1")
-        with pytest.raises(StorageError, match="raise the limit"):
+        with pytest.raises(StorageError, match=r"raise weights\.max_disk_gib"):
             await swarm.trainer.ended()
         before = swarm.heads()
         swarm.network.drop(swarm.trainer.node_id)

@@ -421,9 +421,14 @@ def test_a_config_of_prime_rl_is_told_of_the_command_that_converts_it(
     cli: Callable[..., Ran], tmp_path: Path
 ) -> None:
     path = written(tmp_path / "rl.toml", "[trainer.optim]\nlr = 1\n[orchestrator]\nbatch_size = 4")
-    ran = cli("rl", "@", path, "--dry-run")
-    assert ran.code == 2
-    assert ran.err.count("`primerl-node import FILE` converts its configs") == 2
+    cli("rl", "@", path, "--dry-run").refused(2, f"`primerl-node import {path} --output mine.toml`")
+    ran = cli("rl", "@", "demo", "@", path, "--training.lrr", "1", "--orchestrator.batch-size", "4")
+    assert set(ran.err.splitlines()[1:]) == {
+        f"  - {path} is a config of prime-rl's: `primerl-node import {path} --output mine.toml` converts it",
+        "  - unknown config key training.lrr on the command line: did you mean training.lr?",
+    }
+    ran = cli("rl", "@", "demo", "--orchestrator.batch-size", "4")
+    ran.refused(2, "key orchestrator on the command line: prime-rl's; `primerl-node import --keys`")
 
 
 def test_a_section_may_be_given_by_its_type(tmp_path: Path) -> None:

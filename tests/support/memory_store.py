@@ -22,7 +22,7 @@ class MemoryStore:
             if name not in self._blobs:
                 held = sum(map(len, self._blobs.values()))
                 if held + len(data) > self._max_bytes:
-                    raise QuotaExceeded(f"limit of {self._max_bytes}: raise the limit")
+                    raise QuotaExceeded(f"limit of {self._max_bytes}: raise weights.max_disk_gib")
                 self._blobs[name] = bytes(data)
         return name
 

@@ -169,7 +169,7 @@ async def test_a_quota_that_is_reached_publishes_nothing_and_leaves_the_rest_who
         for version in range(100):
             await kept.publish(version, 0.9)
 
-    with pytest.raises(QuotaExceeded, match="raise the limit"):
+    with pytest.raises(QuotaExceeded, match=r"raise weights\.max_disk_gib"):
         await fill()
     last = kept.publisher.version
     assert last > 0
