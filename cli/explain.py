@@ -31,12 +31,16 @@ def run(
         str,
         typer.Argument(
             metavar="VERDICT",
-            help="A lease id, or the first digits of a submission's digest; else the latest rejected one.",
+            help="A lease id, or the first digits of a submission's digest or of a node's id (its latest "
+            "rejected one); else the latest rejected one.",
         ),
     ] = "",
     data_dir: DataDir = None,
     everything: Annotated[
-        bool, typer.Option("--list", "-l", help="One line for each of the newest verdicts.")
+        bool,
+        typer.Option(
+            "--list", "-l", help="One line for each of the newest verdicts, of a node if named."
+        ),
     ] = False,
     last: Annotated[int, typer.Option("--last", min=1, help="How many --list shows.")] = 20,
     as_json: AsJson = False,
@@ -51,7 +55,7 @@ def run(
     Examples:
       primerl-node explain --data-dir worker       the latest that was rejected
       primerl-node explain 4294967298 -d worker    by lease
-      primerl-node explain 1f0c -d outputs/demo    by digest, at the trainer
+      primerl-node explain 1f0c -d outputs/demo    by digest, or by worker as `peers` shows it
       primerl-node explain --list
     """
     import msgspec
@@ -60,7 +64,7 @@ def run(
     from .tables import write
 
     directory = _directory(data_dir)
-    found = explain.listed(directory, last) if everything else None
+    found = explain.listed(directory, last, verdict.strip()) if everything else None
     shown = explain.explain(directory, verdict.strip()) if found is None else None
     if as_json:
         encoded = msgspec.json.encode(shown if found is None else found)

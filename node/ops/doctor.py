@@ -70,7 +70,8 @@ def examine(
 ) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpus.visible_memory(environ)
-    home = config.data_dir or Path.home() / ".primerl"
+    is_run = isinstance(config, RunConfig) and bool(config.model_fields_set)
+    home = config.data_dir or (config.run_dir if is_run else Path.home() / ".primerl")
     shared = Path("/dev/shm")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [

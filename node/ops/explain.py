@@ -356,22 +356,24 @@ class _Book:
 
 
 def explain(data_dir: Path, wanted: str) -> Explanation:
-    """Explain one verdict of a data directory: a lease id, the beginning of a submission's digest, or "".
+    """Explain one verdict of a data directory: a lease id, or the beginning of a submission's digest.
 
-    Without anything, the newest with rejections, else the newest. Raises UsageError, StorageError, NodeError.
+    Of a node, named by the beginning of its id, or without anything: the newest with rejections, else the
+    newest. Raises UsageError, StorageError, NodeError.
     """
     fallback: Explanation | None = None
     forged: StorageError | None = None
     for book in _books(data_dir):
         for kept in book.view.verdicts():
-            if wanted and not _matches(_claimed(kept), wanted):
+            of_node = _is_of(kept, wanted)
+            if not of_node and not _matches(_claimed(kept), wanted):
                 continue
             try:
                 verdict = book.open(kept)
             except RemoteProtocolError as error:
                 forged = forged or _forged(book, kept, error)
                 continue
-            if wanted or verdict.rejected:
+            if verdict.rejected or not of_node:
                 return _explain(book, kept, verdict)
             fallback = fallback or _explain(book, kept, verdict)
     if fallback is not None:
@@ -386,14 +388,19 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
     )
 
 
-def listed(data_dir: Path, count: int) -> list[VerdictLine]:
-    """List the newest verdicts of a data directory, the newest first. Raises UsageError, StorageError."""
+def listed(data_dir: Path, count: int, wanted: str = "") -> list[VerdictLine]:
+    """List the newest verdicts of a data directory, or of those that explain() finds by `wanted`, the newest
+    first.
+
+    Raises UsageError, StorageError.
+    """
     lines: list[VerdictLine] = []
     for book in _books(data_dir):
         for kept in book.view.verdicts():
             if len(lines) == count:
                 return lines
-            lines.append(_line(book, kept))
+            if _is_of(kept, wanted) or _matches(_claimed(kept), wanted):
+                lines.append(_line(book, kept))
     return lines
 
 
@@ -410,6 +417,11 @@ def _claimed(kept: KeptVerdict) -> Verdict | None:
         return decode(read_envelope(kept.sealed).payload, Verdict)
     except RemoteProtocolError:
         return None
+
+
+def _is_of(kept: KeptVerdict, wanted: str) -> bool:
+    """Return whether it is on work of the wanted node; "" is any node."""
+    return not wanted or (len(wanted) >= MIN_PREFIX and kept.node.hex().startswith(wanted.lower()))
 
 
 def _matches(verdict: Verdict | None, wanted: str) -> bool:

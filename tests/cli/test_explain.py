@@ -49,6 +49,24 @@ def test_the_latest_rejected_one_is_explained_unless_another_is_named(cli: Cli, 
     assert "4 accepted, 0 rejected" in clean.out
 
 
+def test_a_trainer_explains_the_latest_rejected_one_of_a_worker_by_its_id(
+    cli: Cli, tmp_path: Path
+) -> None:
+    later = msgspec.structs.replace(VERDICT, submission=bytes(32), lease_id=78)
+    other = signed(later, recipient=STRANGER.node_id)
+    book = fill(tmp_path / "run" / "trainer" / "ledger.db", signed(VERDICT), signed(CLEAN))
+    book.add_verdict(STRANGER.node_id, other)
+    book.close()
+    run = ("-d", str(tmp_path / "run"))
+    ids = {one.node_id.hex()[:10]: lease for one, lease in ((WORKER, ID), (STRANGER, "78"))}
+    for node, lease in ids.items():
+        assert f"of node {node}, lease {lease}" in cli("explain", node.upper(), *run).out
+        assert f"lease {lease}" in cli("explain", lease, *run).out
+    rows = cli("explain", "--list", WORKER.node_id.hex()[:10], *run).out.splitlines()[1:]
+    assert [row.split()[1] for row in rows] == [str(CLEAN.lease_id), ID]
+    cli("explain", WORKER.node_id.hex()[:3], *run).refused(1, "--list")
+
+
 def test_an_explanation_says_what_was_found_and_what_it_means(cli: Cli, node: Path) -> None:
     out = cli("explain", "-d", str(node)).out
     words = " ".join(out.split())

@@ -177,6 +177,16 @@ def test_everything_is_asked_of_this_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "node").exists()  # it only looks
 
 
+def test_the_disk_of_a_run_is_that_of_its_own_directory(tmp_path: Path) -> None:
+    def disk(config: NodeConfig) -> str:
+        checks = doctor.examine(config, {"CUDA_VISIBLE_DEVICES": ""})
+        return next(check.found for check in checks if check.name == "disk")
+
+    assert disk(RunConfig(output_dir=tmp_path, name="big")).endswith(f"free at {tmp_path}/big")
+    assert disk(RunConfig()).endswith(f"free at {Path.home()}/.primerl")
+    assert disk(NodeConfig(data_dir=tmp_path)).endswith(f"free at {tmp_path}")
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 SHAPE = read_shape(
