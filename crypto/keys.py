@@ -103,7 +103,9 @@ class SecretKey:
         except FileNotFoundError as error:
             if path.is_symlink():
                 raise KeyFileError(f"{path} is a link to nothing: remove it") from error
-            raise KeyFileError(f"no key at {path}: run `primerl-node init`") from error
+            raise KeyFileError(
+                f"no key at {path}: `primerl-node init --data-dir {path.parent}` makes one"
+            ) from error
         except OSError as error:
             raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
         try:

@@ -70,8 +70,9 @@ def examine(
 ) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpus.visible_memory(environ)
-    is_run = isinstance(config, RunConfig) and bool(config.model_fields_set)
-    home = config.data_dir or (config.run_dir if is_run else Path.home() / ".primerl")
+    home = config.data_dir or Path.home() / ".primerl"
+    if isinstance(config, RunConfig) and config.model_fields_set and config.data_dir is None:
+        home = config.run_dir
     shared = Path("/dev/shm")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [

@@ -35,6 +35,7 @@ def test_a_passphrase_locks_the_key(cli: Cli, home: Path, monkeypatch: pytest.Mo
 
 def test_id_shows_one_key_in_three_spellings(cli: Cli, home: Path) -> None:
     cli("id").refused(5, "primerl-node init")
+    cli("id", "--data-dir", "w").refused(5, "`primerl-node init --data-dir w` makes one")
     SecretKey.from_seed(bytes(32)).save(home / ".primerl" / "key.pem")
     shown = json.loads(cli("id", "--json").out)
     # The public key of RFC 8032's algorithm for 32 zero bytes, and its well-known libp2p peer id.
