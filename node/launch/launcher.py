@@ -388,7 +388,7 @@ class Launcher:
             return error_of(code, error)
         for line in lines:
             self._view.say(f"  {line}")
-        return error_of(code, f"the trainer {ending(code)}: see {trainer.log}")
+        return error_of(code, f"the trainer {ending(code)}: see {trainer.log}; --resume goes on")
 
 
 ERROR_PREFIX = "primerl-node: error: "

@@ -116,6 +116,15 @@ READ_AHEAD = 64 * KIB
 MAX_REASON = 256
 CLOSED_CODE = 0
 ABORTED_CODE = 1
+LOST = re.compile(
+    r'ConnectionLost\((?:(LocallyClosed|TimedOut|Reset)|ApplicationClosed\(.* reason: b"(.*)" \}\))\)'
+)
+"""The library's own notation of the end of a connection."""
+ENDS = {
+    "LocallyClosed": "this node closed it",
+    "TimedOut": "it fell silent",
+    "Reset": "the other side knows it no more",
+}
 SOURCE_PLACE = re.compile(r" \(/\S+:\d+:\d+\)$")
 """Matches the place in iroh's source that its errors name, which does not help an operator."""
 
@@ -311,7 +320,10 @@ def cause(error: Exception) -> str:
     if len(lines) == 1 and debug is not None:
         _, _, causes = str(debug()).partition("Caused by:\n")
         lines += causes.partition("\n\n")[0].splitlines()
-    return SOURCE_PLACE.sub("", lines[-1]).strip() if lines else type(error).__name__
+    text = SOURCE_PLACE.sub("", lines[-1]).strip() if lines else type(error).__name__
+    if lost := LOST.fullmatch(text):
+        return ENDS.get(lost[1] or "") or lost[2] or "the other side closed it"
+    return text
 
 
 def _was_cancelled() -> bool:

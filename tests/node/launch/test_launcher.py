@@ -192,7 +192,7 @@ async def test_a_killed_trainer_is_told_with_the_end_of_its_log(
     config: RunConfig, view: Notes
 ) -> None:
     trainer = "print('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
-    with pytest.raises(NodeError, match=r"killed by signal 9: see .*trainer\.log"):
+    with pytest.raises(NodeError, match=r"signal 9: see .*trainer\.log; --resume goes on"):
         await launch(config, [], view=view, commands=Programs(trainer), pace=QUICK)
     assert any("the last words" in line for line in view.said)
 

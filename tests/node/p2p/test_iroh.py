@@ -19,7 +19,7 @@ import pytest
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p import iroh
-from primerl.node.p2p.iroh import IrohConnection, IrohTransport
+from primerl.node.p2p.iroh import IrohConnection, IrohTransport, cause
 from primerl.node.p2p.transport import (
     AddressInUse,
     ConnectionLost,
@@ -419,3 +419,23 @@ def test_a_binding_that_changed_is_not_patched_blindly() -> None:
         iroh.install_fast_bytes(SimpleNamespace())
     with pytest.raises(AttributeError, match=r"iroh\.py"):
         iroh.install_fast_bytes(SimpleNamespace(_UniffiRustBufferBuilder=object))
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("ConnectionLost(LocallyClosed)", "this node closed it"),
+        ("ConnectionLost(TimedOut)", "it fell silent"),
+        (
+            'ConnectionLost(ApplicationClosed(ApplicationClose { error_code: 0, reason: b"" }))',
+            "the other side closed it",
+        ),
+        (
+            'ConnectionLost(ApplicationClosed(ApplicationClose { error_code: 0, reason: b"too many" }))',
+            "too many",
+        ),
+        ("sending failed", "sending failed"),
+    ],
+)
+def test_the_end_of_a_connection_is_told_in_words(said: str, shown: str) -> None:
+    assert cause(RuntimeError(said)) == shown
