@@ -108,6 +108,10 @@ class EngineConfig(BaseConfig):
     batch_invariant: bool = False
     """Use vLLM's batch-invariant kernels, which compute a token in the same way whatever else is in the batch
     (slower on a GPU); enabled by runs with exact numerics."""
+    keep_kv_cache: bool = False
+    """Keep the keys and values of a sequence's earlier tokens, in whole blocks, when the weights change while it is
+    drawn, in place of computing them anew: faster for long replies, whose later tokens then depend on several
+    policies. Set it on the trainer; its workers and auditors have to be vLLM, without pipelines between nodes."""
     enable_return_routed_experts: bool = False
     """Record the experts that process each token; enabled by runs whose trainer replays them
     (training.enable_router_replay)."""

@@ -209,6 +209,7 @@ def config_for_run(config: EngineConfig, run: RunManifest) -> EngineConfig:
     wanted: dict[str, Any] = {
         "enable_return_routed_experts": run.routes is not None,
         "quantization": run.proofs.quantization,
+        "keep_kv_cache": run.proofs.kv_cache == "kept",
     }
     if run.proofs.numerics == "exact":
         wanted["batch_invariant"] = True
