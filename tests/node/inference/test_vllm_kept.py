@@ -6,8 +6,8 @@ changed: needs vLLM, and two minutes.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
+from support.auditor_cases import make_run
 from support.engine_cases import sharp
 from support.vllm_cases import DEADLINE_S, until
 
@@ -25,6 +27,8 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
+from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan
+from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import KV_BLOCK
 
@@ -70,6 +74,10 @@ class Case:
     model_dir: Path
     states: Sequence[State]
     engine: HostedEngine
+
+    def state(self, version: int) -> State:
+        """Return the weights of a version."""
+        return self.states[version % len(self.states)]
 
 
 @pytest_asyncio.fixture(
@@ -131,7 +139,7 @@ def hidden_states(
         kept = first // block * block if block and start else 0
         cache = DynamicCache() if kept == 0 else cache
         cache.crop(kept)
-        model: Any = huggingface.model_from_state(case.model_dir, case.states[version])
+        model: Any = huggingface.model_from_state(case.model_dir, case.state(version))
         upto = len(one.prompt) + end - 1
         with torch.inference_mode():
             out = model.model(input_ids=tokens[:, kept:upto], past_key_values=cache)
@@ -144,25 +152,31 @@ def distance(case: Case, one: GenerateRequest, found: Completion, *, block: int 
     return Projection().compare(found.proof, hidden).distance
 
 
-@pytest.mark.timeout(600)
-async def test_replies_keep_the_whole_blocks_of_every_version(case: Case) -> None:
-    await case.engine.load(0, case.states[0])
-    wanted = requests(0, SEQUENCES)
-    tasks = [asyncio.create_task(case.engine.generate(one)) for one in wanted]
-    more = requests(SEQUENCES, SEQUENCES)
+async def drawn(
+    case: Case, wanted: Sequence[GenerateRequest], versions: Sequence[int], *, later: int = 0
+) -> list[Completion]:
+    """Draw replies while these versions are loaded; the last `later` requests begin after the first load."""
+    first, then = wanted[: len(wanted) - later], wanted[len(wanted) - later :]
     before = case.engine.stats().generated_tokens
+    tasks = [asyncio.create_task(case.engine.generate(one)) for one in first]
     try:
         async with asyncio.timeout(DEADLINE_S):
-            for version in (1, 2):
-                drawn = before + 40 * SEQUENCES * version
-                await until(lambda least=drawn: case.engine.stats().generated_tokens >= least)
-                await case.engine.load(version, case.states[version])
-                tasks += [asyncio.create_task(case.engine.generate(one)) for one in more[:4]]
-                wanted, more = wanted + more[:4], more[4:]
-            found = await asyncio.gather(*tasks)
+            for step, version in enumerate(versions, start=1):
+                least = before + 40 * len(first) * step
+                await until(lambda least=least: case.engine.stats().generated_tokens >= least)
+                await case.engine.load(version, case.state(version))
+                tasks += [asyncio.create_task(case.engine.generate(one)) for one in then]
+                then = ()
+            return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def test_replies_keep_the_whole_blocks_of_every_version(case: Case) -> None:
+    await case.engine.load(0, case.states[0])
+    wanted = requests(0, SEQUENCES + 4)
+    found = await drawn(case, wanted, [1, 2], later=4)
     crossed = [pair for pair in zip(wanted, found, strict=True) if pair[1].spans]
     assert crossed
     for one, completion in zip(wanted, found, strict=True):
@@ -170,3 +184,76 @@ async def test_replies_keep_the_whole_blocks_of_every_version(case: Case) -> Non
         assert distance(case, one, completion, block=KV_BLOCK) < NEAR
     others = [distance(case, *pair, block=None) for pair in crossed]
     assert max(others) > 10 * NEAR, "the same as if all were computed anew"
+
+
+def play(one: GenerateRequest, *turns: Completion, question: int = 5) -> AuditItem:
+    """Make the branch of a request and its replies, with `question` tokens between them."""
+    tokens, spans = list(one.prompt), list[SampledSpan]()
+    versions: list[int] = []
+    for number, found in enumerate(turns):
+        tokens += [9] * question if number else []
+        spans.append(SampledSpan(len(tokens), len(tokens) + len(found.token_ids), one.seed))
+        tokens += found.token_ids
+        changes = [*(found.spans or ((0, found.policy_first),)), (len(found.token_ids), -1)]
+        for (start, version), (end, _) in pairwise(changes):
+            versions += [version] * (end - start)
+    return AuditItem(
+        tuple(tokens),
+        tuple(spans),
+        tuple(logprob for found in turns for logprob in found.logprobs),
+        tuple(versions),
+        b"".join(found.proof for found in turns),
+        temperature=one.temperature,
+    )
+
+
+async def test_an_audit_reads_replies_as_they_were_drawn(case: Case) -> None:
+    await case.engine.load(0, case.states[0])
+    wanted = requests(100, SEQUENCES)
+    first = await drawn(case, wanted, [1, 2])
+    again = [
+        replace(one, prompt=(*one.prompt, *found.token_ids, *[9] * 5))
+        for one, found in zip(wanted[:4], first, strict=False)
+    ]
+    second = await drawn(case, again, [3])
+    items = [play(one, *turns) for one, *turns in zip(wanted[:4], first, second, strict=False)]
+    items += [play(one, found) for one, found in zip(wanted[4:], first[4:], strict=True)]
+    assert any(found.spans for found in second)
+    states = {version: case.state(version) for version in range(4)}
+    moved = [replace(one, versions=shifted(one.versions)) for one in items]
+    for one in await audited(case, "kept", items, states):
+        assert one.fingerprint < NEAR
+        assert one.sampling < 1e-4
+        assert one.logprob < 1e-3
+    anew = await audited(case, "recomputed", items, states)
+    assert max(one.fingerprint for one in anew) > 10 * NEAR
+    lying = await audited(case, "kept", moved, states)
+    assert all(
+        one.fingerprint > NEAR
+        for one, before, after in zip(lying, items, moved, strict=True)
+        if before.versions != after.versions
+    )
+
+
+def shifted(versions: Sequence[int], tokens: int = KV_BLOCK) -> tuple[int, ...]:
+    """Claim that each change of version came later."""
+    return (*[versions[0]] * tokens, *versions[:-tokens])
+
+
+async def audited(
+    case: Case, cache: str, items: Sequence[AuditItem], states: Mapping[int, State]
+) -> list[Measured]:
+    run = make_run("float32")
+    run = structs.replace(
+        run,
+        proofs=structs.replace(run.proofs, kv_cache=cache),
+        limits=structs.replace(run.limits, max_model_len=512),
+    )
+    auditor = VllmAuditor(config(60), timeout_s=120.0)
+    try:
+        await auditor.start(case.model_dir, run)
+        found = await auditor.audit(items, states, {})
+    finally:
+        await auditor.close()
+    assert all(isinstance(one, Measured) for one in found), found
+    return [one for one in found if isinstance(one, Measured)]
