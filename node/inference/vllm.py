@@ -48,7 +48,7 @@ from .engine import (
 )
 from .fingerprint import ProofFailed, pack
 from .host_messages import ApiOptions
-from .numerics import check_quantized
+from .numerics import check_keeps, check_quantized
 from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
@@ -390,7 +390,7 @@ class VllmCore:
         """Replace the weights in place; running requests go on under the new ones.
 
         Their keys and values are recomputed, so their next tokens are those that the new policy would draw
-        after the same prefix.
+        after the same prefix; but with `keep_kv_cache` whole blocks of them are kept.
         """
         return await self._replace("primerl_load", version, path)
 
@@ -768,6 +768,9 @@ def prepare_library(
     """
     check_overrides(config.vllm, proven=proven)
     check_quantized(config, shape)
+    check_keeps(config, shape)
+    if config.keep_kv_cache and api is not None:
+        raise UsageError("engine.keep_kv_cache is for runs, not for a server: leave it out")
     check_installed()
     import torch
 

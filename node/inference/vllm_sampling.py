@@ -387,7 +387,7 @@ class Recorder:
         self._batch = None  # a new request may have the id of an old one
 
     def resume(self, request_id: str, computed: int) -> None:
-        """Note that a request starts, or goes on after it was preempted, with `computed` tokens in the cache."""
+        """Note that a request starts or goes on with `computed` tokens in the cache."""
         if (slot := self._slots.of.get(request_id)) is not None:
             before = self._slots.resumed[slot]
             self._slots.resumed[slot] = computed if before < 0 else min(before, computed)
@@ -612,9 +612,9 @@ class Recorder:
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
 
-        Each is [key, rows as bytes, [[token, version], ...], lost]; `lost`: keys and values were lost that a change
-        of version must keep. It is kept until its key is in `forget`, so that
-        a lost answer can be asked for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...], lost]; `lost`: keys and values were lost that a
+        change of version must keep. It is kept until its key is in `forget`, so that a lost answer can be asked
+        for again. Never waits.
         """
         slots = self._slots
         for key in forget:

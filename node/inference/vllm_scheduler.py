@@ -1,8 +1,8 @@
 """vLLM's scheduler for runs whose engines keep keys and values when their weights change.
 
-vLLM imports this in the process of its engine core, by name (`scheduler_cls`). When weights change vLLM preempts
-all requests and empties its cache. Here the cache is not emptied: a request that goes on finds the whole blocks
-that it had, and only computes the tokens after them anew. Invariants:
+vLLM imports this in the process of its engine core, by name (`scheduler_cls`). When weights change vLLM
+preempts all requests and empties its cache. Here the cache is not emptied: a request that goes on finds the
+whole blocks that it had, and only computes the tokens after them anew. Invariants:
 
 - A block that a request finds was computed under the weights of the request's salt (vllm.py), or by itself.
 - A request whose blocks were given to others goes on under another salt, so that nobody finds what it computes

@@ -6,8 +6,8 @@ under each it reads the items that need it, portion by portion. Audits that wait
 Claimed text is read as a prompt without its last token, whose successor is not needed; rollouts of a group
 share their prompt in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
-Where engines keep keys and values across versions (ProofContract.kv_cache), a reply of several versions is read as
-it was drawn: under each version in order, after the blocks that the versions before have left in the cache.
+Where engines keep keys and values across versions (ProofContract.kv_cache), a reply of several versions is read
+as it was drawn: under each version in order, after the blocks that the versions before have left in the cache.
 
 States at the boundaries of a pipeline cannot be measured: vLLM only exposes the output of its last layer.
 """

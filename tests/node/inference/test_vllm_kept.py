@@ -1,7 +1,7 @@
 """vLLM for real, with keys and values that it keeps when its weights change.
 
-Each reply is computed again by transformers with a cache that is cut at the blocks that were whole when the weights
-changed: needs vLLM, and two minutes.
+Each reply is computed again by transformers with a cache that is cut at the blocks that were whole when the
+weights changed: needs vLLM, and two minutes.
 """
 
 import asyncio
