@@ -254,6 +254,16 @@ async def test_in_a_run_that_keeps_nothing_every_version_is_read_from_the_start(
     assert [one.salt for _, one in requests_made.made] == ["", ""]
 
 
+async def test_a_run_that_keeps_keys_and_values_has_no_embedded_auditor_beside_vllm(
+    model_dir: Path,
+) -> None:
+    embedded = HfAuditor(FP32, timeout_s=1.0)
+    routed = RoutedAuditor(VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM), embedded)
+    await routed.start(model_dir, kept_run())
+    assert well(await routed.audit([long_item(1, 2)], STATES, {})) == [True]
+    await routed.close()
+
+
 async def test_the_embedded_engine_audits_no_run_that_keeps_keys_and_values(
     model_dir: Path,
 ) -> None:
