@@ -129,6 +129,10 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     routing_max: Annotated[float, msgspec.Meta(gt=0)] = 1e9
 
 
+KV_BLOCK = 32
+"""Tokens of a block of keys and values that is kept when the weights change."""
+
+
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The proofs that a worker gives, and the honest noise that is allowed for. Defaults are left out."""
 
@@ -159,6 +163,10 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     quantization: Literal["none", "fp8"] = "none"
     """Rounding of the proved bf16 weights in every engine of the run, auditors' included; `fp8` is that of
     node/inference/quantization.py."""
+    kv_cache: Literal["recomputed", "kept"] = "recomputed"
+    """Keys and values of a sequence's earlier tokens when the weights change while it is drawn. `recomputed`: all
+    are computed anew. `kept`: whole blocks of KV_BLOCK tokens stay as they were computed, and the tokens after
+    them are computed anew."""
     bounds: Literal["fixed", "measured"] = "fixed"
     """`fixed`: the thresholds above apply to every node. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""

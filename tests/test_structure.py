@@ -74,6 +74,7 @@ HEAVY = {
         "node.inference.vllm",
         "node.inference.vllm_api",
         "node.inference.vllm_fp8",
+        "node.inference.vllm_scheduler",
         "node.inference.vllm_worker",
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",

@@ -30,7 +30,7 @@ from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..config.run import JoinConfig
 from ..inference.engine import Engine
-from ..inference.numerics import check_exact, check_quantization, check_routes
+from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
@@ -344,6 +344,11 @@ class PeerNode(Node):
         check_exact(self._config.engine, run)
         check_routes(self._config.engine, run)
         check_quantization(self._config.engine, run)
+        check_kept(self._config.engine, run)
+        if run.proofs.kv_cache == "kept" and self._config.pp.wanted:
+            raise UsageError(
+                "this run's engines keep keys and values, which no pipeline does: remove pp"
+            )
         if run.proofs.quantization != "none" and self._config.pp.wanted:
             raise UsageError("this run's weights are quantized, which no pipeline does: remove pp")
         if run.proofs.numerics == "exact" and self._config.pp.wanted:

@@ -30,8 +30,8 @@ class ValidatorNode(PeerNode):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         run, services = joined.documents.manifest, joined.services
-        exact = run.proofs.numerics == "exact"
-        kind = "vllm" if exact else default_auditor(self._config.engine, exact=False)
+        alone = run.proofs.numerics == "exact" or run.proofs.kv_cache == "kept"
+        kind = "vllm" if alone else default_auditor(self._config.engine, exact=False)
         engine = self._config.engine.model_copy(update={"type": kind})
         auditor = self._factories.auditor(engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)

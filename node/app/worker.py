@@ -99,9 +99,12 @@ class WorkerNode(PeerNode):
                 return True
             raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
         fixed = config.pp.mode == "off"
-        # stages round what they send, or cut it elsewhere, and do not quantize weights
-        exact = run.proofs.numerics == "exact" or run.proofs.quantization != "none"
-        if fixed or exact or run.adapters is not None or engine.dp * engine.pp > 1:
+        # stages round what they send, or cut it elsewhere, do not quantize weights, and keep no keys and values
+        proofs = run.proofs
+        alone = (
+            proofs.numerics == "exact" or proofs.quantization != "none" or proofs.kv_cache == "kept"
+        )
+        if fixed or alone or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:
             shape = read_shape(read_json(joined.model_dir / "config.json"))

@@ -7,11 +7,23 @@ from pydantic_config import BaseConfig
 
 SPECULATIVE = "speculative_config"
 """Key of `engine.vllm`: vLLM's speculative decoding."""
+KEPT_ALONE = (
+    SPECULATIVE,
+    "kv_transfer_config",
+    "kv_offloading_size",
+    "block_size",
+    "scheduler_cls",
+)
+"""Keys of `engine.vllm` that do not go with keep_kv_cache."""
 Positive = Annotated[int, Field(ge=1)]
 Quantization = Literal["none", "fp8"]
 EXACT_NEEDS_VLLM = (
     "exact numerics need vLLM on workers and auditors: set engine.type to vllm, and verification.auditor to "
     "auto or vllm"
+)
+KEPT_NEEDS_VLLM = (
+    "only vLLM keeps keys and values when its weights change, and audits what was drawn so: set engine.type to "
+    "vllm, and verification.auditor to auto or vllm"
 )
 STAGES_WITHOUT_ROUTES = "vLLM's stages do not tell each other which experts read a token"
 PIPELINES_NEED_VLLM = (
@@ -108,6 +120,12 @@ class EngineConfig(BaseConfig):
     batch_invariant: bool = False
     """Use vLLM's batch-invariant kernels, which compute a token in the same way whatever else is in the batch
     (slower on a GPU); enabled by runs with exact numerics."""
+    keep_kv_cache: bool = False
+    """Keep the keys and values of a sequence's earlier tokens, in whole blocks, when the weights change while
+    it is drawn, in place of computing them anew. Faster for long replies, whose later tokens then depend on
+    several policies. Set it on the trainer: workers and auditors do as the run's manifest says, and have to be
+    vLLM. Only for models whose layers all have full attention; not with exact numerics, pipelines, drafts or
+    kv_transfer_config."""
     enable_return_routed_experts: bool = False
     """Record the experts that process each token; enabled by runs whose trainer replays them
     (training.enable_router_replay)."""
@@ -134,12 +152,25 @@ class EngineConfig(BaseConfig):
             return None
         return str(config.get("model"))
 
+    def _not_with_kept_cache(self) -> str:
+        """Name a setting that does not go with keep_kv_cache; "" if there is none."""
+        settings = {
+            "batch_invariant": self.batch_invariant,
+            "pp": self.pp > 1,
+            **{f"vllm.{name}": self.vllm.get(name) for name in KEPT_ALONE},
+        }
+        return next((name for name, value in settings.items() if value), "")
+
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:
         if self.quantization != "none" and self.batch_invariant:
             raise ValueError(
                 "quantization and batch_invariant cannot be combined, as FP8 products may depend on the batch: "
                 "remove one"
+            )
+        if self.keep_kv_cache and (other := self._not_with_kept_cache()):
+            raise ValueError(
+                f"keep_kv_cache and {other} cannot be combined, as they were never tried together: remove one"
             )
         if self.pp > 1 and self.draft_tokens:
             raise ValueError(

@@ -14,7 +14,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_config import BaseConfig
 
 from .chat_api import JudgeConfig
-from .engine import EXACT_NEEDS_VLLM, PIPELINES_NEED_VLLM, STAGES_WITHOUT_ROUTES
+from .engine import (
+    EXACT_NEEDS_VLLM,
+    KEPT_NEEDS_VLLM,
+    PIPELINES_NEED_VLLM,
+    STAGES_WITHOUT_ROUTES,
+)
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .monitors import MonitorsConfig
@@ -596,7 +601,7 @@ Gpus = Annotated[str, BeforeValidator(_gpus), AfterValidator(_check_gpus)]
 
 def default_auditor(engine: EngineConfig, *, exact: bool) -> Literal["hf", "vllm"]:
     """Choose the engine that audits: the workers' vLLM where the two would round differently."""
-    rounds = exact or engine.dtype == "bfloat16"
+    rounds = exact or engine.dtype == "bfloat16" or engine.keep_kv_cache
     return "vllm" if engine.type == "vllm" and rounds else "hf"
 
 
@@ -747,6 +752,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     def may_replace_auditor(self) -> bool:
         """Whether `hf` may audit where vLLM cannot: it was not named, and computes alike but for rounding."""
         alike = self.verification.numerics != "exact" and self.engine.quantization == "none"
+        alike = alike and not self.engine.keep_kv_cache
         return self.verification.auditor == "auto" and alike
 
     @property
@@ -803,6 +809,14 @@ class RunConfig(NodeConfig, OwnRunConfig):
         if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         self._check_own_training()
+        if self.engine.keep_kv_cache:
+            if self.engine.type != "vllm" or self.verification.auditor == "hf":
+                raise ValueError(KEPT_NEEDS_VLLM)
+            if self.verification.numerics == "exact":
+                raise ValueError(
+                    "engine.keep_kv_cache was never tried with exact numerics: remove it, or set "
+                    "verification.numerics to calibrated"
+                )
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(EXACT_NEEDS_VLLM)

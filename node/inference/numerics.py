@@ -15,7 +15,12 @@ from typing import Any
 
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import MAX_LABEL, NumericsClass
-from ..config.engine import SPECULATIVE, STAGES_WITHOUT_ROUTES, EngineConfig
+from ..config.engine import (
+    KEPT_NEEDS_VLLM,
+    SPECULATIVE,
+    STAGES_WITHOUT_ROUTES,
+    EngineConfig,
+)
 from ..memory_plan.memory import tensor_parallel_on
 from ..ops.errors import UsageError
 from ..ops.gpus import torch_without_gpus, visible_memory
@@ -178,6 +183,35 @@ def check_quantization(config: EngineConfig, run: RunManifest) -> None:
         )
 
 
+def check_kept(config: EngineConfig, run: RunManifest) -> None:
+    """Raise UsageError if an engine of `config` cannot keep keys and values, as those of `run` do."""
+    if run.proofs.kv_cache == "kept" and config.type != "vllm":
+        raise UsageError(f"this run's engines keep keys and values: {KEPT_NEEDS_VLLM}")
+
+
+def check_keeps(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise UsageError if engine.keep_kv_cache is set and blocks of this model's layers are not alike.
+
+    `shape` is the model's config.json.
+    """
+    if not config.keep_kv_cache:
+        return
+    text = shape.get("text_config")
+    shape = text if isinstance(text, Mapping) else shape
+    windows = shape.get("sliding_window") and shape.get("use_sliding_window") is not False
+    kinds = {
+        "sliding windows": windows or "sliding_attention" in (shape.get("layer_types") or ()),
+        "linear attention": has_linear_attention(shape),
+        "latent attention": bool(shape.get("kv_lora_rank")),
+    }
+    for kind, found in kinds.items():
+        if found:
+            raise UsageError(
+                f"the model has {kind}, whose blocks of keys and values are not kept yet: leave "
+                "engine.keep_kv_cache out"
+            )
+
+
 def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     """Raise UsageError if engine.quantization is set and an engine cannot compute this model with it.
 
@@ -209,6 +243,7 @@ def config_for_run(config: EngineConfig, run: RunManifest) -> EngineConfig:
     wanted: dict[str, Any] = {
         "enable_return_routed_experts": run.routes is not None,
         "quantization": run.proofs.quantization,
+        "keep_kv_cache": run.proofs.kv_cache == "kept",
     }
     if run.proofs.numerics == "exact":
         wanted["batch_invariant"] = True

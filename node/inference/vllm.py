@@ -48,7 +48,7 @@ from .engine import (
 )
 from .fingerprint import ProofFailed, pack
 from .host_messages import ApiOptions
-from .numerics import check_quantized
+from .numerics import check_keeps, check_quantized
 from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
@@ -201,6 +201,8 @@ class CollectedTokens:
     """Fingerprints at each boundary between the stages of a pipeline."""
     routes: bytes = b""
     """Routes as in Completion."""
+    lost: bool = False
+    """Whether keys and values were lost that a change of version must keep."""
 
 
 class CompletionCollector:
@@ -267,7 +269,7 @@ class CompletionCollector:
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
     def _made(self, came: list[Any], tokens: int) -> CollectedTokens:
-        _, rows, spans, *crossed = came
+        _, rows, spans, lost, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
@@ -282,7 +284,7 @@ class CompletionCollector:
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
-        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed), routes)
+        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed), routes, lost)
 
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
@@ -311,6 +313,11 @@ class VllmCore:
         self._installing = asyncio.Lock()
         self._reading = 0
         """prefill() calls under way."""
+        self._drawing: dict[int, asyncio.Task[Any]] = {}
+        """Requests under way that keep their keys and values when the weights change, by key."""
+        self._restarting: set[int] = set()
+        self._writes = self._wakes = 0
+        """How often weights were written, and how often the cache was given back by sleep()."""
 
     def prepare_api(self, options: ApiOptions) -> None:
         """Make start() prepare vLLM's own server; call before start()."""
@@ -383,7 +390,7 @@ class VllmCore:
         """Replace the weights in place; running requests go on under the new ones.
 
         Their keys and values are recomputed, so their next tokens are those that the new policy would draw
-        after the same prefix.
+        after the same prefix; but with `keep_kv_cache` whole blocks of them are kept.
         """
         return await self._replace("primerl_load", version, path)
 
@@ -402,17 +409,29 @@ class VllmCore:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; the request must have been checked."""
+        while True:
+            completion = await self._generate_once(request)
+            if completion is not None:
+                return completion
+
+    async def _generate_once(self, request: GenerateRequest) -> Completion | None:
+        """Return a completion; None if it has to begin again, as its keys and values could not be kept."""
         self._require_alive()
         key, collector = next(self._serial), self._collector
         assert collector is not None  # start() makes it
         try:
             await collector.tidy()
-            output = await self._drawn(request, key)
+            output = await self._drawn_once(request, key)
         except BaseException:  # also when cancelled: its records will not be collected
             collector.forget(key)
             raise
+        if output is None:
+            collector.forget(key)
+            return None
         token_ids = list(output.token_ids)
         drawn = await collector.collect(key, len(token_ids))
+        if drawn.lost and self._config.keep_kv_cache:
+            return None
         return Completion(
             token_ids=token_ids,
             logprobs=drawn.logprobs,
@@ -424,6 +443,22 @@ class VllmCore:
             boundaries=drawn.boundaries,
             routes=drawn.routes,
         )
+
+    async def _drawn_once(self, request: GenerateRequest, key: int) -> Any:
+        """Return what _drawn() does; None if the weights changed after the prompt was read in part."""
+        if not self._config.keep_kv_cache:
+            return await self._drawn(request, key)
+        self._drawing[key] = task = asyncio.create_task(self._drawn(request, key))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if key not in self._restarting or (own is not None and own.cancelling()):
+                raise
+            return None
+        finally:
+            self._restarting.discard(key)
+            del self._drawing[key]
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
         """Read checked texts and measure their claims; return the rows of each.
@@ -481,6 +516,7 @@ class VllmCore:
 
     async def wake(self) -> None:
         """Undo sleep()."""
+        self._wakes += 1
         await self._call(self._llm.wake_up())
         await self._call(self._llm.resume_generation())
 
@@ -558,8 +594,18 @@ class VllmCore:
                 # also when cancelled: the engine's weights are now unknown
                 self._fault = self._fault or "was interrupted while its weights were replaced"
                 raise
-            written = time.monotonic()
             self._version = version
+            self._writes += 1
+            if self._drawing:
+                keys = list(self._drawing)
+                undrawn = itertools.chain(*await self._rpc("primerl_undrawn", keys))
+                again = self._drawing.keys() & set(undrawn)
+                self._restarting |= again
+                for key in again:
+                    self._drawing[key].cancel()
+                if again:  # vLLM must hear of it before it goes on
+                    await asyncio.wait([self._drawing[key] for key in again])
+            written = time.monotonic()
         return Written(time.monotonic() - started, written - paused)
 
     # -- talking to vLLM ---------------------------------------------------------------------------
@@ -573,9 +619,12 @@ class VllmCore:
     ) -> Any:
         """Run a request and return vLLM's output: its tokens, and why they ended.
 
-        `extra` arguments are for the worker; with a `salt` the request shares no keys and values.
+        `extra` arguments are for the worker; the request shares keys and values with those of its `salt`. Where
+        the cache outlives its weights there is none without.
         """
         vllm = _library()
+        if self._config.keep_kv_cache:
+            salt = f"{salt or self._writes}/{self._wakes}"
         arguments = sampling_arguments(request, key)
         arguments["extra_args"] |= extra or {}
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
@@ -719,6 +768,9 @@ def prepare_library(
     """
     check_overrides(config.vllm, proven=proven)
     check_quantized(config, shape)
+    check_keeps(config, shape)
+    if config.keep_kv_cache and api is not None:
+        raise UsageError("engine.keep_kv_cache is for runs, not for a server: leave it out")
     check_installed()
     import torch
 

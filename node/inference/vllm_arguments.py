@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...protocol.manifests import KV_BLOCK
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
@@ -627,6 +628,8 @@ FP8_METHOD = "primerl_fp8"
 """vLLM's name of the quantization in vllm_fp8.py."""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
+SCHEDULER = f"{__package__}.vllm_scheduler.make_scheduler"
+"""Scheduler of engines that keep keys and values when their weights change."""
 
 NO_DOMAIN = "media.invalid"
 """Domain that no host has: this machine must not fetch the URLs in a client's messages."""
@@ -782,6 +785,12 @@ def engine_arguments(
             "allowed_media_domains": [NO_DOMAIN],
         }
     arguments |= config.vllm
+    if config.keep_kv_cache:
+        arguments |= {
+            "scheduler_cls": SCHEDULER,
+            "enable_prefix_caching": True,
+            "block_size": KV_BLOCK,
+        }
     if config.draft_head is not None:
         # vLLM would draft asynchronously, and the head's weights come with no version
         arguments["async_scheduling"] = False

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.manifests import RouteShape
+from ...protocol.manifests import KV_BLOCK, RouteShape
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
 from .device import upload_array
@@ -86,6 +86,10 @@ class RequestSlots:
         self.filed = np.zeros(self.size, np.int64)
         """Tokens whose rows have arrived."""
         self.versions = np.zeros(self.size, np.int64)
+        self.resumed = np.full(self.size, -1, np.int64)
+        """Tokens whose keys and values a request had when it went on, until it draws again; -1: it did not."""
+        self.lost = np.zeros(self.size, np.bool_)
+        """Whether keys and values were lost that a change of version must keep."""
         self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
         self.groups = [b""] * self.size
         self.keys = np.zeros(self.size, np.int64)
@@ -96,6 +100,7 @@ class RequestSlots:
         slot = self._free.pop()
         self.of[request_id], self.ids[key], self.keys[slot] = slot, request_id, key
         self.drawn[slot] = self.filed[slot] = 0
+        self.resumed[slot], self.lost[slot] = -1, False
         self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
         self.spans[slot] = []
         return slot
@@ -145,6 +150,18 @@ class RequestSlots:
                 spans.pop()  # of tokens that vLLM has discarded and that are drawn again now
             spans.append([row, version])
             self.versions[slot] = version
+
+    def check_kept(self, slots: Ints) -> None:
+        """Mark those that go on, and draw now, without the blocks that were whole when their version began.
+
+        Call after stamp().
+        """
+        for slot in slots[self.resumed[slots] >= 0].tolist():
+            spans = self.spans[slot]
+            begun = int(self.prompts[slot]) + spans[-1][0] - 1
+            if len(spans) > 1 and self.resumed[slot] < begun // KV_BLOCK * KV_BLOCK:
+                self.lost[slot] = True
+            self.resumed[slot] = -1
 
 
 MOST_PENDING = 64
@@ -360,7 +377,7 @@ class Recorder:
         """
         slots = self._slots
         if request_id in slots.of:
-            return  # it was preempted
+            return  # it was preempted; see resume()
         if slots.full():
             self._grow()
         slot = slots.take(request_id, key)
@@ -368,6 +385,12 @@ class Recorder:
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot], slots.groups[slot] = prompt, group
         self._batch = None  # a new request may have the id of an old one
+
+    def resume(self, request_id: str, computed: int) -> None:
+        """Note that a request starts or goes on with `computed` tokens in the cache."""
+        if (slot := self._slots.of.get(request_id)) is not None:
+            before = self._slots.resumed[slot]
+            self._slots.resumed[slot] = computed if before < 0 else min(before, computed)
 
     def begin(self, step: SampledStep) -> None:
         """Prepare the draw for a batch that the model has computed."""
@@ -506,6 +529,7 @@ class Recorder:
         slots.drawn[where] = rows + 1  # the last row of a request counts
         first = drafts == 0
         slots.stamp(where[first], rows[first], self.version)
+        slots.check_kept(where[first])
         if not self.collecting or not len(where):
             return
         columns = self._with_routes(self._project(step.hidden, logprobs), step)
@@ -579,11 +603,18 @@ class Recorder:
         found = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
         return [[version for _, version in slots.spans[slot]] for slot in found]
 
+    def undrawn(self, keys: Sequence[int]) -> list[int]:
+        """Return those of the requests `keys` for which no token was drawn yet."""
+        slots = self._slots
+        found = ((key, slots.of.get(slots.ids.get(key, ""))) for key in keys)
+        return [key for key, slot in found if slot is None or not slots.drawn[slot]]
+
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
 
-        Each is [key, rows as bytes, [[token, version], ...]]. It is kept until its key is in `forget`, so that
-        a lost answer can be asked for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...], lost]; `lost`: keys and values were lost that a
+        change of version must keep. It is kept until its key is in `forget`, so that a lost answer can be asked
+        for again. Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -600,10 +631,11 @@ class Recorder:
 
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
+        lost = bool(self._slots.lost[slot])
         rows = self._rows[slot, :count].copy()
         if self._projection is not None:
             rows[:, 1 : self._numbers] *= self._projection.scale
-        return [key, rows.tobytes(), spans]
+        return [key, rows.tobytes(), spans, lost]
 
 
 def _accepted(wrong: Ints, drafts: Ints) -> NDArray[np.bool_]:
@@ -697,8 +729,15 @@ class Hooks:
             if SAMPLING not in extra:
                 continue  # a dummy run of vLLM; begin() notices a real one
             self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
+            # V2's runner gets a request that goes on as a new one
+            self._recording.resume(new.req_id, new.num_computed_tokens)
             if SERVED in extra:
                 self._served.add(new.req_id)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for one, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if one in cached.resumed_req_ids:
+                    self._recording.resume(one, computed)
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:

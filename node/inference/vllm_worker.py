@@ -272,6 +272,11 @@ class WorkerExtension:
         recorder = self._primerl_recorder
         return recorder.versions(keys) if recorder is not None and recorder.collecting else []
 
+    def primerl_undrawn(self, keys: list[int]) -> list[int]:
+        """See Recorder.undrawn(); empty on the ranks that keep no records."""
+        recorder = self._primerl_recorder
+        return recorder.undrawn(keys) if recorder is not None and recorder.collecting else []
+
     def primerl_read(self) -> str:
         """Measure prompts that ask for it from now on; after primerl_record(), between steps.
 

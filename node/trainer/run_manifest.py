@@ -26,10 +26,10 @@ from ...protocol.manifests import (
 from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
-from ..config.run import RunConfig, SamplingConfig
+from ..config.run import EngineConfig, RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts, options_of
-from ..inference.numerics import check_quantized
+from ..inference.numerics import check_keeps, check_quantized
 from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
 from ..models.model_files import position_count
@@ -61,10 +61,12 @@ async def documents(
         _check_adapters(lora, found.manifest.adapters)
         _check_routes(config.training.enable_router_replay, found.manifest)
         _check_environments(config, found.manifest)
-        _check_quantization(config.engine.quantization, found.manifest)
+        _check_engine(config.engine, found.manifest)
         return found
-    if config.engine.quantization != "none":
-        check_quantized(config.engine, await asyncio.to_thread(read_shape, model_dir))
+    if config.engine.quantization != "none" or config.engine.keep_kv_cache:
+        shape = await asyncio.to_thread(read_shape, model_dir)
+        check_quantized(config.engine, shape)
+        check_keeps(config.engine, shape)
     adapters = None
     if lora is not None:
         base, adapters = await asyncio.to_thread(
@@ -177,14 +179,18 @@ def _check_routes(wanted: bool, run: RunManifest) -> None:
         )
 
 
-def _check_quantization(wanted: str, run: RunManifest) -> None:
-    """Raise UsageError unless engine.quantization is that of the run's beginning."""
-    begun = run.proofs.quantization
-    if wanted != begun:
-        raise UsageError(
-            f"this run began with engine.quantization = {begun}, now it is {wanted}: change it back, or begin "
-            "another run"
-        )
+def _check_engine(wanted: EngineConfig, run: RunManifest) -> None:
+    """Raise UsageError unless the settings that all engines share are those of the run's beginning."""
+    settings = {
+        "quantization": (run.proofs.quantization, wanted.quantization),
+        "keep_kv_cache": (run.proofs.kv_cache == "kept", wanted.keep_kv_cache),
+    }
+    for name, (begun, now) in settings.items():
+        if now != begun:
+            raise UsageError(
+                f"this run began with engine.{name} = {str(begun).lower()}, now it is {str(now).lower()}: "
+                "change it back, or begin another run"
+            )
 
 
 def _routes(config: RunConfig, model_dir: Path) -> RouteShape | None:

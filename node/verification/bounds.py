@@ -163,6 +163,7 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         honest_tokens=tokens,
         source=source,
         quantization=config.engine.quantization,
+        kv_cache="kept" if config.engine.keep_kv_cache else "recomputed",
         bounds="measured" if measured else "fixed",
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
-from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
+from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
 from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..ops.errors import EngineError
@@ -158,6 +158,8 @@ class HfAuditor:
         if run.proofs.numerics == "exact":
             # decoding and prefill of this engine differ in their last bits
             raise EngineError(EXACT_NEEDS_VLLM)
+        if run.proofs.kv_cache == "kept":
+            raise EngineError(KEPT_NEEDS_VLLM)
         await check_model_routes(model_dir, run)
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)

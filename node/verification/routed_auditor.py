@@ -13,8 +13,8 @@ from .auditor import AuditItem, Auditor, Measured, Unreadable
 class RoutedAuditor:
     """Router of items with stage boundaries to an auditor that can measure them.
 
-    The process of `staged` starts when needed, so a run without such items has one process. In a run of exact
-    numerics there are no pipelines: `whole` gets all items.
+    The process of `staged` starts when needed, so a run without such items has one process. Where there are no
+    pipelines, with exact numerics or a kept cache, `whole` gets all items.
     """
 
     def __init__(self, whole: Auditor, staged: Auditor) -> None:
@@ -25,7 +25,7 @@ class RoutedAuditor:
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor."""
         await self._whole.start(model_dir, run)
-        if run.proofs.numerics != "exact":
+        if run.proofs.numerics != "exact" and run.proofs.kv_cache != "kept":
             await self._staged.start(model_dir, run)
             self._both = True
 

@@ -6,25 +6,31 @@ under each it reads the items that need it, portion by portion. Audits that wait
 Claimed text is read as a prompt without its last token, whose successor is not needed; rollouts of a group
 share their prompt in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
+Where engines keep keys and values across versions (ProofContract.kv_cache), a reply of several versions is read
+as it was drawn: under each version in order, after the blocks that the versions before have left in the cache.
+
 States at the boundaries of a pipeline cannot be measured: vLLM only exposes the output of its last layer.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from ...protocol.manifests import RouteShape, RunManifest
+from ...protocol.manifests import KV_BLOCK, RouteShape, RunManifest
 from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
@@ -32,6 +38,7 @@ from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
 from ..inference.numerics import check_exact, config_for_run, kernel_options
 from ..inference.prefill import (
+    COLUMNS,
     LOGPROB,
     MARGIN,
     PROJECTED,
@@ -67,10 +74,9 @@ from .auditor import (
     check_model_routes,
     check_versions,
     other_versions,
-    wanted_versions,
 )
 from .measures import check_item, compare_replies, routing, split_proof, summarize
-from .portions import AuditFailed, Portions
+from .portions import AuditFailed, Portions, portion_size
 
 logger = logging.getLogger(__name__)
 
@@ -279,16 +285,25 @@ class _Text:
     """Claims of the sampled tokens [S]."""
     versions: Numbers
     """Version that each sampled token claims [S]."""
+    parts: "list[_KeptPart]"
+    """Parts of the replies whose keys and values were kept across versions, in order."""
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
-    """version -> measurements under it [S, COLUMNS]."""
+    """version -> measurements under it [S, COLUMNS], of a text that is read anew."""
+    kept: Rows | None = None
+    """Measurements of `parts` [S, COLUMNS]; zeros elsewhere."""
     fault: Unreadable | None = None
     """Reason why the item cannot be measured under one of the versions."""
     sums: "_Sum | None" = None
     """Summary, once the item was read under all versions."""
 
     @classmethod
-    def of(cls, item: AuditItem, others: Mapping[int, Sequence[int]], route_bytes: int) -> "_Text":
-        """Split up an item that was checked; `route_bytes`: bytes of a token's routes in its run."""
+    def of(
+        cls, item: AuditItem, others: Mapping[int, Sequence[int]], route_bytes: int, *, keeps: bool
+    ) -> "_Text":
+        """Split up an item that was checked.
+
+        `route_bytes`: bytes of a token's routes in its run; `keeps`: keys and values are kept across versions.
+        """
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
@@ -298,8 +313,25 @@ class _Text:
         claims["routed"] = bool(item.routes)
         claimed = sorted(item.claimed)
         versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
-        wanted, compared = wanted_versions(item, others), other_versions(item, others)
-        return cls(item, wanted, compared, claims, versions)
+        compared, parts = (
+            other_versions(item, others),
+            _kept_parts(versions, counts) if keeps else [],
+        )
+        alone = np.delete(versions, [index for part in parts for index in part.tokens])
+        return cls(item, sorted({*alone.tolist(), *compared}), compared, claims, versions, parts)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all was measured."""
+        return len(self.rows) == len(self.wanted) and (self.kept is not None or not self.parts)
+
+    @cached_property
+    def anew(self) -> NDArray[np.bool_]:
+        """Which sampled tokens [S] are measured in a text that is read anew."""
+        found = np.ones(len(self.versions), np.bool_)
+        for part in self.parts:
+            found[part.tokens] = False
+        return found
 
     @property
     def places(self) -> Numbers:
@@ -308,14 +340,15 @@ class _Text:
 
     def asked(self, version: int, chosen: Numbers | slice) -> Claims:
         """Return the claims `chosen` of all S; those of another version ask for states only."""
-        claims, own = self.claims[chosen].copy(), self.versions[chosen] == version
+        claims = self.claims[chosen].copy()
+        own = (self.versions[chosen] == version) & self.anew[chosen]
         claims["drawn"] &= own
         claims["routed"] &= own
         return claims
 
     def reach(self, version: int) -> int:
         """Count the sampled tokens up to the last that is measured under `version`."""
-        own = self.versions == version
+        own = (self.versions == version) & self.anew
         return len(own) if version in self.others else int(own.nonzero()[0][-1]) + 1
 
     def keep(self, version: int, rows: Rows) -> None:
@@ -335,17 +368,62 @@ class _Text:
             lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p
         )
 
+    def request_kept(self, part: "_KeptPart", salt: str) -> PrefillRequest:
+        """Ask for the measurements of a part, after that of the token before it, if its block was kept.
+
+        The latter must not be computed: what was kept is in the cache.
+        """
+        start, stop = part.tokens.start, part.tokens.stop
+        claims = self.claims[start:stop]
+        kept = 0 if part.is_first else (int(self.places[start]) - 1) // KV_BLOCK * KV_BLOCK
+        if kept:
+            before = claims[:1].copy()
+            before["places"], before["drawn"], before["routed"] = kept, False, False
+            claims = np.concatenate([before, claims])
+        return self.request(self.lead(int(self.places[stop - 1])), claims, salt)
+
     def lead(self, place: int) -> list[int]:
         """Return the tokens before a position."""
         return list(self.item.token_ids[:place])
 
     def own(self) -> Rows:
         """Return the measurements of each token under the version that it claims."""
-        first, *later = self.item.claimed
-        found = self.rows[first]
-        for version in later:
-            found = np.where((self.versions == version)[:, None], self.rows[version], found)
+        found = self.kept
+        for version in sorted(self.item.claimed & self.rows.keys()):
+            rows, own = self.rows[version], (self.versions == version) & self.anew
+            found = rows if found is None else np.where(own[:, None], rows, found)
+        assert found is not None  # it is_read
         return found
+
+    def reset(self) -> None:
+        """Drop what was measured."""
+        self.rows.clear()
+        self.kept = self.fault = self.sums = None
+
+
+class _KeptPart(NamedTuple):
+    """Tokens of a reply that were drawn under one of its several versions."""
+
+    version: int
+    tokens: range
+    """Their indices among all sampled tokens of the text."""
+    is_first: bool
+    """Whether the reply begins with it, so that nothing was kept before."""
+
+
+def _kept_parts(versions: Numbers, counts: Sequence[int]) -> list[_KeptPart]:
+    """List the parts of the replies with several versions; `counts` are the tokens of each reply."""
+    found: list[_KeptPart] = []
+    end = 0
+    for count in counts:
+        start, end = end, end + count
+        edges = [start, *(start + 1 + np.flatnonzero(np.diff(versions[start:end]))), end]
+        if len(edges) > 2:
+            found += [
+                _KeptPart(int(versions[first]), range(int(first), int(last)), first == start)
+                for first, last in pairwise(edges)
+            ]
+    return found
 
 
 @dataclass(frozen=True)
@@ -395,6 +473,14 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
     return found
 
 
+def _in_room(texts: Sequence[_Text], tokens: int) -> Iterator[Sequence[_Text]]:
+    """Split `texts` in order into parts of up to so many `tokens`, or of a single text."""
+    while texts:
+        count = portion_size([len(text.item.token_ids) for text in texts], tokens)
+        yield texts[:count]
+        texts = texts[count:]
+
+
 def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
     """Split `requests` in order into parts of up to PART_TOKENS, or of a single request."""
     part: list[PrefillRequest] = []
@@ -431,8 +517,7 @@ class _Audit:
     def reset(self) -> None:
         """Drop what was measured."""
         for text in self.texts:
-            text.rows.clear()
-            text.fault = text.sums = None
+            text.reset()
 
 
 class VllmAuditor:
@@ -455,7 +540,7 @@ class VllmAuditor:
         self._timeouts = EngineTimeouts(load_s=timeout_s)
         self._run: RunManifest | None = None
         self._model_dir = Path()
-        self._vocabulary = self._layers = 0
+        self._vocabulary = self._layers = self._room = 0
         self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
@@ -484,6 +569,7 @@ class VllmAuditor:
         self._layers = await asyncio.to_thread(layer_count, model_dir)
         shape = await asyncio.to_thread(read_shape, model_dir)
         self._config = audit_engine(self._config, run, shape)
+        self._room = int(self._config.vllm.get("max_num_batched_tokens") or STEP_TOKENS["cpu"])
         self._base = await asyncio.to_thread(read_adapter_base, model_dir, run)
         self._model_dir, self._run = model_dir, run
         self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
@@ -495,12 +581,15 @@ class VllmAuditor:
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor. Audits that wait for another are made together."""
-        shape = self._require_started().routes
+        run = self._require_started()
+        shape, keeps = run.routes, run.proofs.kv_cache == "kept"
         check_versions(items, states, others)
         faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
         size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
-        texts = await asyncio.to_thread(lambda: [_Text.of(item, others, size) for item in sound])
+        texts = await asyncio.to_thread(
+            lambda: [_Text.of(item, others, size, keeps=keeps) for item in sound]
+        )
         audit = _Audit(texts, states)
         self._waiting.append(audit)
         try:
@@ -588,28 +677,60 @@ class VllmAuditor:
         """Read texts under all versions that they need, and summarize them."""
         if not texts:
             return  # without waiting for vLLM
-        engine = await self._started()
+        if kept := [text for text in texts if text.parts]:
+            faults = await self._portions.measure(
+                kept,
+                [len(text.item.token_ids) for text in kept],
+                functools.partial(self._attempt_kept, states),
+            )
+            for text, fault in zip(kept, faults, strict=True):
+                text.fault = fault
         needed = {version for text in texts for version in text.wanted}
+        if not needed:
+            return
+        engine = await self._started()
         for version in engine.order_of(needed):
             chosen = [text for text in texts if version in text.wanted and text.fault is None]
             faults = await self._portions.measure(
                 chosen,
                 [len(text.item.token_ids) for text in chosen],
                 functools.partial(self._attempt, version, states[version]),
-                works=any(text.rows for text in texts),
+                works=any(text.rows or text.kept is not None for text in texts),
             )
             for text, fault in zip(chosen, faults, strict=True):
                 text.fault = fault
 
     async def _attempt(self, version: int, state: State, texts: Sequence[_Text]) -> list[None]:
-        """Read texts at once under one version.
-
-        Ends a process that is lost or whose weights are unknown.
-        """
-        engine = await self._started()
-        try:
+        """Read texts at once under one version."""
+        async with self._working() as engine:
             await engine.hold(version, state)
             await self._read(engine, version, texts)
+        self._sum_up(texts)
+        return [None] * len(texts)
+
+    async def _attempt_kept(
+        self, states: Mapping[int, State], texts: Sequence[_Text]
+    ) -> list[None]:
+        """Read the replies whose keys and values were kept, under all of their versions."""
+        async with self._working() as engine:
+            for some in _in_room(texts, self._room):
+                await self._read_kept(engine, states, some)
+        self._sum_up(texts)
+        return [None] * len(texts)
+
+    def _sum_up(self, texts: Sequence[_Text]) -> None:
+        """Begin to summarize those that were read, while the next ones are."""
+        if done := [text for text in texts if text.is_read]:
+            sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
+            for number, text in enumerate(done):
+                text.sums = _Sum(sums, number)
+
+    @contextlib.asynccontextmanager
+    async def _working(self) -> AsyncGenerator[AuditingEngine]:
+        """Give a started engine to an attempt; afterwards end one that is lost or whose weights are unknown."""
+        engine = await self._started()
+        try:
+            yield engine
         except BaseException as error:  # also when cancelled
             if engine.is_unsure or engine.child.lost.is_set():
                 await self._drop()
@@ -618,12 +739,34 @@ class VllmAuditor:
             if isinstance(error, EngineLost | _Refused):
                 raise AuditFailed(str(error)) from error
             raise
-        if done := [text for text in texts if len(text.rows) == len(text.wanted)]:
-            # computed while the next texts are read
-            sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
-            for number, text in enumerate(done):
-                text.sums = _Sum(sums, number)
-        return [None] * len(texts)
+
+    async def _read_kept(
+        self, engine: AuditingEngine, states: Mapping[int, State], texts: Sequence[_Text]
+    ) -> None:
+        """Read parts of replies in the order of their versions, each after the blocks that are kept.
+
+        Raises AuditFailed if the cache has lost some of them.
+        """
+        work: dict[int, list[tuple[int, _KeptPart, str]]] = {}
+        salt = ""
+        for number, text in enumerate(texts):
+            for part in text.parts:
+                if part.is_first:
+                    salt = f"kept {next(self._salts)}"
+                work.setdefault(part.version, []).append((number, part, salt))
+        found = [np.zeros((len(text.places), COLUMNS), np.float32) for text in texts]
+        for version in sorted(work):
+            await engine.hold(version, states[version])
+            requests = [texts[one].request_kept(part, salt) for one, part, salt in work[version]]
+            for (one, part, _), rows in zip(
+                work[version], await self._ask(engine, requests), strict=True
+            ):
+                own = rows[-len(part.tokens) :]
+                if not_computed(own).any() or not not_computed(rows[: -len(part.tokens)]).all():
+                    raise AuditFailed("the auditor's cache has lost keys and values that are kept")
+                found[one][part.tokens.start : part.tokens.stop] = own
+        for text, rows in zip(texts, found, strict=True):
+            text.kept = rows
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the held version; read positions again that came from the cache.

@@ -39,6 +39,7 @@ from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
 from primerl.node.weights.state import State
+from primerl.protocol.manifests import KV_BLOCK
 
 WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS, ERRS = range(11)
 """Tokens. WEIGHTS: the answer is what was loaded; PID: which process answers; LOST: vLLM itself died below
@@ -73,6 +74,8 @@ class Fake:
         self._stuck_s = 0.0
         self._loads = 0
         self._salted = 0
+        self._cached: dict[str, int] = {}
+        """salt -> tokens that are in the cache; `room` is how many fit."""
 
     def prepare_api(self, options: ApiOptions) -> None:
         """See ServingCore."""
@@ -179,6 +182,11 @@ class Fake:
             rows[:, ROUTING] = claims["routed"]
             rows[:, ROUTING_MARGIN] = claims["routed"] * claims["routes"].max(1)
         rows[:, PROJECTED:] = float(self._state["w"].data[0])
+        if request.salt.startswith("kept"):
+            rows[places - 1 < self._cached.pop(request.salt, 0)] = np.nan
+            self._cached[request.salt] = len(request.token_ids) // KV_BLOCK * KV_BLOCK
+            while sum(self._cached.values()) > self._says.get("room", 1 << 20):
+                del self._cached[next(iter(self._cached))]
         self._salted += bool(request.salt)
         if kind == CACHED:
             rows[:, LOGPROB] = -self._salted if request.salt else 0.0

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.memory_store import MemoryStore
 from support.protocol_cases import MANIFEST, QUANTIZED
 
@@ -34,6 +35,15 @@ def test_a_worker_follows_the_manifest_and_forms_no_pipeline(tmp_path: Path) -> 
     check(MANIFEST, tmp_path, **pipeline)
     with pytest.raises(UsageError, match="which no pipeline does: remove pp"):
         check(QUANTIZED, tmp_path, **pipeline)
+
+
+def test_a_worker_of_a_run_that_keeps_a_cache_is_vllm_and_no_pipeline(tmp_path: Path) -> None:
+    keeping = structs.replace(MANIFEST, proofs=structs.replace(MANIFEST.proofs, kv_cache="kept"))
+    check(keeping, tmp_path, engine={"type": "vllm"})
+    with pytest.raises(UsageError, match=r"only vLLM keeps .*set engine\.type to vllm"):
+        check(keeping, tmp_path)
+    with pytest.raises(UsageError, match="which no pipeline does: remove pp"):
+        check(keeping, tmp_path, engine={"type": "vllm"}, pp={"mode": "on"})
 
 
 async def test_a_run_has_no_more_steps_than_it_began_with(tmp_path: Path) -> None:
@@ -78,5 +88,9 @@ async def test_a_run_keeps_its_quantization_and_a_mixture_of_experts_has_none(
             UsageError, match=r"began with engine\.quantization = fp8, now it is none"
         ):
             await manifest("none")
+        keeping = {"type": "vllm", "keep_kv_cache": True, "quantization": "fp8"}
+        config = RunConfig.model_validate({"engine": keeping})
+        with pytest.raises(UsageError, match=r"keep_kv_cache = false, now it is true: change it"):
+            await run_manifest.documents(config, key, ledger, store, tmp_path / "dense")
     finally:
         ledger.close()

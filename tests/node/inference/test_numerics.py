@@ -14,6 +14,8 @@ from primerl.node.config.run import RunConfig, VerificationConfig
 from primerl.node.inference import numerics
 from primerl.node.inference.numerics import (
     check_exact,
+    check_keeps,
+    check_kept,
     check_quantization,
     check_routes,
     config_for_run,
@@ -179,6 +181,85 @@ def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() ->
     for run, other, named in ((QUANTIZED, "none", "fp8"), (MANIFEST, "fp8", "none")):
         with pytest.raises(UsageError, match=rf"says quantization {named}, .*is {other}: leave it"):
             check_quantization(EngineConfig.model_validate({"quantization": other}), run)
+
+
+KEEPING = structs.replace(MANIFEST, proofs=structs.replace(MANIFEST.proofs, kv_cache="kept"))
+
+
+def test_the_manifest_decides_whether_engines_keep_keys_and_values() -> None:
+    assert b"kv_cache" not in encode(MANIFEST)
+    engine = EngineConfig(type="vllm", keep_kv_cache=True)
+    assert proof_contract(RunConfig(engine=engine), "").kv_cache == "kept"
+    assert config_for_run(EngineConfig(type="vllm"), KEEPING).keep_kv_cache
+    assert not config_for_run(engine, MANIFEST).keep_kv_cache
+    check_kept(EngineConfig(type="vllm"), KEEPING)
+    check_kept(EngineConfig(), MANIFEST)
+    with pytest.raises(UsageError, match=r"keep keys and values: only vLLM .*set engine\.type to"):
+        check_kept(EngineConfig(), KEEPING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pp": 2}, "keep_kv_cache and pp cannot be combined"),
+        ({"batch_invariant": True}, "keep_kv_cache and batch_invariant cannot"),
+        ({"vllm": {"block_size": 64}}, r"keep_kv_cache and vllm\.block_size cannot"),
+        (
+            {"vllm": {"kv_offloading_size": 1.0}},
+            r"keep_kv_cache and vllm\.kv_offloading_size cannot",
+        ),
+    ],
+)
+def test_what_was_never_tried_with_a_kept_cache_is_refused(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        EngineConfig.model_validate({"type": "vllm", "keep_kv_cache": True, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine": {"keep_kv_cache": True}},
+        {
+            "engine": {"type": "vllm", "keep_kv_cache": True},
+            "verification": {"auditor": "hf"},
+        },
+        {
+            "engine": {"type": "vllm", "keep_kv_cache": True},
+            "verification": {"numerics": "exact"},
+        },
+    ],
+)
+def test_a_run_that_keeps_a_cache_has_vllm_on_both_sides_and_calibrated_numerics(
+    settings: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match=r"vLLM keeps keys and values|never tried with exact"):
+        RunConfig.model_validate(settings)
+
+
+def test_the_auditor_of_a_run_that_keeps_a_cache_is_vllm_in_any_dtype() -> None:
+    for keeps, auditor in ((False, "hf"), (True, "vllm")):
+        config = RunConfig(engine=EngineConfig(type="vllm", keep_kv_cache=keeps))
+        assert (config.auditor, config.may_replace_auditor) == (auditor, not keeps)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ({"sliding_window": 4096}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"text_config": {"layer_types": ["linear_attention"]}}, "linear attention"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+    ],
+)
+def test_only_layers_of_full_attention_keep_their_blocks(shape: dict[str, Any], kind: str) -> None:
+    keeping = EngineConfig(type="vllm", keep_kv_cache=True)
+    with pytest.raises(UsageError, match=f"the model has {kind}, .*leave engine.keep_kv_cache out"):
+        check_keeps(keeping, shape)
+    check_keeps(EngineConfig(), shape)
+    check_keeps(keeping, {"sliding_window": 4096, "use_sliding_window": False})
+    check_keeps(keeping, {"layer_types": ["full_attention"]})
 
 
 def test_fp8_is_refused_where_the_batch_must_not_matter() -> None:

@@ -33,7 +33,7 @@ class Worker:
             self.late[key] = self.late.get(key, 0) - 1
             if self.late[key] < 0:
                 rows = np.array(self.drawn[key][:count], np.float32)
-                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b""])
+                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], False, b""])
         return answers
 
 
@@ -143,7 +143,7 @@ async def test_routes_come_as_the_bits_behind_the_numbers() -> None:
     numbers = np.concatenate([np.array(rows(1), np.float32), bits], axis=1)
 
     async def ask(wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
-        return [[key, numbers.tobytes(), [[0, 3]], b""] for key, _ in wanted]
+        return [[key, numbers.tobytes(), [[0, 3]], False, b""] for key, _ in wanted]
 
     found = await CompletionCollector(ask, "projection", routes=shape).collect(1, 2)
     assert found.routes == routes

@@ -280,6 +280,8 @@ class Engine:
     keys: dict[str, int] = field(default_factory=dict[str, int])
     served: set[str] = field(default_factory=set[str])
     """Requests of vLLM's own server."""
+    kept: dict[str, int] = field(default_factory=dict[str, int])
+    """Tokens whose keys and values the requests that were preempted still have."""
     group: bytes = b""
 
     def add(self, name: str, prompt: int) -> None:
@@ -288,10 +290,13 @@ class Engine:
     def step(self, counts: dict[str, int], drafts: dict[str, list[int]] | None = None) -> None:
         """`counts` of tokens, to which those of `drafts` are added."""
         drafts = drafts or {}
+        resumed = {name for name in counts if name in self.kept}
+        for name in resumed:
+            self.runner.requests[name].computed = self.kept.pop(name)
         counts = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
         fresh: list[Any] = []
         for name in counts:
-            if name not in self.keys or (self.runner.second and not self.computed(name)):
+            if name not in self.keys or (self.runner.second and name in resumed):
                 key = self.keys.setdefault(name, ord(name[0]))
                 served = name in self.served
                 drawn_at = 1.0 if served else 0.5 + key / 100
@@ -303,13 +308,23 @@ class Engine:
                 tokens = [0] * self.runner.requests[name].prompt
                 fresh.append(
                     SimpleNamespace(
-                        req_id=name, sampling_params=parameters, prompt_token_ids=tokens
+                        req_id=name,
+                        sampling_params=parameters,
+                        prompt_token_ids=tokens,
+                        num_computed_tokens=self.computed(name),
                     )
                 )
+        rest = [name for name in counts if name not in {one.req_id for one in fresh}]
+        cached = SimpleNamespace(
+            req_ids=rest,
+            resumed_req_ids=resumed & set(rest),
+            num_computed_tokens=[self.computed(name) for name in rest],
+        )
         self.runner.execute_model(
             SimpleNamespace(
                 num_scheduled_tokens=counts,
                 scheduled_new_reqs=fresh,
+                scheduled_cached_reqs=cached,
                 finished_req_ids=set(),
                 scheduled_spec_decode_tokens=drafts,
             )
@@ -319,9 +334,10 @@ class Engine:
     def computed(self, name: str) -> int:
         return self.runner.requests[name].computed
 
-    def preempt(self, name: str, *, lost: int = 0) -> None:
-        """Its keys and values are gone, and its latest `lost` tokens."""
+    def preempt(self, name: str, *, lost: int = 0, kept: int = 0) -> None:
+        """Its keys and values are gone but for `kept` tokens, and its latest `lost` tokens."""
         one = self.runner.requests[name]
+        self.kept[name] = kept
         del one.tokens[len(one.tokens) - lost :]
         one.computed, one.known = 0, one.prompt + len(one.tokens)
 
@@ -436,6 +452,72 @@ def test_tokens_that_vllm_throws_away_are_drawn_again_under_the_version_that_dra
         engine.step({"a": 1})
     expect_record(engine, "a", 5)
     assert engine.collect("a")[2] == [[0, 1], [4 - lost, 2]]
+
+
+@pytest.mark.parametrize(
+    ("kept", "lost"),
+    [
+        ((64,), False),  # 71 tokens were known: two whole blocks
+        ((32,), True),
+        ((0,), True),
+        (
+            (32, 64),
+            True,
+        ),  # preempted again before it drew: the second block is of the second version
+    ],
+)
+def test_a_request_of_several_versions_has_lost_blocks_that_were_whole_at_the_change(
+    second: bool, kept: tuple[int, ...], lost: bool
+) -> None:
+    engine = make_engine(second=second)
+    engine.add("a", 69)
+    for count in (69, 1):
+        engine.step({"a": count})
+    engine.recorder.version = 2
+    *before, last = kept
+    for tokens in before:
+        engine.preempt("a", kept=tokens)
+        engine.step({"a": 1})
+    engine.preempt("a", kept=last)
+    engine.step({"a": 71 - last})
+    assert engine.collect("a")[3] is lost
+
+
+def test_a_request_may_lose_blocks_of_its_last_version_and_no_others(second: bool) -> None:
+    engine = make_engine(second=second)
+    engine.add("a", 69)
+    for count in (69, 1):
+        engine.step({"a": count})
+    engine.recorder.version = 2
+    engine.preempt("a", kept=64)
+    engine.step({"a": 7})
+    for _ in range(60):
+        engine.step({"a": 1})
+    engine.preempt("a", kept=64)
+    engine.step({"a": 132 - 64})
+    assert engine.collect("a")[3] is False
+    engine.preempt("a", kept=32)
+    engine.step({"a": 133 - 32})
+    assert engine.collect("a")[3] is True
+
+
+def test_a_request_of_one_version_loses_nothing_that_it_cannot_compute_again(second: bool) -> None:
+    engine = make_engine(second=second)
+    engine.add("a", 69)
+    for count in (69, 1):
+        engine.step({"a": count})
+    engine.preempt("a")
+    engine.step({"a": 71})
+    assert engine.collect("a")[3] is False
+
+
+def test_requests_that_drew_nothing_yet_are_named(second: bool) -> None:
+    engine = make_engine(second=second)
+    for name, prompt in (("a", 3), ("b", 5)):
+        engine.add(name, prompt)
+    engine.step({"a": 3, "b": 4})
+    keys = [ord("a"), ord("b"), ord("c")]
+    assert engine.recorder.undrawn(keys) == [ord("b"), ord("c")]
 
 
 def test_spans_name_the_version_of_every_token_and_of_no_token_beyond_the_last(
@@ -745,7 +827,7 @@ def test_the_route_of_the_token_before_is_kept_with_each_token(
         engine.step({"a": 1, "b": 1, "c": 1}, guess)
     for name, prompt in prompts.items():
         tokens = len(engine.runner.requests[name].tokens)
-        _, rows, _ = engine.collect(name)
+        _, rows, *_ = engine.collect(name)
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         raw = np.ascontiguousarray(numbers[:, 8:]).view(np.uint8)[:, : shape.token_bytes]
         found = np.frombuffer(raw.tobytes(), shape.dtype).reshape(tokens, 3, 2)

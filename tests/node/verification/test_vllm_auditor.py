@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from support.waiting import alive
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.fingerprint import NUMBERS, pack
-from primerl.node.inference.prefill import PrefillRequest
+from primerl.node.inference.prefill import PrefillRequest, read_claims
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.verification import portions
 from primerl.node.verification.auditor import (
@@ -159,6 +159,116 @@ async def test_a_text_is_read_up_to_the_last_token_of_a_version_that_it_is_not_c
     lengths.clear()
     assert well(await shared.audit([crossed], STATES, {2: [1]})) == [True]
     assert sorted(map(sorted, lengths)) == [[start + 2], [start + 2]]
+
+
+def kept_run() -> RunManifest:
+    run = make_run("float32")
+    return structs.replace(run, proofs=structs.replace(run.proofs, kv_cache="kept"))
+
+
+def long_item(*versions: int, mark: int = 0) -> AuditItem:
+    """A branch of replies of 50 tokens of each version, apart from the first, which has 40."""
+    claimed = [version for version in versions for _ in range(50)][10:]
+    states = np.repeat(np.array(claimed, np.float32)[:, None], NUMBERS, axis=1)
+    return AuditItem(
+        token_ids=[FINE, mark, *[5] * len(claimed)],
+        replies=[SampledSpan(2, 2 + len(claimed), 9)],
+        logprobs=[0.0] * len(claimed),
+        versions=claimed,
+        proof=pack(states),
+    )
+
+
+@dataclass
+class Requests:
+    """What an engine was asked to read."""
+
+    made: list[tuple[int, PrefillRequest]] = field(default_factory=list[tuple[int, PrefillRequest]])
+    """(version, request)."""
+
+    def of(self, mark: int) -> list[tuple[int, int, list[int]]]:
+        """(version, tokens, places) of those of a branch, in order."""
+        return [
+            (version, len(one.token_ids), read_claims(one.claims)["places"].tolist())
+            for version, one in self.made
+            if one.token_ids[1] == mark
+        ]
+
+
+@pytest.fixture
+def requests_made(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    found = Requests()
+    read = AuditingEngine.read
+
+    async def noted(
+        engine: AuditingEngine, requests: Sequence[PrefillRequest], timeout_s: float
+    ) -> list[Rows]:
+        held = engine._held  # pyright: ignore[reportPrivateUsage]
+        found.made += [(held.version if held else -1, one) for one in requests]
+        return await read(engine, requests, timeout_s)
+
+    monkeypatch.setattr(AuditingEngine, "read", noted)
+    return found
+
+
+@pytest.fixture(params=[1 << 20])
+async def keeping(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[VllmAuditor]:
+    """An auditor of a run that keeps keys and values; its parameter is the tokens that its cache holds."""
+    config = FP32.model_copy(update={"vllm": {"room": request.param}})
+    auditor = VllmAuditor(config, timeout_s=DEADLINE_S, program=PROGRAM)
+    await auditor.start(model_dir, kept_run())
+    yield auditor
+    await auditor.close()
+
+
+async def test_a_reply_whose_cache_was_kept_is_read_on_after_the_blocks_of_the_versions_before(
+    keeping: VllmAuditor, requests_made: Requests
+) -> None:
+    items = [long_item(1, 2, 3, mark=1), long_item(2, mark=2)]
+    assert well(await keeping.audit(items, STATES, {3: [2], 2: [1]})) == [True, True]
+    own, other = requests_made.of(1)[:3], requests_made.of(1)[3:]
+    # places 2 to 41 are of version 1, 42 to 91 of 2, 92 to 141 of 3; 32 and 64 tokens were whole blocks
+    assert own == [
+        (1, 41, [*range(2, 42)]),
+        (2, 91, [32, *range(42, 92)]),
+        (3, 141, [64, *range(92, 142)]),
+    ]
+    assert len({one.salt for _, one in requests_made.made if one.token_ids[1] == 1} - {""}) == 1
+    assert sorted((version, tokens) for version, tokens, _ in other) == [(1, 141), (2, 141)]
+    assert all(one.salt == "" for _, one in requests_made.made if one.token_ids[1] == 2)
+
+
+@pytest.mark.parametrize("keeping", [200], indirect=True)
+async def test_replies_whose_kept_blocks_were_lost_are_read_again_fewer_at_a_time(
+    keeping: VllmAuditor, requests_made: Requests
+) -> None:
+    items = [long_item(1, 2, 3, mark=mark) for mark in range(4)]
+    assert well(await keeping.audit(items, STATES, {})) == [True] * 4
+    assert all(len(requests_made.of(mark)) > 3 for mark in range(4))
+
+
+async def test_in_a_run_that_keeps_nothing_every_version_is_read_from_the_start(
+    auditor: VllmAuditor, requests_made: Requests
+) -> None:
+    assert well(await auditor.audit([long_item(1, 2)], STATES, {})) == [True]
+    assert [one.salt for _, one in requests_made.made] == ["", ""]
+
+
+async def test_a_run_that_keeps_keys_and_values_has_no_embedded_auditor_beside_vllm(
+    model_dir: Path,
+) -> None:
+    embedded = HfAuditor(FP32, timeout_s=1.0)
+    routed = RoutedAuditor(VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM), embedded)
+    await routed.start(model_dir, kept_run())
+    assert well(await routed.audit([long_item(1, 2)], STATES, {})) == [True]
+    await routed.close()
+
+
+async def test_the_embedded_engine_audits_no_run_that_keeps_keys_and_values(
+    model_dir: Path,
+) -> None:
+    with pytest.raises(EngineError, match=r"set engine\.type to vllm, and verification\.auditor"):
+        await HfAuditor(FP32, timeout_s=1.0).start(model_dir, kept_run())
 
 
 @beside_others
