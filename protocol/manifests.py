@@ -164,9 +164,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Rounding of the proved bf16 weights in every engine of the run, auditors' included; `fp8` is that of
     node/inference/quantization.py."""
     kv_cache: Literal["recomputed", "kept"] = "recomputed"
-    """Keys and values of a sequence's earlier tokens when the weights change while it is drawn. `recomputed`: all
-    are computed anew. `kept`: whole blocks of KV_BLOCK tokens stay as they were computed, and the tokens after
-    them are computed anew."""
+    """Keys and values of a sequence's earlier tokens when the weights change while it is drawn. `recomputed`:
+    all are computed anew. `kept`: whole blocks of KV_BLOCK tokens stay as they were computed, and the tokens
+    after them are computed anew."""
     bounds: Literal["fixed", "measured"] = "fixed"
     """`fixed`: the thresholds above apply to every node. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""
