@@ -89,6 +89,27 @@ FAULTS = (
         "pass",
         ("test_delta_gives_back_every_bit",),
     ),
+    Fault(
+        "what a sequence computes again is found by others",
+        "node/inference/vllm_scheduler.py",
+        "if request.num_preemptions and found[1] < had:",
+        "if False:",
+        ("test_a_request_that_lost_a_block_computes_all_anew_and_no_other_finds_it",),
+    ),
+    Fault(
+        "kept keys and values that were lost go unnoticed",
+        "node/inference/vllm_sampling.py",
+        "self.lost[slot] = True",
+        "pass",
+        ("test_a_request_of_several_versions_has_lost_blocks_that_were_whole_at_the_change",),
+    ),
+    Fault(
+        "the auditor reads on where its cache has lost what was kept",
+        "node/verification/vllm_auditor.py",
+        """raise AuditFailed("the auditor's cache has lost keys and values that are kept")""",
+        "pass",
+        ("test_replies_whose_kept_blocks_were_lost_are_read_again_fewer_at_a_time",),
+    ),
     # -- crypto, protocol
     Fault(
         "derived hash does not separate its parts",

@@ -11,9 +11,10 @@
 #   honest-8b 1, 2   the same: 8B, and a mixture of experts of 3B on a second GPU
 #   honest-trained 1, 2   the same with models that are trained first: 0.6B, and the mixture on a second GPU
 #   worker    1, 2   a worker beside bare vLLM, replies of 1,000; 256 sequences, and 512 on a second GPU
-#   run       1      a whole run of 0.6B whose trainer and worker share a GPU; on a second one 4B with adapters
+#   run       1      a whole run of 0.6B whose trainer and worker share a GPU by MPS; on a second one 4B with adapters
 #   run2      2      a whole run of 0.6B, a GPU each
 #   run2-long 2      the same with replies of 2,000
+#   run2-kept 2      the same with keys and values kept across versions
 #   run2-4b   2      the same with 4B and adapters
 #   turns     1      an 83M model learns a task of several turns and one with a tool, with vLLM
 #   kernels   1      a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B
@@ -57,6 +58,8 @@ bench() {
 all=$(seq -s, 0 $((gpus - 1)))
 whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --window 9 --steps 14 --limit 400"
 few="-m gpu -o addopts=--import-mode=importlib -rfE"
+long="--mean 2000 --most 4096 --groups 8"
+mps="--set launch.mps true"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
@@ -90,11 +93,12 @@ case $part in
         bench 1 worker-512 worker --sequences 512 --tokens 1000 --length 1088
         ;;
     run)
-        bench 0 run-0.6b run --gpus 1 --shape 0.6b $whole --logs "$out/run-0.6b"
-        bench 1 run-4b run --gpus 1 $whole $adapters --logs "$out/run-4b"
+        bench 0 run-0.6b run --gpus 1 --shape 0.6b $whole $mps --logs "$out/run-0.6b"
+        bench 1 run-4b run --gpus 1 $whole $adapters $mps --logs "$out/run-4b"
         ;;
     run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
-    run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole --mean 2000 --most 4096 --groups 8 --logs "$out/run2-long" ;;
+    run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole $long --logs "$out/run2-long" ;;
+    run2-kept) bench 0,1 run2-kept run --gpus 2 --shape 0.6b $whole $long --set engine.keep_kv_cache true --logs "$out/run2-kept" ;;
     run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters --logs "$out/run2-4b" ;;
     turns) bench 0 turns gpu_run --turns --out "$out" --limit 540 ;;
     kernels)
@@ -122,7 +126,7 @@ case $part in
         for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
         ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,32p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,33p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 
