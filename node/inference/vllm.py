@@ -316,8 +316,9 @@ class VllmCore:
         self._drawing: dict[int, asyncio.Task[Any]] = {}
         """Requests under way that keep their keys and values when the weights change, by key."""
         self._restarting: set[int] = set()
+        """Those of them that begin again."""
         self._writes = self._wakes = 0
-        """How often weights were written, and how often the cache was given back by sleep()."""
+        """How often weights were written, and how often wake() was called: the salt of new requests."""
 
     def prepare_api(self, options: ApiOptions) -> None:
         """Make start() prepare vLLM's own server; call before start()."""
@@ -516,7 +517,7 @@ class VllmCore:
 
     async def wake(self) -> None:
         """Undo sleep()."""
-        self._wakes += 1
+        self._wakes += 1  # its cache was given back
         await self._call(self._llm.wake_up())
         await self._call(self._llm.resume_generation())
 
@@ -590,23 +591,29 @@ class VllmCore:
                 _, empty = await asyncio.gather(self._rpc(method, version, *arguments), emptied)
                 if not empty:  # pausing emptied it, and nothing ran since
                     raise self._lost("could not empty its prefix cache")
+                self._writes += 1
+                await self._restart_undrawn()
             except BaseException:
                 # also when cancelled: the engine's weights are now unknown
                 self._fault = self._fault or "was interrupted while its weights were replaced"
                 raise
-            self._version = version
-            self._writes += 1
-            if self._drawing:
-                keys = list(self._drawing)
-                undrawn = itertools.chain(*await self._rpc("primerl_undrawn", keys))
-                again = self._drawing.keys() & set(undrawn)
-                self._restarting |= again
-                for key in again:
-                    self._drawing[key].cancel()
-                if again:  # vLLM must hear of it before it goes on
-                    await asyncio.wait([self._drawing[key] for key in again])
             written = time.monotonic()
+            self._version = version
         return Written(time.monotonic() - started, written - paused)
+
+    async def _restart_undrawn(self) -> None:
+        """Begin requests again whose prompts may be read in part, under other weights than their first token.
+
+        vLLM hears of it before this returns. Does nothing if no keys and values are kept.
+        """
+        if not self._drawing:
+            return
+        undrawn = itertools.chain(*await self._rpc("primerl_undrawn", list(self._drawing)))
+        self._restarting = self._drawing.keys() & set(undrawn)
+        for key in self._restarting:
+            self._drawing[key].cancel()
+        if self._restarting:
+            await asyncio.wait([self._drawing[key] for key in self._restarting])
 
     # -- talking to vLLM ---------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,8 +286,10 @@ class _Text:
     """Version that each sampled token claims [S]."""
     parts: "list[_KeptPart]"
     """Parts of the replies whose keys and values were kept across versions, in order."""
+    anew: NDArray[np.bool_]
+    """Sampled tokens [S] in none of `parts`: they are measured in a text that is read from its start."""
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
-    """version -> measurements under it [S, COLUMNS], of a text that is read anew."""
+    """version -> measurements under it [S, COLUMNS], of a text that is read from its start."""
     kept: Rows | None = None
     """Measurements of `parts` [S, COLUMNS]; zeros elsewhere."""
     fault: Unreadable | None = None
@@ -313,25 +314,20 @@ class _Text:
         claims["routed"] = bool(item.routes)
         claimed = sorted(item.claimed)
         versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
-        compared, parts = (
-            other_versions(item, others),
+        parts, anew = (
             _kept_parts(versions, counts) if keeps else [],
+            np.ones(len(versions), np.bool_),
         )
-        alone = np.delete(versions, [index for part in parts for index in part.tokens])
-        return cls(item, sorted({*alone.tolist(), *compared}), compared, claims, versions, parts)
+        for part in parts:
+            anew[part.tokens] = False
+        compared = other_versions(item, others)
+        wanted = sorted({*versions[anew].tolist(), *compared})
+        return cls(item, wanted, compared, claims, versions, parts, anew)
 
     @property
     def is_read(self) -> bool:
         """Whether all was measured."""
         return len(self.rows) == len(self.wanted) and (self.kept is not None or not self.parts)
-
-    @cached_property
-    def anew(self) -> NDArray[np.bool_]:
-        """Which sampled tokens [S] are measured in a text that is read anew."""
-        found = np.ones(len(self.versions), np.bool_)
-        for part in self.parts:
-            found[part.tokens] = False
-        return found
 
     @property
     def places(self) -> Numbers:
@@ -373,14 +369,13 @@ class _Text:
 
         The latter must not be computed: what was kept is in the cache.
         """
-        start, stop = part.tokens.start, part.tokens.stop
-        claims = self.claims[start:stop]
-        kept = 0 if part.is_first else (int(self.places[start]) - 1) // KV_BLOCK * KV_BLOCK
+        claims, places = self.claims[part.tokens], self.places[part.tokens]
+        kept = 0 if part.is_first else (int(places[0]) - 1) // KV_BLOCK * KV_BLOCK
         if kept:
             before = claims[:1].copy()
             before["places"], before["drawn"], before["routed"] = kept, False, False
             claims = np.concatenate([before, claims])
-        return self.request(self.lead(int(self.places[stop - 1])), claims, salt)
+        return self.request(self.lead(int(places[-1])), claims, salt)
 
     def lead(self, place: int) -> list[int]:
         """Return the tokens before a position."""
@@ -405,7 +400,7 @@ class _KeptPart(NamedTuple):
     """Tokens of a reply that were drawn under one of its several versions."""
 
     version: int
-    tokens: range
+    tokens: slice
     """Their indices among all sampled tokens of the text."""
     is_first: bool
     """Whether the reply begins with it, so that nothing was kept before."""
@@ -420,7 +415,7 @@ def _kept_parts(versions: Numbers, counts: Sequence[int]) -> list[_KeptPart]:
         edges = [start, *(start + 1 + np.flatnonzero(np.diff(versions[start:end]))), end]
         if len(edges) > 2:
             found += [
-                _KeptPart(int(versions[first]), range(int(first), int(last)), first == start)
+                _KeptPart(int(versions[first]), slice(int(first), int(last)), first == start)
                 for first, last in pairwise(edges)
             ]
     return found
@@ -761,10 +756,10 @@ class VllmAuditor:
             for (one, part, _), rows in zip(
                 work[version], await self._ask(engine, requests), strict=True
             ):
-                own = rows[-len(part.tokens) :]
-                if not_computed(own).any() or not not_computed(rows[: -len(part.tokens)]).all():
+                before, own = np.split(rows, [len(rows) - len(texts[one].places[part.tokens])])
+                if not_computed(own).any() or not not_computed(before).all():
                     raise AuditFailed("the auditor's cache has lost keys and values that are kept")
-                found[one][part.tokens.start : part.tokens.stop] = own
+                found[one][part.tokens] = own
         for text, rows in zip(texts, found, strict=True):
             text.kept = rows
 
