@@ -16,6 +16,7 @@ from ..crypto.keys import KeyFileError
 from ..node.ops.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
+    ban,
     calibrate,
     doctor,
     environments,
@@ -113,6 +114,8 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "status": (status.status, "Show how the running node is doing."),
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "ban": (ban.ban, "Give a worker no more work."),
+    "pardon": (ban.pardon, "Forget what is held against a worker."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (

@@ -386,7 +386,7 @@ class Reputation:
             self.clean_streak = 0
         for reason in sorted(BAN_AT_ONCE & rejected.keys()):
             if rejected[reason]:
-                self._ban(f"{reason.value}: no honest software makes this")
+                self.ban(f"{reason.value}: no honest software makes this")
 
     def observe(self, audits: Iterable[Audited], test: BanTest, room: Room | None = None) -> None:
         """Add audited rollouts, in order, to the sequential tests; may set `banned`. `room`: of their plan."""
@@ -396,9 +396,9 @@ class Reputation:
             self._add(one, room)
             self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
             if self.cheat_nats >= test.bar:
-                self._ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
+                self.ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
             elif self.other_nats >= test.bar:
-                self._ban(self._sentence("another policy version", self.other_nats, test))
+                self.ban(self._sentence("another policy version", self.other_nats, test))
         self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
 
     def observe_stage(
@@ -421,7 +421,7 @@ class Reputation:
             self.other_nats = min(self.other_nats, max(before[1], most))
         worst = max(self.cheat_nats, self.other_nats)
         if worst >= test.bar:
-            self._ban(self._sentence("faults as a stage of pipelines", worst, test))
+            self.ban(self._sentence("faults as a stage of pipelines", worst, test))
         self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
 
     def _add(self, one: Audited, room: Room | None) -> None:
@@ -493,8 +493,8 @@ class Reputation:
             f"(after {self.audited} audited rollouts)"
         )
 
-    def _ban(self, why: str) -> None:
-        """The first reason stands."""
+    def ban(self, why: str) -> None:
+        """Ban the peer; `why` is a sentence. The first reason stands."""
         self.banned = self.banned or why
 
 

@@ -25,7 +25,14 @@ from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import PeerRow, Status
-from ..ops.errors import EngineError, RankFailed, RunFailed, UsageError, first_cause
+from ..ops.errors import (
+    BusyError,
+    EngineError,
+    RankFailed,
+    RunFailed,
+    UsageError,
+    first_cause,
+)
 from ..ops.gpus import is_on_gpu, usable
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
@@ -262,6 +269,8 @@ class TrainerNode(IssuingNode):
             commands = {
                 "status": self._status,
                 "peers": self._peers,
+                "ban": self._ban,
+                "pardon": self._pardon,
                 **self.ticket_commands,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
@@ -608,6 +617,18 @@ class TrainerNode(IssuingNode):
             status.evaluating = self._evaluation.version
             status.evaluations = self._evaluation.log.latest()
         return status
+
+    async def _ban(self, name: str, why: str = "") -> dict[str, object]:
+        return {"node": self._registry().ban(name, why).hex()}
+
+    async def _pardon(self, name: str) -> dict[str, object]:
+        return {"node": self._registry().pardon(name).hex()}
+
+    def _registry(self) -> WorkerRegistry:
+        """Return the workers of the run. Raises BusyError before it has begun."""
+        if self._role is None:
+            raise BusyError("the run has not begun: ask again in a moment")
+        return self._role.scheduler.registry
 
     async def _peers(self) -> list[PeerRow]:
         if self._services is None or self._role is None:

@@ -397,6 +397,13 @@ class Ledger:
         rows = self._db.execute("SELECT node, arrival, snapshot FROM reputations")
         return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
 
+    def set_reputation(self, node: bytes, snapshot: bytes) -> None:
+        """Keep a reputation that was changed by hand: all verdicts so far are in it, and no later one."""
+        self._write(
+            "INSERT OR REPLACE INTO reputations VALUES (?, ?, ?)",
+            (node, self.judged_up_to() + 1, snapshot),
+        )
+
     def drop_reputation(self, node: bytes) -> None:
         """Forget the reputation of a node."""
         self._write("DELETE FROM reputations WHERE node = ?", (node,))

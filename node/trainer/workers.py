@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ... import __version__
 from ...crypto.hashing import short
 from ...protocol import tickets
@@ -25,7 +27,7 @@ from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..memory_plan.stages import CutModel
-from ..ops.errors import printable
+from ..ops.errors import UsageError, printable
 from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
@@ -57,6 +59,11 @@ MAX_UPSTREAMS = 8
 MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
 """Sources with adjacent ranks; the others are far, so that chunks cross a large swarm in few steps."""
+
+MIN_PREFIX = 4
+"""Hex digits of a worker's id that name it."""
+MAX_REASON = 200
+"""Characters of an operator's reason for a ban."""
 
 
 @dataclass
@@ -395,6 +402,51 @@ class WorkerRegistry:
             return f"too much was rejected: {known.top_reason(names)}"
         return known.refused
 
+    def ban(self, name: str, why: str) -> bytes:
+        """Ban the worker whose id begins with `name` until it is pardoned; return its id.
+
+        Raises UsageError.
+        """
+        node = self._find(name)
+        said = printable(why, MAX_REASON)
+        self.reputation(node).ban(f"by the operator ({said})" if said else "by the operator")
+        return self._changed_by_hand(node)
+
+    def pardon(self, name: str) -> bytes:
+        """Forget all evidence about the worker whose id begins with `name`; return its id.
+
+        It is a newcomer again, whose work is all audited. Raises UsageError.
+        """
+        node = self._find(name)
+        self.reputations[node] = Reputation()
+        if node in self.workers:
+            self.workers[node].proven = False
+        return self._changed_by_hand(node)
+
+    def _find(self, name: str) -> bytes:
+        """Return the id of the only worker whose id begins with `name`. Raises UsageError."""
+        begun = name.strip().lower()
+        found = [
+            one for one in self.workers.keys() | self.reputations if one.hex().startswith(begun)
+        ]
+        if len(begun) < MIN_PREFIX or not found:
+            raise UsageError(
+                f"no worker has an id that begins with {name!r}: give at least {MIN_PREFIX} digits of one that "
+                "`primerl-node peers` shows"
+            )
+        if len(found) > 1:
+            raise UsageError(
+                f"{len(found)} workers have ids that begin with {name!r}: give more digits"
+            )
+        return found[0]
+
+    def _changed_by_hand(self, node: bytes) -> bytes:
+        known = self.reputation(node)
+        self.services.ledger.set_reputation(node, msgspec.json.encode(known.snapshot()))
+        self._sources_at = -math.inf  # it may be listed as a source for others no more
+        logger.warning("%s is %s", short(node), known.refused or "pardoned: a newcomer again")
+        return node
+
     def quarantined(self, node: bytes) -> frozenset[int]:
         """Return the environments that a worker is leased nothing of until time has healed its trust."""
         known = self.reputations.get(node)
@@ -494,7 +546,7 @@ class WorkerRegistry:
         """Return the workers that others can fetch from, by rank; only some of the newcomers."""
         found: list[ChunkHolder] = []
         for node, worker in self.workers.items():
-            if now - worker.asked >= ALIVE_S or worker.stats.version < 0:
+            if now - worker.asked >= ALIVE_S or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:

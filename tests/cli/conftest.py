@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.main import execute
-from primerl.node.ops import gpus
+from primerl.node.ops import gpus, metrics
 from primerl.node.ops.control import Command, ControlServer
 
 
@@ -38,7 +38,11 @@ Serve = Callable[..., Awaitable[Path]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home and working directory, and an environment without our variables."""
+    """An empty home and working directory, and an environment without our variables.
+
+    Nothing is said of an event loop that a busy machine keeps waiting.
+    """
+    monkeypatch.setattr(metrics, "STILL_S", 300.0)
     for name in list(os.environ):
         if name.startswith("PRIMERL_"):
             monkeypatch.delenv(name)

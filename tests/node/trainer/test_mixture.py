@@ -15,6 +15,7 @@ from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses
 
 from primerl.node.environments.environment import Split, Task
+from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
@@ -202,6 +203,43 @@ async def test_a_worker_that_is_banned_is_leased_nothing_of_any_environment(fron
     front.registry.reputation(A).record("words", 0, Counter({Reason.BAD_PROOF: 1}), time.time())
     with pytest.raises(RemoteProtocolError, match="bad_proof: no honest software"):
         await front.ask(A, (0, 2))
+
+
+async def test_an_operator_bans_a_worker_until_it_is_pardoned(front: Front) -> None:
+    restored = state(tasks={name: TaskPosition() for name in NAMES}).restore_reputations
+    assert front.registry.ban(A.hex(), "shares\na key") == A
+    with pytest.raises(RemoteProtocolError, match=r"banned: by the operator \(shares\?a key\)"):
+        await front.ask(A, None)
+    assert restored(front.ledger)[A].banned, "also when the trainer starts again"
+    assert not front.registry.reputation(B).banned
+    assert front.registry.pardon(A.hex()) == A
+    assert await front.ask(A, None)
+    assert (restored(front.ledger)[A].banned, restored(front.ledger)[A].accepted) == ("", 0)
+    assert not front.registry.proven(A), "it is a newcomer again"
+
+
+async def test_a_pardon_lifts_the_ban_of_an_audit_too(front: Front) -> None:
+    front.registry.reputation(A).record("words", 0, Counter({Reason.BAD_PROOF: 1}), time.time())
+    front.registry.pardon(A.hex())
+    assert await front.ask(A, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("00", "give at least 4 digits of one that `primerl-node peers` shows"),
+        ("ffff", "no worker has an id that begins with 'ffff'"),
+        ("0000", "2 workers have ids that begin with '0000': give more digits"),
+    ],
+)
+def test_a_worker_is_named_by_digits_that_are_only_its_own(
+    front: Front, name: str, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        front.registry.pardon(name)
+    with pytest.raises(UsageError, match=says):
+        front.registry.ban(name, "")
+    assert not front.registry.refusal(A)
 
 
 async def test_trust_is_shown_for_each_environment(front: Front) -> None:

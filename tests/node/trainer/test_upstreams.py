@@ -1,11 +1,15 @@
 """Whom the trainer names to a worker as sources of chunks: those before it in the line, and those after it."""
 
+import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from support.hostile import Rogue
 from support.swarm import Swarm
 
+from primerl.node.ops.control import ask
+from primerl.node.p2p.rpc import Refused
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.messages import SyncRecords
@@ -52,6 +56,28 @@ async def test_a_node_that_holds_nothing_yet_is_no_source(tmp_path: Path, model_
             await one.poll(0, version=version)
         reply = await line[0].poll(0, version=-1)
         assert nodes(reply.downstreams) == [line[1].key.node_id]
+
+
+async def test_a_banned_worker_is_no_source_and_asks_in_vain(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm, AsyncExitStack() as stack:
+        await swarm.start_trainer()
+        line = [await stack.enter_async_context(Rogue(swarm, name)) for name in ("a", "b", "c")]
+        for one in line:
+            await one.hello()
+            await one.poll(0, version=0)
+        liar, data_dir = line[1].key.node_id, swarm.trainer.data_dir
+        told = await asyncio.to_thread(ask, data_dir, "ban", name=liar.hex(), why="it lies")
+        assert told == {"node": liar.hex()}
+        reply = await line[0].poll(0, version=0)
+        assert nodes(reply.downstreams) == [line[2].key.node_id]
+        with pytest.raises(Refused, match=r"banned: by the operator \(it lies\)"):
+            await line[1].poll(1, version=0)
+        await asyncio.to_thread(ask, data_dir, "pardon", name=liar.hex())
+        await line[1].poll(0, version=0)
+        reply = await line[0].poll(0, version=0)
+        assert set(nodes(reply.downstreams)) == {liar, line[2].key.node_id}
 
 
 async def test_a_proven_worker_is_named_no_newcomers_as_sources_where_these_are_many(
