@@ -548,7 +548,7 @@ class TrainerNode(IssuingNode):
             after = await startup.evaluate()
             await self._finish(documents, role, before, after)
             await services.head_server.wait_told(
-                registry.members(MEMBER_S),
+                registry.members(MEMBER_S) | registry.joining(),
                 registry.left(),
                 self.farewell.after(registry.uptime_s if step else math.inf),
             )

@@ -184,8 +184,8 @@ class HeadServer:
     ) -> None:
         """Wait until each watcher, and each of `members`, was told the end; for `timeout` seconds at most.
 
-        Members are nodes that take part and may be on their way back: a trainer that was killed a moment
-        before its last step has not heard of them yet. Nodes that have `left` do not come back.
+        Members are nodes that take part and may be on their way back, or that are joining: a trainer that was
+        killed a moment before its last step has not heard of them yet. Nodes that have `left` do not come back.
         """
 
         def all_told() -> bool:

@@ -60,6 +60,8 @@ MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
 """Sources with adjacent ranks; the others are far, so that chunks cross a large swarm in few steps."""
 
+JOINING_S = 10.0
+"""A worker without a policy that was heard this long ago is fetching the run's files."""
 MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
 MAX_REASON = 200
@@ -360,6 +362,15 @@ class WorkerRegistry:
             node
             for node, worker in self.workers.items()
             if self.proven(node) and not worker.left and worker.heard >= since
+        }
+
+    def joining(self) -> set[bytes]:
+        """Return the workers that have no policy yet, and were heard a moment ago."""
+        since = self.clock() - JOINING_S
+        return {
+            node
+            for node, worker in self.workers.items()
+            if worker.stats.version < 0 and not worker.left and worker.heard >= since
         }
 
     def present(self) -> int:

@@ -22,7 +22,7 @@ from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
 from primerl.node.trainer.status_view import worker_rows
-from primerl.node.trainer.workers import ABLE_S, GONE_S, PRESENT_S, WorkerRegistry
+from primerl.node.trainer.workers import ABLE_S, GONE_S, JOINING_S, PRESENT_S, WorkerRegistry
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeaseShare, MixtureShare
@@ -123,6 +123,18 @@ async def test_an_environment_whose_tasks_are_not_ready_holds_up_no_other(tmp_pa
         assert {lease.environment for lease in await front.ask(A, None)} == {0, 2}
     finally:
         front.ledger.close()
+
+
+async def test_workers_that_fetch_the_runs_files_are_told_of_its_end_too(front: Front) -> None:
+    assert front.registry.joining() == {A, B}
+    await front.ask(A, None)  # it has a policy
+    assert front.registry.joining() == {B}
+    front.now += JOINING_S + 1
+    assert front.registry.joining() == set(), "it is gone"
+    front.registry.seen(B)
+    assert front.registry.joining() == {B}
+    front.registry.workers[B].left = True
+    assert front.registry.joining() == set()
 
 
 async def test_present_workers_are_counted_once_a_second(front: Front) -> None:
