@@ -196,20 +196,15 @@ def check_keeps(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     """
     if not config.keep_kv_cache:
         return
-    text = shape.get("text_config")
-    shape = text if isinstance(text, Mapping) else shape
+    shape = _text_part(shape)
     windows = shape.get("sliding_window") and shape.get("use_sliding_window") is not False
     kinds = {
-        "sliding windows": windows or "sliding_attention" in (shape.get("layer_types") or ()),
-        "linear attention": has_linear_attention(shape),
-        "latent attention": bool(shape.get("kv_lora_rank")),
+        "has sliding windows": windows or "sliding_attention" in (shape.get("layer_types") or ()),
+        "has linear attention": has_linear_attention(shape),
+        "has latent attention": bool(shape.get("kv_lora_rank")),
     }
-    for kind, found in kinds.items():
-        if found:
-            raise UsageError(
-                f"the model has {kind}, whose blocks of keys and values are not kept yet: leave "
-                "engine.keep_kv_cache out"
-            )
+    why = "whose blocks of keys and values are not kept yet: leave engine.keep_kv_cache out"
+    _refuse_any(kinds, why)
 
 
 def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
@@ -223,19 +218,27 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
         raise UsageError(
             "FP8 products on a GPU are rounded to bfloat16: set engine.dtype to bfloat16"
         )
-    text = shape.get("text_config")
-    shape = text if isinstance(text, Mapping) else shape
+    shape = _text_part(shape)
     kinds = {
-        "a mixture of experts": has_experts(shape),
-        "of linear attention": has_linear_attention(shape),
-        "of latent attention": bool(shape.get("kv_lora_rank")),
+        "is a mixture of experts": has_experts(shape),
+        "is of linear attention": has_linear_attention(shape),
+        "is of latent attention": bool(shape.get("kv_lora_rank")),
     }
+    why = "whose weights FP8 rollouts do not quantize yet: leave engine.quantization out"
+    _refuse_any(kinds, why)
+
+
+def _text_part(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that is about text, of a model that reads images, too."""
+    text = shape.get("text_config")
+    return text if isinstance(text, Mapping) else shape
+
+
+def _refuse_any(kinds: Mapping[str, object], why: str) -> None:
+    """Raise UsageError for the first of the `kinds` that the model is of."""
     for kind, found in kinds.items():
         if found:
-            raise UsageError(
-                f"the model is {kind}, whose weights FP8 rollouts do not quantize yet: leave "
-                "engine.quantization out"
-            )
+            raise UsageError(f"the model {kind}, {why}")
 
 
 def config_for_run(config: EngineConfig, run: RunManifest) -> EngineConfig:

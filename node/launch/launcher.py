@@ -240,7 +240,6 @@ class Launcher:
         """Start everything and wait for the trainer's end, then for the workers'."""
         place = self._placement
         environment = with_gpus(trainer_environment(self._config, os.environ), place.trainer)
-        environment |= self._variables
         references = await asyncio.to_thread(self._references)
         arguments = [*args, *place.trainer_arguments(), *references]
         command = self._commands.trainer(self._config, arguments)
@@ -357,7 +356,6 @@ class Launcher:
     ) -> tuple[int, str]:
         """Run a worker once; return its exit code, and its failure or ""."""
         environment = with_gpus(worker_environment(self._config, os.environ), gpus)
-        environment |= self._variables
         child = await self._start(name, self._commands.worker(self._config, name), environment)
         code = await child.wait()
         await child.stop(self.pace.grace)  # the processes that it started itself
@@ -375,7 +373,8 @@ class Launcher:
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> LoggedProcess:
         run_dir = self._config.run_dir
-        child = LoggedProcess(name, command, run_dir / LOGS / f"{name}.log", environment)
+        log = run_dir / LOGS / f"{name}.log"
+        child = LoggedProcess(name, command, log, {**environment, **self._variables})
         self._children = [old for old in self._children if not old.ended] + [child]
         self.nodes.setdefault(name, NodeState(name, run_dir / name)).note = "running"
         await child.start()

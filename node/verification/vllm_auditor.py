@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapp
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -75,7 +75,7 @@ from .auditor import (
     other_versions,
 )
 from .measures import check_item, compare_replies, routing, split_proof, summarize
-from .portions import AuditFailed, Portions, portion_size
+from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ TOGETHER_TOKENS = 2**18
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 
+T = TypeVar("T")
 Rows = NDArray[np.float32]
 _Prefix = tuple[tuple[float, int, float], *tuple[int, ...]]
 """((temperature, top_k, top_p), *tokens)."""
@@ -314,10 +315,8 @@ class _Text:
         claims["routed"] = bool(item.routes)
         claimed = sorted(item.claimed)
         versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
-        parts, anew = (
-            _kept_parts(versions, counts) if keeps else [],
-            np.ones(len(versions), np.bool_),
-        )
+        parts = _kept_parts(versions, counts) if keeps else []
+        anew = np.ones(len(versions), np.bool_)
         for part in parts:
             anew[part.tokens] = False
         compared = other_versions(item, others)
@@ -468,24 +467,19 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
     return found
 
 
-def _in_room(texts: Sequence[_Text], tokens: int) -> Iterator[Sequence[_Text]]:
-    """Split `texts` in order into parts of up to so many `tokens`, or of a single text."""
-    while texts:
-        count = portion_size([len(text.item.token_ids) for text in texts], tokens)
-        yield texts[:count]
-        texts = texts[count:]
+def _by_tokens(ones: Sequence[T], tokens: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Split `ones` in order into parts of up to `most` tokens, or of a single one.
 
-
-def _parts(requests: Sequence[PrefillRequest]) -> Iterator[list[PrefillRequest]]:
-    """Split `requests` in order into parts of up to PART_TOKENS, or of a single request."""
-    part: list[PrefillRequest] = []
-    tokens = 0
-    for request in requests:
-        if part and tokens + len(request.token_ids) > PART_TOKENS:
+    `tokens` counts those of one.
+    """
+    part: list[T] = []
+    sum_of_part = 0
+    for one in ones:
+        if part and sum_of_part + tokens(one) > most:
             yield part
-            part, tokens = [], 0
-        part.append(request)
-        tokens += len(request.token_ids)
+            part, sum_of_part = [], 0
+        part.append(one)
+        sum_of_part += tokens(one)
     if part:
         yield part
 
@@ -708,7 +702,7 @@ class VllmAuditor:
     ) -> list[None]:
         """Read the replies whose keys and values were kept, under all of their versions."""
         async with self._working() as engine:
-            for some in _in_room(texts, self._room):
+            for some in _by_tokens(texts, lambda text: len(text.item.token_ids), self._room):
                 await self._read_kept(engine, states, some)
         self._sum_up(texts)
         return [None] * len(texts)
@@ -833,7 +827,7 @@ class VllmAuditor:
             async with asyncio.TaskGroup() as tasks:
                 reading = [
                     tasks.create_task(engine.read(part, self._timeout_s))
-                    for part in _parts(requests)
+                    for part in _by_tokens(requests, lambda one: len(one.token_ids), PART_TOKENS)
                 ]
         except BaseExceptionGroup as group:
             error = first_cause(group)

@@ -28,6 +28,17 @@ CONFIG = EngineConfig(
 )
 
 
+SHAPE = ModelCreateConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=272,
+    tie_word_embeddings=False,
+)
+"""Heads of 32, which vLLM computes without a GPU, too."""
 Task: TypeAlias = "asyncio.Task[Completion]"
 
 

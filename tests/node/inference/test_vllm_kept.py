@@ -20,9 +20,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 from support.auditor_cases import make_run
 from support.engine_cases import sharp
-from support.vllm_cases import DEADLINE_S, until
+from support.vllm_cases import DEADLINE_S, SHAPE, until
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
@@ -43,16 +43,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-SHAPE = ModelCreateConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=272,
-    tie_word_embeddings=False,
-)
 BLOCK_BYTES = KV_BLOCK * 2 * 2 * 2 * 32 * 4
 """Tokens x layers x (key and value) x heads x size x bytes."""
 SEQUENCES, TOKENS = 8, 160

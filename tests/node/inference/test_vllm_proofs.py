@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from support.engine_cases import repeating, sharp, write_draft_head
 from support.family_cases import make_family
-from support.vllm_cases import DEADLINE_S, LOADS, begun, until
+from support.vllm_cases import DEADLINE_S, LOADS, SHAPE, begun, until
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.environments.environment import Branch
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
@@ -44,16 +44,6 @@ pytestmark = [
 
 ROOM = 10
 """Blocks of 128 tokens for the keys and values of all requests."""
-SHAPE = ModelCreateConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=272,
-    tie_word_embeddings=False,
-)
 BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
 """Tokens x layers x (key and value) x heads x size x bytes."""
 CONFIG = EngineConfig(
