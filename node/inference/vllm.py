@@ -52,6 +52,7 @@ from .numerics import check_keeps, check_quantized
 from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
+    DRAFT_HEAD,
     NOT_INSTALLED,
     ROUTES,
     ROUTES_AUDITED,
@@ -789,6 +790,8 @@ def prepare_library(
         )
     if config.enable_return_routed_experts:
         os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
+    if config.draft_head is not None:
+        os.environ[DRAFT_HEAD] = "1"
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
     vllm = _library()
     if config.quantization == "fp8":

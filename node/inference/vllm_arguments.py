@@ -612,6 +612,9 @@ ROUTES = "PRIMERL_ROUTES"
 ROUTES_RECORDED, ROUTES_AUDITED = "recorded", "audited"
 """Values of ROUTES."""
 
+DRAFT_HEAD = "PRIMERL_DRAFT_HEAD"
+"""Environment variable that makes vLLM's processes compile MTP heads (vllm_worker.py)."""
+
 INVARIANTS = {
     INVARIANT: "1",
     "CUBLAS_WORKSPACE_CONFIG": ":16:8",

@@ -170,6 +170,11 @@ def length(options: argparse.Namespace) -> int:
     return 64 + options.most
 
 
+def steps(options: argparse.Namespace, bound: int) -> int:
+    """Return the number of steps of a run."""
+    return options.steps if bound else options.synchronous
+
+
 def settings(
     directory: Path, model: Path, options: argparse.Namespace, bound: int
 ) -> dict[str, Any]:
@@ -181,9 +186,10 @@ def settings(
         **{"max_batch": options.inflight, "max_model_len": length(options)},
         "concurrency": concurrency,
     }
-    steps = options.steps if bound else options.synchronous
+    # groups are leased until as many steps ahead, and run_whole() stops before there is nothing left to draw
+    last = steps(options, bound) + bound
     return {
-        **{"name": RUN, "output_dir": str(directory), "max_steps": steps, "fsync": False},
+        **{"name": RUN, "output_dir": str(directory), "max_steps": last, "fsync": False},
         "network": {"host": "127.0.0.1", "libp2p": False},
         "model": {"name": str(model)},
         "engine": engine,
@@ -209,7 +215,10 @@ def settings(
 def run_whole(
     directory: Path, model: Path, options: argparse.Namespace, bound: int
 ) -> dict[str, Any]:
-    """Run one `rl`; return its metrics, and its workers' engine status twice a second."""
+    """Run one `rl` for as many steps as asked for.
+
+    Returns its metrics, and its workers' engine status twice a second.
+    """
     from primerl.node.config import loader
 
     directory.mkdir(parents=True)
@@ -230,24 +239,28 @@ def run_whole(
     looks: list[Look] = []
     trainer: list[dict[str, Any]] = []
     metrics = directory / RUN / "metrics.jsonl"
-    shown = 0
+    lines: list[dict[str, Any]] = []
+    wanted = steps(options, bound)
     began = time.time()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         try:
-            while process.poll() is None and time.time() - began < options.limit:
+            while (
+                process.poll() is None
+                and time.time() - began < options.limit
+                and len(lines) < wanted
+            ):
                 for number in range(1, workers + 1):
                     looks += look(directory / RUN / f"worker_{number}", number)
                 if options.logs:
                     trainer.append({"at": time.time(), **ask(directory / RUN / "trainer")})
-                lines = read_lines(metrics)
+                shown, lines = len(lines), read_lines(metrics)
                 for line in lines[shown:]:
                     print(
                         f"{directory.name}: step {line['step']} after {line['time'] - began:.0f} s, "
                         f"{line['tokens']:.0f} tokens",
                         flush=True,
                     )
-                shown = len(lines)
                 time.sleep(LOOK_S)
         except OutOfTime:
             print(f"{directory.name}: out of time", flush=True)
@@ -266,7 +279,7 @@ def run_whole(
             r"policy [1-9]\d* loaded in ([\d.]+)s", log.read_text(errors="replace")
         )
     ]
-    lines = read_lines(metrics)
+    lines = read_lines(metrics)[:wanted]
     if len(lines) < (WARM_STEPS + 3 if bound else 2):
         raise RuntimeError(f"the run came to step {len(lines)} only\n{tail(directory, 3000)}")
     print(f"{directory.name}: {len(lines)} steps in {time.time() - began:.0f} s", flush=True)
@@ -438,9 +451,7 @@ def compare(
     options: argparse.Namespace,
 ) -> dict[str, float]:
     """Return all figures by name."""
-    lines = whole["lines"][WARM_STEPS:]
-    if len(whole["lines"]) == options.steps:
-        lines.pop()  # the last step saves a checkpoint, and nothing is left to draw beside it
+    lines = whole["lines"][WARM_STEPS : options.steps]
     first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
     seconds = last - first
     tokens = sum(line["tokens"] for line in lines)

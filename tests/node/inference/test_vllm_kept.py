@@ -1,7 +1,7 @@
 """vLLM for real, with keys and values that it keeps when its weights change.
 
 Each reply is computed again by transformers with a cache that is cut at the blocks that were whole when the
-weights changed: needs vLLM, and two minutes.
+weights changed: needs vLLM, and two minutes. With a GPU in bf16, else in fp32.
 """
 
 import asyncio
@@ -43,17 +43,28 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-BLOCK_BYTES = KV_BLOCK * 2 * 2 * 2 * 32 * 4
+GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if GPU else "float32"
+BLOCK_BYTES = KV_BLOCK * 2 * 2 * 2 * 32 * (2 if GPU else 4)
 """Tokens x layers x (key and value) x heads x size x bytes."""
 SEQUENCES, TOKENS = 8, 160
-NEAR = 0.005
-"""The furthest that one rounding more or less may take a proof."""
+NEAR = 0.03 if GPU else 0.005
+"""The furthest that one rounding more or less may take a proof; in bf16, roundings of every layer."""
+SAMPLING, LOGPROB = (0.05, 0.1) if GPU else (1e-4, 1e-3)
+"""The furthest that an audit of an honest reply may be from it."""
 
 
 def config(blocks: int) -> EngineConfig:
     vllm = {"kv_cache_memory_bytes": blocks * BLOCK_BYTES, "max_num_batched_tokens": 64}
+    if GPU:
+        vllm |= {"gpu_memory_utilization": 0.1, "enforce_eager": True}
     return EngineConfig(
-        type="vllm", max_batch=SEQUENCES, max_model_len=512, keep_kv_cache=True, vllm=vllm
+        type="vllm",
+        dtype=DTYPE,
+        max_batch=SEQUENCES,
+        max_model_len=512,
+        keep_kv_cache=True,
+        vllm=vllm,
     )
 
 
@@ -148,7 +159,7 @@ async def drawn(
     try:
         async with asyncio.timeout(DEADLINE_S):
             for step, version in enumerate(versions, start=1):
-                least = before + 40 * len(first) * step
+                least = before + 20 * len(first) * step
                 await until(lambda least=least: case.engine.stats().generated_tokens >= least)
                 await case.engine.load(version, case.states[version])
                 tasks += [asyncio.create_task(case.engine.generate(one)) for one in then]
@@ -209,8 +220,8 @@ async def test_an_audit_reads_replies_as_they_were_drawn(case: Case) -> None:
     moved = [replace(one, versions=shifted(one.versions)) for one in items]
     for one in await audited(case, items, states):
         assert one.fingerprint < NEAR
-        assert one.sampling < 1e-4
-        assert one.logprob < 1e-3
+        assert one.sampling < SAMPLING
+        assert one.logprob < LOGPROB
     lying = await audited(case, moved, states)
     assert all(
         one.fingerprint > NEAR
@@ -227,7 +238,7 @@ def shifted(versions: Sequence[int], tokens: int = KV_BLOCK) -> tuple[int, ...]:
 async def audited(
     case: Case, items: Sequence[AuditItem], states: Mapping[int, State]
 ) -> list[Measured]:
-    run = make_run("float32")
+    run = make_run(DTYPE)
     run = structs.replace(
         run,
         proofs=structs.replace(run.proofs, kv_cache="kept"),
