@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...protocol.manifests import KV_BLOCK
 from ..config.engine import SPECULATIVE
@@ -31,6 +31,7 @@ from ..memory_plan.memory import (
     tensor_parallel,
     tensor_parallel_on,
 )
+from ..models.text_models import text_config
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 
@@ -338,12 +339,16 @@ def installed_release() -> str:
 
 def check_release(release: str) -> None:
     """Raise EngineError for a vLLM outside the supported range, naming the range."""
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
-    found = tuple(int(part or 0) for part in numbers.groups()) if numbers else ()
+    found = _numbers(release)
     if found < OLDEST or found[:2] > NEWEST[:2]:
         raise EngineError(
             f"vLLM {release} is installed, and this package knows {RANGE}: install one of these"
         )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    return tuple(int(part or 0) for part in numbers.groups()) if numbers else ()
 
 
 def check_installed() -> None:
@@ -432,7 +437,7 @@ def visible_gpus(config: EngineConfig) -> int:
 
 
 def read_shape(model_dir: Path) -> dict[str, Any]:
-    """Read the model's config.json.
+    """Read the model's config.json; of a model that also reads images, that of its text model.
 
     Raises EngineError if it does not describe a causal language model.
     """
@@ -441,6 +446,8 @@ def read_shape(model_dir: Path) -> dict[str, Any]:
         shape = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
+    if isinstance(shape, dict):
+        shape = dict(text_config(cast("dict[str, Any]", shape)))
     wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for name in wanted:
         if not isinstance(shape, dict) or not isinstance(shape.get(name), int):
@@ -482,8 +489,12 @@ ALIKE_HEADS = 128
 """The head size for which FlashAttention-3 takes keys in equal blocks, whether a sequence has one row in a step
 or several. With heads of 64 it does not: logprobs of a prompt differ from those of the same tokens drawn one by
 one, and a step of one row each that is replayed as a graph of several computes wrong logits (both seen)."""
-WITHIN_OTHERS = ("qwen3_5_text",)
-"""Model types whose config vLLM 0.25.1 takes for that of an enclosing model, and fails."""
+WITHIN_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Model types that vLLM imports with those that read images."""
+ALONE = (0, 32)
+"""The first release known to serve the model types of WITHIN_IMAGES alone; 0.25 does not."""
+CPU_HEADS = 64
+"""Linear attention of vLLM's CPU build has heads of multiples of this."""
 
 
 def has_experts(shape: Mapping[str, Any]) -> bool:
@@ -492,16 +503,15 @@ def has_experts(shape: Mapping[str, Any]) -> bool:
     return any(int(shape.get(name) or 0) for name in names)
 
 
-def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -> None:
+def check_family(
+    config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool, release: str | None = None
+) -> None:
     """Raise EngineError for a model that vLLM would compute wrongly, or not at all, with this config.
 
-    `shape` is the model's config.json.
+    `shape` is the model's config.json; `release` is vLLM's, by default of the installed one.
     """
-    if shape.get("model_type") in WITHIN_OTHERS:
-        raise EngineError(
-            f"vLLM serves {shape['model_type']} only as a part of a model that reads images: set engine.type "
-            "to hf"
-        )
+    if (kind := shape.get("model_type")) in WITHIN_IMAGES:
+        _check_alone(str(kind), installed_release() if release is None else release)
     if has_linear_attention(shape) and config.draft_tokens:
         raise EngineError(
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
@@ -513,9 +523,7 @@ def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -
         _check_kernels(config, shape)
         return
     if has_linear_attention(shape):
-        raise EngineError(
-            "the model has linear attention, whose kernels vLLM has for GPUs only: set engine.type to hf"
-        )
+        _check_linear_attention(config, shape)
     if shape.get("model_type") == "gpt_oss":
         raise EngineError(
             "gpt-oss's experts have an activation that vLLM computes on GPUs only: set engine.type to hf"
@@ -524,6 +532,35 @@ def check_family(config: EngineConfig, shape: Mapping[str, Any], *, cpu: bool) -
         raise EngineError(
             "the model has latent attention, which was never tried in vLLM without a GPU: set engine.type to hf"
         )
+
+
+def _check_alone(kind: str, release: str) -> None:
+    """Raise EngineError unless this release of vLLM serves a model type of WITHIN_IMAGES, and can import it."""
+    if release and _numbers(release)[:2] < ALONE:
+        raise EngineError(
+            f"vLLM {release} serves {kind} only as a part of a model that reads images: install vLLM "
+            f"{'.'.join(map(str, ALONE))}, or set engine.type to hf"
+        )
+    if is_installed() and importlib.util.find_spec("torchvision") is None:
+        raise EngineError(
+            f"vLLM imports torchvision for {kind}, and this Python has none: install the one of your torch, or "
+            "set engine.type to hf"
+        )
+
+
+def _check_linear_attention(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise EngineError for linear attention that vLLM does not compute on a CPU."""
+    if config.dtype != "bfloat16":
+        raise EngineError(
+            f"vLLM computes linear attention in bfloat16 on a CPU, and this run's engines in {config.dtype}: "
+            "set engine.type to hf"
+        )
+    for key in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (size := int(shape.get(key) or 0)) % CPU_HEADS:
+            raise EngineError(
+                f"{key} is {size}, and vLLM computes linear attention on a CPU with multiples of {CPU_HEADS}: "
+                "set engine.type to hf"
+            )
 
 
 def _check_draft_head(directory: Path, shape: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +52,9 @@ def _keep_plain_weights() -> None:
     """On a CPU, keep the weights of linear layers and of experts where they can be replaced.
 
     vLLM moves the weights of a linear layer into an opaque oneDNN handler and leaves an empty tensor behind: a
-    later update would fail or, for the output head, silently do nothing. It packs the weights of experts. Plain
-    products give the same fp32 numbers, for linear layers at the same speed. vLLM has no option for this, so
-    its dispatcher and the methods of the experts are replaced.
+    later update would fail or, for the output head, silently do nothing. It packs the weights of experts and of
+    the convolutions of linear attention. Plain products give the same fp32 numbers, for linear layers at equal
+    speed. vLLM has no option for this, so its dispatcher and the methods of the experts are replaced.
     """
     from vllm.platforms import current_platform  # pyright: ignore
 
@@ -66,6 +67,20 @@ def _keep_plain_weights() -> None:
     experts: Any = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading = _keep_experts
     experts.apply = _plain_experts
+    with suppress(ImportError):  # before vLLM 0.32 linear attention is for GPUs
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # pyright: ignore
+
+        for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
+            setattr(gdn_attention, name, _plain_convolution(getattr(gdn_attention, name)))
+
+
+def _plain_convolution(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a convolution of linear attention: it takes the weights [width, 1, kernel] as they are."""
+
+    def computed(*, weight: torch.Tensor, is_weight_packed: bool, **named: Any) -> Any:
+        return compute(weight=weight.squeeze(1), is_weight_packed=False, **named)
+
+    return computed
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:

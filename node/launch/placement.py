@@ -22,6 +22,7 @@ from ..memory_plan.memory import (
 )
 from ..memory_plan.shape import ModelShape, read_shape
 from ..models.json_files import read_json
+from ..models.text_models import text_config
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, is_slice, visible_memory
 
@@ -212,7 +213,9 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
             family = "qwen3_moe" if model.create.num_experts else "qwen3"
             return read_shape({"model_type": family, **model.create.model_dump()})
         directory = expand_home(model.name)
-        return read_shape(read_json(directory / "config.json")) if directory.is_dir() else None
+        if not directory.is_dir():
+            return None
+        return read_shape(text_config(read_json(directory / "config.json")))
     except EngineError as error:
         logger.info("memory is not planned: %s", error)
         return None

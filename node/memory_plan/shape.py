@@ -50,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(wide_norms=True),
     "olmo3": Family(wide_norms=True),
     "phi3": Family(sliding=True),
+    "qwen3_5_moe_text": Family(head_norms=True, gated=True),
     "qwen3_5_text": Family(head_norms=True, gated=True),
     "qwen3_next": Family(head_norms=True, gated=True),
     "smollm3": Family(),

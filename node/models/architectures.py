@@ -16,6 +16,7 @@ from ..config.paths import expand_home
 from ..config.run import ModelConfig
 from ..ops.errors import EngineError, UsageError
 from .json_files import read_json
+from .text_models import text_config
 
 IGNORED = frozenset(
     """_attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map aux_loss_alpha
@@ -55,6 +56,9 @@ LINEAR = frozenset(
     """full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
     linear_num_value_heads linear_value_head_dim""".split()
 )
+QWEN3_5 = frozenset({"attn_output_gate", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+"""The output gate is always there in transformers, and its head for multi-token prediction never."""
+QWEN3_5_NEUTRAL = (("mamba_ssm_dtype", "float32"), ("output_gate_type", "swish"))
 LATENT = frozenset(
     """first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts
     norm_topk_prob num_experts_per_tok num_local_experts q_lora_rank qk_head_dim qk_nope_head_dim
@@ -126,8 +130,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3": Architecture(),
     "qwen3_moe": Architecture(EXPERTS),
+    "qwen3_5_moe_text": Architecture(
+        EXPERTS | LINEAR | {"shared_expert_intermediate_size", *QWEN3_5},
+        linear=True,
+        neutral=QWEN3_5_NEUTRAL,
+    ),
+    "qwen3_5_text": Architecture(LINEAR | QWEN3_5, linear=True, neutral=QWEN3_5_NEUTRAL),
     "qwen3_next": Architecture(EXPERTS | LINEAR | {"shared_expert_intermediate_size"}, linear=True),
-    "qwen3_5_text": Architecture(LINEAR | {"attn_output_gate"}, linear=True),
     "smollm3": Architecture(
         frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
@@ -164,17 +173,18 @@ def check_trainable(model: ModelConfig, longest: int) -> None:
 def read_config(model: ModelConfig) -> Mapping[str, Any]:
     """Read a model's config.json from its directory or the hub.
 
-    Of a model that is still to be created, return the config that it will have. Raises EngineError.
+    Of a model that is still to be created, return the config that it will have; of one that also reads images,
+    that of its text model. Raises EngineError.
     """
     if model.create is not None:
         family = "qwen3_moe" if model.create.num_experts else "qwen3"
         return {"model_type": family, **model.create.shape()}
     directory = expand_home(model.name)
     if directory.is_dir():
-        return read_json(directory / "config.json")
+        return text_config(read_json(directory / "config.json"))
     from .huggingface import fetch_config
 
-    return fetch_config(model.name)
+    return text_config(fetch_config(model.name))
 
 
 def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:

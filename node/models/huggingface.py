@@ -4,6 +4,7 @@ The only file that imports transformers. It must never run code that comes with 
 everywhere, and weights are read from safetensors only.
 """
 
+import json
 import logging
 import sys
 import threading
@@ -26,6 +27,7 @@ from .model_files import (
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
+from .text_models import text_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +50,7 @@ __all__ = [
     "read_state",
     "resolve",
     "stop_token_ids",
+    "text_config",
     "unique_tensors",
     "vocab_size",
 ]
@@ -190,11 +193,12 @@ def _byte_vocabulary() -> dict[str, int]:
 def resolve(name: str) -> Path:
     """Return a model's directory: `name` if it is one, else a snapshot of that hub id.
 
-    Downloads only safetensors, configuration and tokenizer files. Raises EngineError.
+    Downloads only safetensors, configuration and tokenizer files. Of a model that also reads images it is that
+    of its text model. Raises EngineError, StorageError.
     """
     path = expand_home(name)
     if path.is_dir():
-        return path
+        return text_model(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -209,7 +213,7 @@ def resolve(name: str) -> Path:
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
         ) from error
-    return Path(found)
+    return text_model(Path(found))
 
 
 def fetch_config(name: str) -> dict[str, Any]:
@@ -294,6 +298,22 @@ def load_config(directory: Path) -> Any:
         ) from error
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model of a model that reads images, given its config.json.
+
+    With the defaults of its keys. Raises EngineError.
+    """
+    auto = _transformers().AutoConfig
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        inner = auto.for_model(config["model_type"], **given).get_text_config()
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        raise EngineError(
+            f"the config.json of {config['model_type']!r} cannot be read: {one_line(error)}"
+        ) from error
+    return json.loads(inner.to_json_string(use_diff=False))
+
+
 _building = threading.RLock()
 """While a model is built, transformers replaces functions of the whole process: beside that, another thread's
 model would have no tied head."""
@@ -320,7 +340,17 @@ def load_model(
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
-    return model.to(device).eval()
+    return _with_soft_caps(model).to(device).eval()
+
+
+def _with_soft_caps(model: Any) -> Any:
+    """Choose attention that caps its scores if the model does.
+
+    transformers chooses torch's, which leaves that out (seen in 5.19; 5.24 refuses it).
+    """
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    return model
 
 
 def empty_model(directory: Path) -> "PreTrainedModel":
@@ -382,7 +412,7 @@ def model_from_state(
     faults = {key: sorted(map(str, names)) for key, names in report.items() if names}
     if faults:
         raise EngineError(f"the state does not fit {directory}: {one_line(faults)}")
-    return model.to(device).eval()
+    return _with_soft_caps(model).to(device).eval()
 
 
 def _model_class(config: Any) -> Any:

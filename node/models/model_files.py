@@ -46,8 +46,7 @@ def contract_files(directory: Path) -> list[str]:
 
 def vocab_size(directory: Path) -> int:
     """Return the rows of the model's embedding (config.json). Raises EngineError."""
-    config = read_json(directory / "config.json")
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    size = read_json(directory / "config.json").get("vocab_size")
     if not isinstance(size, int):
         raise EngineError(
             f"{directory / 'config.json'} has no vocab_size: use a causal language model"
@@ -91,8 +90,7 @@ def layer_count(directory: Path) -> int:
 
 
 def _count(directory: Path, key: str) -> int:
-    config = read_json(directory / "config.json")
-    value = (config.get("text_config") or config).get(key)
+    value = read_json(directory / "config.json").get(key)
     return value if isinstance(value, int) else 0
 
 

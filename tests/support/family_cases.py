@@ -38,8 +38,8 @@ LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LINEAR = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
@@ -62,8 +62,7 @@ LATENT = {
 }
 GATES = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ON_CPUS, ON_GPUS = "yes", "on a GPU"
-NOT_SEEN, REFUSED = "on a GPU, not seen to work", "no"
+ON_CPUS, ON_GPUS, SINCE_32 = "yes", "on a GPU", "from 0.32"
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,18 @@ FAMILIES: dict[str, Family] = {
         {**EXPERTS, "shared_expert_intermediate_size": 32}, "experts", ON_CPUS, ATTENTION
     ),
     "qwen3": Family({"head_dim": 32}),
-    "qwen3_5_text": Family(LINEAR, "linear attention in most layers", REFUSED),
+    "qwen3_5_moe_text": Family(
+        {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32},
+        "linear attention in most layers, experts",
+        SINCE_32,
+        ATTENTION,
+    ),
+    "qwen3_5_text": Family(LINEAR, "linear attention in most layers", SINCE_32),
     "qwen3_moe": Family({**EXPERTS, "head_dim": 32}, "experts", ON_CPUS, ATTENTION),
     "qwen3_next": Family(
         {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32},
         "linear attention in most layers, experts",
-        NOT_SEEN,
+        ON_CPUS,
         ATTENTION,
     ),
     "smollm3": Family(),

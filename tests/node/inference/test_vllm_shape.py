@@ -1,6 +1,7 @@
 """How a model is spread over GPUs: decisions and refusals before vLLM is started."""
 
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,6 @@ def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole()
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (
-            {"layer_types": ["linear_attention", "full_attention"]},
-            "linear attention, whose kernels",
-        ),
         ({"model_type": "gpt_oss", "num_local_experts": 4}, "on GPUs only"),
         ({"kv_lora_rank": 16, "n_routed_experts": 4}, "latent attention"),
     ],
@@ -95,10 +92,32 @@ def test_mixtures_of_experts_are() -> None:
     check_family(vllm(), EXPERTS, cpu=True)
 
 
-@pytest.mark.parametrize("cpu", [False, True])
-def test_a_text_model_that_vllm_takes_for_the_whole_is_refused(cpu: bool) -> None:
-    with pytest.raises(EngineError, match=r"qwen3_5_text only as a part.*set engine\.type to hf"):
-        check_family(vllm(), SHAPE | {"model_type": "qwen3_5_text"}, cpu=cpu)
+def test_linear_attention_is_for_vllm_on_a_cpu_in_bf16_alone() -> None:
+    linear = SHAPE | {"layer_types": ["linear_attention"], "linear_key_head_dim": 128}
+    check_family(vllm(dtype="bfloat16"), linear, cpu=True)
+    with pytest.raises(EngineError, match=r"in bfloat16 on a CPU, .* in float32: set engine\.type"):
+        check_family(vllm(dtype="float32"), linear, cpu=True)
+    with pytest.raises(EngineError, match=r"linear_key_head_dim is 96, .* multiples of 64"):
+        check_family(vllm(dtype="bfloat16"), linear | {"linear_key_head_dim": 96}, cpu=True)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_text_model_that_older_releases_serve_only_as_a_part_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = SHAPE | {"model_type": kind}
+    arguments = "primerl.node.inference.vllm_arguments"
+    monkeypatch.setattr(f"{arguments}.is_installed", lambda: False)
+    check_family(vllm(), shape, cpu=False, release="0.32.0")
+    check_family(vllm(), shape, cpu=False, release="")
+    with pytest.raises(
+        EngineError, match=rf"0\.25\.1 serves {kind} only as a part.*install vLLM 0\.32"
+    ):
+        check_family(vllm(), shape, cpu=False, release="0.25.1")
+    monkeypatch.setattr(f"{arguments}.is_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(EngineError, match=rf"imports torchvision for {kind}"):
+        check_family(vllm(), shape, cpu=False, release="0.32.0")
 
 
 def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
@@ -155,8 +174,8 @@ def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts
     monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
     shape = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    with nullcontext() if cuda else pytest.raises(EngineError, match="for GPUs only"):
-        check_config(vllm(), ModelConfig(name=str(tmp_path)))
+    with nullcontext() if cuda else pytest.raises(EngineError, match="in bfloat16 on a CPU"):
+        check_config(vllm(dtype="float32"), ModelConfig(name=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

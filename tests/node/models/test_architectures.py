@@ -149,6 +149,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True}),
     ("qwen3_next", {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24}),
     ("qwen3_5_text", HYBRID),
+    ("qwen3_5_moe_text", {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24}),
     ("smollm3", {"no_rope_layer_interval": 2}),
 ]
 

@@ -1,0 +1,135 @@
+"""The text model of a checkpoint that also reads images.
+
+Qwen has published no other models since 3.5, and Gemma 3 has few. A run trains the text model: it is written
+once, as a checkpoint of its own under the names of a text model, and all nodes of a run know only that.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..ops.errors import EngineError, StorageError, one_line
+from .json_files import read_json
+from .model_files import WEIGHT_PATTERNS, contract_files
+
+logger = logging.getLogger(__name__)
+
+TEXT_MODELS = {
+    "gemma3": "Gemma3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+}
+"""`model_type` of a model that reads images -> architecture of its text model. Tests compare their logits."""
+PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+"""Names of the tensors of text models in such checkpoints, and as models of their own. All others are left out:
+those that read images, and of a head for multi-token prediction."""
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json is of a model in TEXT_MODELS."""
+    return config.get("model_type") in TEXT_MODELS
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text model, with its defaults; that of any other model as it is.
+
+    Raises EngineError for a config that transformers cannot read.
+    """
+    if not reads_images(config):
+        return config
+    from . import huggingface
+
+    inner = huggingface.text_config(config)
+    given: Any = config.get("text_config") or {}
+    for key in ("tie_word_embeddings", "quantization_config"):
+        if key not in given and key in config:
+            inner[key] = config[key]
+    return {**inner, "architectures": [TEXT_MODELS[str(config["model_type"])]]}
+
+
+def text_name(name: str) -> str:
+    """Return a tensor's name in the text model; empty if it is not one of the text model's."""
+    return next((new + name.removeprefix(old) for old, new in PREFIXES if name.startswith(old)), "")
+
+
+def text_model(directory: Path) -> Path:
+    """Return the directory of a checkpoint's text model; `directory` itself if the model reads no images.
+
+    The first call for a checkpoint writes it to the user's cache. Raises EngineError, StorageError.
+    """
+    path = directory / "config.json"
+    if not path.is_file() or not reads_images(config := read_json(path)):
+        return directory
+    weights = sorted(one for one in directory.glob(WEIGHT_PATTERNS[0]))
+    target = _cache() / f"{directory.name[:40]}-{_key(directory, weights)}"
+    if (target / "config.json").is_file():
+        return target
+    logger.info("writing the text model of %s to %s, once", directory, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            _write(directory, weights, text_config(config), partial)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        if (target / "config.json").is_file():
+            return target  # another process was faster
+        raise StorageError(
+            f"cannot write the text model of {directory} to {target}: {error}: free disk space, or set "
+            "XDG_CACHE_HOME"
+        ) from error
+    return target
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home or Path.home() / ".cache") / "primerl-node" / "text-models"
+
+
+def _key(directory: Path, weights: list[Path]) -> str:
+    """Return a digest of where a checkpoint is, of its files' sizes and times, and of its config."""
+    files = sorted({*weights, *(directory / name for name in contract_files(directory))})
+    seen = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    parts = json.dumps([str(directory.absolute()), seen]).encode()
+    return hashlib.sha256(parts + (directory / "config.json").read_bytes()).hexdigest()[:16]
+
+
+def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], target: Path) -> None:
+    """Write the text model to `target`, file by file. Raises EngineError, OSError."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    found = 0
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names = {name: new for name in reader.keys() if (new := text_name(name))}
+                tensors = {new: reader.get_tensor(name) for name, new in names.items()}
+        except SafetensorError as error:
+            raise EngineError(
+                f"{path} cannot be read ({one_line(error)}): download the model again"
+            ) from error
+        if tensors:
+            save_file(tensors, target / path.name, metadata={"format": "pt"})
+        found += len(tensors)
+    if not found:
+        raise EngineError(
+            f"{directory} has no weights of a text model ({', '.join(old for old, _ in PREFIXES)}): "
+            "download the model again"
+        )
+    for name in contract_files(directory):
+        shutil.copyfile(directory / name, target / name)
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

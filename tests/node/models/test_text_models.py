@@ -1,0 +1,160 @@
+"""A checkpoint that also reads images: a run trains its text model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from primerl.node.config.run import ModelConfig
+from primerl.node.models import huggingface, text_models
+from primerl.node.models.architectures import read_config, untrainable
+from primerl.node.models.json_files import read_json
+from primerl.node.ops.errors import EngineError, StorageError
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "eos_token_id": 1},
+}
+HYBRID: dict[str, Any] = {
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "full_attention_interval": 4, "attn_output_gate": True},
+    **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+    **{"mamba_ssm_dtype": "float32", "output_gate_type": "swish"},
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
+        **{"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}
+"""The keys of Qwen's published configs."""
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 32,
+}
+EYES = {
+    **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
+    **{"out_hidden_size": 64, "num_position_embeddings": 16},
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", {"text_config": {**SIZES, **HYBRID}, "vision_config": EYES}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {"text_config": {**SIZES, **HYBRID, **EXPERTS}, "vision_config": EYES},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": SIZES,
+            "vision_config": {
+                **{"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
+                **{"intermediate_size": 64, "image_size": 28, "patch_size": 14},
+            },
+            **{"image_token_index": 300, "boi_token_index": 301, "eoi_token_index": 302},
+        },
+    ),
+}
+TOKENS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def saved(kind: str, directory: Path) -> Any:
+    """Write a random checkpoint of a kind; return its model."""
+    import transformers
+
+    name, config = CHECKPOINTS[kind]
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(
+        getattr(transformers, f"{name}Config")(**config)
+    )
+    model.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
+def test_the_text_model_says_of_text_what_the_whole_says(kind: str, tmp_path: Path) -> None:
+    whole = saved(kind, tmp_path / "whole")
+    directory = huggingface.resolve(str(tmp_path / "whole"))
+    alone = huggingface.load_model(directory)
+    with torch.no_grad():
+        assert torch.equal(alone(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
+    stored = huggingface.read_state(directory)
+    assert stored.keys() == huggingface.policy_state(alone).keys(), "images are left out"
+    assert (directory / "tokenizer.json").read_text() == "{}"
+    assert huggingface.vocab_size(directory) == SIZES["vocab_size"]
+
+
+@pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
+def test_it_can_be_trained_and_that_is_known_before_it_is_written(
+    kind: str, tmp_path: Path, cache: Path
+) -> None:
+    saved(kind, tmp_path / "whole")
+    before = read_config(ModelConfig(name=str(tmp_path / "whole")))
+    assert not cache.exists()
+    directory = huggingface.resolve(str(tmp_path / "whole"))
+    assert json.loads(json.dumps(before)) == read_json(directory / "config.json")
+    assert untrainable(before, 64) == ""
+    gated = {**before, "output_gate_type": "sigmoid"}
+    assert kind == "gemma3" or "output_gate_type is sigmoid" in untrainable(gated, 64)
+
+
+def test_it_is_written_once_for_a_checkpoint(tmp_path: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    first = huggingface.resolve(str(tmp_path / "whole"))
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert huggingface.resolve(str(tmp_path / "whole")) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    os.utime(tmp_path / "whole" / "model.safetensors", ns=(1, 1))
+    assert huggingface.resolve(str(tmp_path / "whole")) != first, "the checkpoint is another one"
+    assert not list(first.parent.glob(".*")), "nothing half written is left"
+
+
+def test_a_model_that_reads_no_images_stays_where_it_is(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert huggingface.resolve(str(tmp_path)) == tmp_path
+    assert not cache.exists()
+
+
+def test_a_checkpoint_without_a_text_model_is_refused(tmp_path: Path, cache: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="no weights of a text model"):
+        huggingface.resolve(str(tmp_path / "whole"))
+    assert not [one for one in cache.rglob("*") if one.is_file()]
+
+
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"\x08" + b"\0" * 20)
+    with pytest.raises(EngineError, match=r"model\.safetensors cannot be read"):
+        huggingface.resolve(str(tmp_path / "whole"))
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, cache: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    cache.write_text("a file")
+    with pytest.raises(StorageError, match="set XDG_CACHE_HOME"):
+        huggingface.resolve(str(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.visual.patch_embed.proj.weight", ""),
+        ("mtp.layers.0.mlp.up_proj.weight", ""),
+        ("vision_tower.head.layernorm.weight", ""),
+    ],
+)
+def test_tensors_have_the_names_of_a_text_model(name: str, own: str) -> None:
+    assert text_models.text_name(name) == own
