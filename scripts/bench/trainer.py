@@ -1,6 +1,6 @@
 """Measure the cost of a training step by option: tokens/s, MFU, memory, and scaling.
 
-    python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe] [--tokens N ...] [--rows NAME ...]
+    python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe|hybrid] [--tokens N ...] [--rows NAME ...]
         [--ranks N ...] [--steps N] [--quick] [--json FILE]
 
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
@@ -35,6 +35,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.family_cases import make_family
+
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.training import attention_kernels
@@ -47,6 +50,24 @@ from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make
 
 ON_CUDA = torch.cuda.is_available()
 GIB = 1 << 30
+HYBRID: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248320,
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+"""`hybrid`: the text model of Qwen3.5-0.8B."""
 PLAIN = {
     "plain loop": {"recompute": False, "tuned": False},
     "plain loop, tuned": {"recompute": False, "tuned": True},
@@ -429,7 +450,9 @@ def judge_speed(by: dict[tuple[str, int, int], dict[str, Any]]) -> Iterator[Goal
 def main() -> int:
     """Measure, print, and return exit code 0 if every goal was met."""
     parser = make_parser(__doc__, "few steps")
-    parser.add_argument("--shape", default="0.6b" if ON_CUDA else "tiny", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--shape", default="0.6b" if ON_CUDA else "tiny", choices=[*SHAPES, "hybrid"]
+    )
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens of a row")
     parser.add_argument(
         "--rows",
@@ -449,7 +472,10 @@ def main() -> int:
             options.json.write_text(json.dumps(rows))
         return 0
     with tempfile.TemporaryDirectory() as name:
-        make_model(Path(name), options.shape)
+        if options.shape == "hybrid":
+            make_family("qwen3_5_text", Path(name), **HYBRID)
+        else:
+            make_model(Path(name), options.shape)
         alone = options.ranks == [1]
         device = torch.cuda.get_device_name() if ON_CUDA else "CPU"
         print(f"shape {options.shape}, {device}, torch {torch.__version__}")

@@ -17,7 +17,8 @@
 #   run2-kept 2      the same with keys and values kept across versions
 #   run2-4b   2      the same with 4B and adapters
 #   turns     1      an 83M model learns a task of several turns and one with a tool, with vLLM
-#   kernels   1      a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B
+#   kernels   1, 2   a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B, and
+#                    Qwen3.5's 0.8B on a second GPU
 #   run4-4b   4, 8   a whole run of 4B, all weights: two GPUs train, each other one is a worker
 #   trainer   2+     weak scaling of the trainer over all GPUs, two copies (HSDP), 0.6B
 #   trainer-4b   2+  weak scaling with 4B, activations recomputed
@@ -104,6 +105,7 @@ case $part in
     kernels)
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
+        bench 1 kernels-hybrid trainer --shape hybrid --tokens 16384 --steps 3 --rows none "packed, 16 sequences" "plain loop"
         ;;
     run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --logs "$out/run4-4b" ;;
     trainer) bench "$all" trainer trainer --shape 0.6b --ranks 1 2 "$gpus" --rows none "two copies (HSDP)" ;;
@@ -126,7 +128,7 @@ case $part in
         for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
         ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,33p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,34p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 
