@@ -7,6 +7,7 @@ import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...crypto.hashing import short
 from ..ops.errors import EngineError, StorageError, one_line
@@ -15,6 +16,9 @@ from ..weights.replica import prove
 from ..weights.state import State, Tensor
 from .json_files import read_json
 from .tensors import from_torch, to_torch
+
+if TYPE_CHECKING:
+    import torch
 
 CONTRACT_PATTERNS = (
     "config.json",
@@ -160,7 +164,8 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(state, partial / "model.safetensors")
+        tensors = {name: to_torch(tensor) for name, tensor in state.items()}
+        write_tensors(tensors, partial / "model.safetensors")
         for name in contract_files(model_dir):
             shutil.copyfile(model_dir / name, partial / name)
         for path in (*partial.iterdir(), partial):
@@ -172,11 +177,15 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
         ) from error
 
 
-def _write_weights(state: State, path: Path) -> None:
+def write_tensors(tensors: "dict[str, torch.Tensor]", path: Path) -> None:
+    """Write a safetensors file. Raises OSError."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's word for a full disk
+        raise OSError(one_line(error)) from error
 
 
 def _replace(source: Path, target: Path) -> None:

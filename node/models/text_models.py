@@ -16,7 +16,7 @@ from typing import Any
 
 from ..ops.errors import EngineError, StorageError, one_line
 from .json_files import read_json
-from .model_files import WEIGHT_PATTERNS, contract_files
+from .model_files import WEIGHT_PATTERNS, contract_files, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ PREFIXES = (
 )
 """Names of the tensors of text models in such checkpoints, and as models of their own. All others are left out:
 those that read images, and of a head for multi-token prediction."""
+
+INDEX = "model.safetensors.index.json"
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
@@ -110,9 +112,8 @@ def _key(directory: Path, weights: list[Path]) -> str:
 def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], target: Path) -> None:
     """Write the text model to `target`, file by file. Raises EngineError, OSError."""
     from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
 
-    found = 0
+    places: dict[str, str] = {}
     for path in weights:
         try:
             with safe_open(path, framework="pt") as reader:
@@ -123,13 +124,15 @@ def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], targ
                 f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error
         if tensors:
-            save_file(tensors, target / path.name, metadata={"format": "pt"})
-        found += len(tensors)
-    if not found:
+            write_tensors(tensors, target / path.name)
+            places |= dict.fromkeys(tensors, path.name)
+    if not places:
         raise EngineError(
             f"{directory} has no weights of a text model ({', '.join(old for old, _ in PREFIXES)}): "
             "download the model again"
         )
+    if set(places.values()) != {INDEX.removesuffix(".index.json")}:
+        (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2))
     for name in contract_files(directory):
         shutil.copyfile(directory / name, target / name)
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

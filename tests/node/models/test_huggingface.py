@@ -1,6 +1,7 @@
 """Models as files: the same seed gives the same bytes, and what we write transformers reads."""
 
 import json
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from support.engine_cases import SHAPE, make_qwen3
 
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch
-from primerl.node.ops.errors import EngineError
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.state import State, digests
 
 
@@ -135,6 +136,22 @@ def test_export_keeps_every_bit_and_replaces_what_was_there(
     files = {*huggingface.contract_files(model_dir), "model.safetensors"}
     assert contents(target).keys() == files
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_an_export_to_a_full_disk_leaves_what_was_there(
+    model_dir: Path, state: State, tmp_path: Path
+) -> None:
+    target = tmp_path / "policy"
+    huggingface.export(state, model_dir, target)
+    before = contents(target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(StorageError, match="free disk space"):
+            huggingface.export(state, model_dir, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(target) == before
 
 
 def test_transformers_loads_an_export_and_computes_the_same(

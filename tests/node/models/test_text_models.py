@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def saved(kind: str, directory: Path) -> Any:
-    """Write a random checkpoint of a kind; return its model."""
+def saved(kind: str, directory: Path, most: str = "1GB") -> Any:
+    """Write a random checkpoint of a kind in files of at most `most`; return its model."""
     import transformers
 
     name, config = CHECKPOINTS[kind]
@@ -73,7 +74,7 @@ def saved(kind: str, directory: Path) -> Any:
     model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(
         getattr(transformers, f"{name}Config")(**config)
     )
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=most)
     (directory / "tokenizer.json").write_text("{}")
     return model.eval()
 
@@ -89,6 +90,16 @@ def test_the_text_model_says_of_text_what_the_whole_says(kind: str, tmp_path: Pa
     assert stored.keys() == huggingface.policy_state(alone).keys(), "images are left out"
     assert (directory / "tokenizer.json").read_text() == "{}"
     assert huggingface.vocab_size(directory) == SIZES["vocab_size"]
+
+
+def test_a_checkpoint_of_several_files_stays_one(tmp_path: Path) -> None:
+    whole = saved("qwen3_5", tmp_path / "whole", most="200kB")
+    directory = huggingface.resolve(str(tmp_path / "whole"))
+    files = {one.name for one in directory.glob("*.safetensors")}
+    assert 1 < len(files) <= len(list((tmp_path / "whole").glob("*.safetensors")))
+    alone = huggingface.load_model(directory)
+    with torch.no_grad():
+        assert torch.equal(alone(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
 
 
 @pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
@@ -142,6 +153,18 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, cache: Path) -> 
     cache.write_text("a file")
     with pytest.raises(StorageError, match="set XDG_CACHE_HOME"):
         huggingface.resolve(str(tmp_path / "whole"))
+
+
+def test_a_full_disk_says_so_and_leaves_nothing_half_written(tmp_path: Path, cache: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(StorageError, match="free disk space"):
+            huggingface.resolve(str(tmp_path / "whole"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [one for one in cache.rglob("*") if one.is_file()]
 
 
 @pytest.mark.parametrize(
