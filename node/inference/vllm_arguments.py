@@ -31,7 +31,7 @@ from ..memory_plan.memory import (
     tensor_parallel,
     tensor_parallel_on,
 )
-from ..models.text_models import text_config
+from ..models.architectures import text_config
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 

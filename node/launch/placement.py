@@ -21,8 +21,8 @@ from ..memory_plan.memory import (
     worker_share,
 )
 from ..memory_plan.shape import ModelShape, read_shape
+from ..models.architectures import text_config
 from ..models.json_files import read_json
-from ..models.text_models import text_config
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, is_slice, visible_memory
 

@@ -16,7 +16,7 @@ from ..config.paths import expand_home
 from ..config.run import ModelConfig
 from ..ops.errors import EngineError, UsageError
 from .json_files import read_json
-from .text_models import text_config
+from .text_models import reads_images
 
 IGNORED = frozenset(
     """_attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map aux_loss_alpha
@@ -185,6 +185,18 @@ def read_config(model: ModelConfig) -> Mapping[str, Any]:
     from .huggingface import fetch_config
 
     return text_config(fetch_config(model.name))
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text model of a model that also reads images; that of any other as it is.
+
+    Raises EngineError for a config that transformers cannot read.
+    """
+    if not reads_images(config):
+        return config
+    from . import huggingface
+
+    return huggingface.text_config(config)
 
 
 def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from .model_files import (
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
-from .text_models import text_model
+from .text_models import TEXT_MODELS, reads_images, text_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,7 @@ def resolve(name: str) -> Path:
     """
     path = expand_home(name)
     if path.is_dir():
-        return text_model(path)
+        return _text_model(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -213,7 +213,14 @@ def resolve(name: str) -> Path:
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
         ) from error
-    return text_model(Path(found))
+    return _text_model(Path(found))
+
+
+def _text_model(directory: Path) -> Path:
+    path = directory / "config.json"
+    if not path.is_file() or not reads_images(config := read_json(path)):
+        return directory
+    return text_model(directory, text_config(config))
 
 
 def fetch_config(name: str) -> dict[str, Any]:
@@ -299,19 +306,25 @@ def load_config(directory: Path) -> Any:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model of a model that reads images, given its config.json.
+    """Return the config.json of the text model in a model of TEXT_MODELS, given its config.json.
 
     With the defaults of its keys. Raises EngineError.
     """
     auto = _transformers().AutoConfig
+    kind = str(config["model_type"])
     given = {key: value for key, value in config.items() if key != "model_type"}
     try:
-        inner = auto.for_model(config["model_type"], **given).get_text_config()
+        inner = auto.for_model(kind, **given).get_text_config()
     except (ValueError, TypeError, KeyError, ImportError) as error:
         raise EngineError(
-            f"the config.json of {config['model_type']!r} cannot be read: {one_line(error)}"
+            f"the config.json of {kind!r} cannot be read: {one_line(error)}"
         ) from error
-    return json.loads(inner.to_json_string(use_diff=False))
+    found = json.loads(inner.to_json_string(use_diff=False))
+    text: Any = config.get("text_config") or {}
+    for key in ("tie_word_embeddings", "quantization_config"):
+        if key not in text and key in config:
+            found[key] = config[key]
+    return {**found, "architectures": [TEXT_MODELS[kind]]}
 
 
 _building = threading.RLock()

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ..ops.errors import EngineError, StorageError, one_line
-from .json_files import read_json
-from .model_files import WEIGHT_PATTERNS, contract_files, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,7 @@ PREFIXES = (
 """Names of the tensors of text models in such checkpoints, and as models of their own. All others are left out:
 those that read images, and of a head for multi-token prediction."""
 
+WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
@@ -43,37 +42,17 @@ def reads_images(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in TEXT_MODELS
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the text model, with its defaults; that of any other model as it is.
-
-    Raises EngineError for a config that transformers cannot read.
-    """
-    if not reads_images(config):
-        return config
-    from . import huggingface
-
-    inner = huggingface.text_config(config)
-    given: Any = config.get("text_config") or {}
-    for key in ("tie_word_embeddings", "quantization_config"):
-        if key not in given and key in config:
-            inner[key] = config[key]
-    return {**inner, "architectures": [TEXT_MODELS[str(config["model_type"])]]}
-
-
 def text_name(name: str) -> str:
     """Return a tensor's name in the text model; empty if it is not one of the text model's."""
     return next((new + name.removeprefix(old) for old, new in PREFIXES if name.startswith(old)), "")
 
 
-def text_model(directory: Path) -> Path:
-    """Return the directory of a checkpoint's text model; `directory` itself if the model reads no images.
+def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
+    """Return the directory of a checkpoint's text model, whose config.json is `config`.
 
     The first call for a checkpoint writes it to the user's cache. Raises EngineError, StorageError.
     """
-    path = directory / "config.json"
-    if not path.is_file() or not reads_images(config := read_json(path)):
-        return directory
-    weights = sorted(one for one in directory.glob(WEIGHT_PATTERNS[0]))
+    weights = sorted(directory.glob(WEIGHTS))
     target = _cache() / f"{directory.name[:40]}-{_key(directory, weights)}"
     if (target / "config.json").is_file():
         return target
@@ -82,7 +61,7 @@ def text_model(directory: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            _write(directory, weights, text_config(config), partial)
+            _write(directory, weights, config, partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -103,6 +82,8 @@ def _cache() -> Path:
 
 def _key(directory: Path, weights: list[Path]) -> str:
     """Return a digest of where a checkpoint is, of its files' sizes and times, and of its config."""
+    from .model_files import contract_files
+
     files = sorted({*weights, *(directory / name for name in contract_files(directory))})
     seen = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     parts = json.dumps([str(directory.absolute()), seen]).encode()
@@ -112,6 +93,8 @@ def _key(directory: Path, weights: list[Path]) -> str:
 def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], target: Path) -> None:
     """Write the text model to `target`, file by file. Raises EngineError, OSError."""
     from safetensors import SafetensorError, safe_open
+
+    from .model_files import contract_files, write_tensors
 
     places: dict[str, str] = {}
     for path in weights:

@@ -67,6 +67,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"pad_token_id": 0}),
     ("smollm3", {"pad_token_id": 0}),
     ("qwen3_5_text", LINEAR),
+    ("qwen3_5_moe_text", {**LINEAR, "num_experts": 4, "moe_intermediate_size": 32}),
     ("qwen3_next", {**LINEAR, "num_experts": 4, "moe_intermediate_size": 32}),
 ]
 
