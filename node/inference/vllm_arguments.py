@@ -489,10 +489,10 @@ ALIKE_HEADS = 128
 """The head size for which FlashAttention-3 takes keys in equal blocks, whether a sequence has one row in a step
 or several. With heads of 64 it does not: logprobs of a prompt differ from those of the same tokens drawn one by
 one, and a step of one row each that is replayed as a graph of several computes wrong logits (both seen)."""
-WITHIN_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Model types that vLLM imports with those that read images."""
-ALONE = (0, 32)
-"""The first release known to serve the model types of WITHIN_IMAGES alone; 0.25 does not."""
+TEXT_OF_MULTIMODAL = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Model types of text models that vLLM has in one file with the multimodal ones."""
+TEXT_ALONE_SINCE = (0, 32)
+"""The first release known to serve the model types of TEXT_OF_MULTIMODAL alone; 0.25 does not."""
 CPU_HEADS = 64
 """Linear attention of vLLM's CPU build has heads of multiples of this."""
 
@@ -510,7 +510,7 @@ def check_family(
 
     `shape` is the model's config.json; `release` is vLLM's, by default of the installed one.
     """
-    if (kind := shape.get("model_type")) in WITHIN_IMAGES:
+    if (kind := shape.get("model_type")) in TEXT_OF_MULTIMODAL:
         _check_alone(str(kind), installed_release() if release is None else release)
     if has_linear_attention(shape) and config.draft_tokens:
         raise EngineError(
@@ -535,16 +535,16 @@ def check_family(
 
 
 def _check_alone(kind: str, release: str) -> None:
-    """Raise EngineError unless this release of vLLM serves a model type of WITHIN_IMAGES, and can import it."""
-    if release and _numbers(release)[:2] < ALONE:
+    """Raise EngineError unless this vLLM serves a model type of TEXT_OF_MULTIMODAL, and can import it."""
+    if release and _numbers(release)[:2] < TEXT_ALONE_SINCE:
         raise EngineError(
-            f"vLLM {release} serves {kind} only as a part of a model that reads images: install vLLM "
-            f"{'.'.join(map(str, ALONE))}, or set engine.type to hf"
+            f"vLLM {release} is not known to serve {kind} alone, without what reads images: install vLLM "
+            f"{'.'.join(map(str, TEXT_ALONE_SINCE))} or later, or set engine.type to hf"
         )
     if is_installed() and importlib.util.find_spec("torchvision") is None:
         raise EngineError(
-            f"vLLM imports torchvision for {kind}, and this Python has none: install the one of your torch, or "
-            "set engine.type to hf"
+            f"vLLM imports torchvision for {kind}, and this Python has none that works: install the one of "
+            "your torch, or set engine.type to hf"
         )
 
 
@@ -552,8 +552,8 @@ def _check_linear_attention(config: EngineConfig, shape: Mapping[str, Any]) -> N
     """Raise EngineError for linear attention that vLLM does not compute on a CPU."""
     if config.dtype != "bfloat16":
         raise EngineError(
-            f"vLLM computes linear attention in bfloat16 on a CPU, and this run's engines in {config.dtype}: "
-            "set engine.type to hf"
+            f"vLLM computes linear attention in bfloat16 on a CPU, and engine.dtype is {config.dtype}: "
+            "set it to bfloat16, or engine.type to hf"
         )
     for key in ("linear_key_head_dim", "linear_value_head_dim"):
         if (size := int(shape.get(key) or 0)) % CPU_HEADS:

@@ -196,7 +196,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     from . import huggingface
 
-    return huggingface.text_config(config)
+    return huggingface.multimodal_text_config(config)
 
 
 def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:

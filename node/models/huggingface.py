@@ -27,7 +27,7 @@ from .model_files import (
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
-from .text_models import TEXT_MODELS, reads_images, text_model
+from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,12 +45,12 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "model_from_state",
+    "multimodal_text_config",
     "policy_state",
     "policy_tensors",
     "read_state",
     "resolve",
     "stop_token_ids",
-    "text_config",
     "unique_tensors",
     "vocab_size",
 ]
@@ -220,7 +220,7 @@ def _text_model(directory: Path) -> Path:
     path = directory / "config.json"
     if not path.is_file() or not reads_images(config := read_json(path)):
         return directory
-    return text_model(directory, text_config(config))
+    return text_model(directory, multimodal_text_config(config))
 
 
 def fetch_config(name: str) -> dict[str, Any]:
@@ -305,25 +305,29 @@ def load_config(directory: Path) -> Any:
         ) from error
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model in a model of TEXT_MODELS, given its config.json.
 
-    With the defaults of its keys. Raises EngineError.
+    It is the checkpoint's own text_config, with the sizes that it leaves to transformers' defaults. Raises
+    EngineError.
     """
     auto = _transformers().AutoConfig
     kind = str(config["model_type"])
     given = {key: value for key, value in config.items() if key != "model_type"}
     try:
+        text = dict(config.get("text_config") or {})
         inner = auto.for_model(kind, **given).get_text_config()
-    except (ValueError, TypeError, KeyError, ImportError) as error:
+        filled = json.loads(inner.to_json_string(use_diff=False))
+    except Exception as error:  # transformers' own checks raise whatever they come upon
         raise EngineError(
             f"the config.json of {kind!r} cannot be read: {one_line(error)}"
         ) from error
-    found = json.loads(inner.to_json_string(use_diff=False))
-    text: Any = config.get("text_config") or {}
-    for key in ("tie_word_embeddings", "quantization_config"):
-        if key not in text and key in config:
-            found[key] = config[key]
+    found = {key: filled[key] for key in SIZES if filled.get(key) is not None} | text
+    if "tie_word_embeddings" in config:
+        found["tie_word_embeddings"] = config["tie_word_embeddings"]
+    if "quantization_config" in config:
+        found.setdefault("quantization_config", config["quantization_config"])
+    found["model_type"] = filled["model_type"]
     return {**found, "architectures": [TEXT_MODELS[kind]]}
 
 
@@ -342,17 +346,22 @@ def load_model(
     auto = _transformers().AutoModelForCausalLM
     try:
         with _building:
-            model = auto.from_pretrained(
+            model, report = auto.from_pretrained(
                 directory,
                 dtype=torch_dtype(dtype),
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
+    if missing := sorted(report["missing_keys"]):  # transformers makes them up
+        raise EngineError(
+            f"{directory} lacks {len(missing)} weights of its model, as {missing[0]}: download the model again"
+        )
     return _with_soft_caps(model).to(device).eval()
 
 

@@ -1,6 +1,6 @@
-"""The text model of a checkpoint that also reads images.
+"""The text model of a multimodal checkpoint.
 
-Qwen has published no other models since 3.5, and Gemma 3 has few. A run trains the text model: it is written
+Qwen3.5 and later are published as one, and most sizes of Gemma 3. A run trains the text model: it is written
 once, as a checkpoint of its own under the names of a text model, and all nodes of a run know only that.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ops.errors import EngineError, StorageError, one_line
+from ..storage.chunk_store import sync
+from .json_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,21 @@ PREFIXES = (
 """Names of the tensors of text models in such checkpoints, and as models of their own. All others are left out:
 those that read images, and of a head for multi-token prediction."""
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "layer_types",
+        "sliding_window",
+        "max_position_embeddings",
+    ),
+    "tie_word_embeddings",
+)
+"""Keys that a published text_config may leave to transformers' defaults, and other programs read."""
 WEIGHTS = "*.safetensors"
+FORMAT = b"1"
+"""To be counted up when the text models that are written change."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -53,7 +69,12 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
     The first call for a checkpoint writes it to the user's cache. Raises EngineError, StorageError.
     """
     weights = sorted(directory.glob(WEIGHTS))
-    target = _cache() / f"{directory.name[:40]}-{_key(directory, weights)}"
+    try:
+        target = _cache() / f"{directory.name[:40]}-{_key(directory, weights)}"
+    except OSError as error:
+        raise EngineError(
+            f"{directory} cannot be read ({error}): download the model again"
+        ) from error
     if (target / "config.json").is_file():
         return target
     logger.info("writing the text model of %s to %s, once", directory, target)
@@ -62,7 +83,10 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             _write(directory, weights, config, partial)
+            for path in (*partial.iterdir(), partial):
+                sync(path)
             partial.rename(target)
+            sync(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -87,7 +111,9 @@ def _key(directory: Path, weights: list[Path]) -> str:
     files = sorted({*weights, *(directory / name for name in contract_files(directory))})
     seen = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     parts = json.dumps([str(directory.absolute()), seen]).encode()
-    return hashlib.sha256(parts + (directory / "config.json").read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(FORMAT + parts + (directory / "config.json").read_bytes()).hexdigest()[
+        :16
+    ]
 
 
 def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], target: Path) -> None:
@@ -97,12 +123,16 @@ def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], targ
     from .model_files import contract_files, write_tensors
 
     places: dict[str, str] = {}
+    index = directory / INDEX
+    listed: Any = read_json(index).get("weight_map") if index.is_file() else {}
+    if gone := set(map(str, listed.values())) - {path.name for path in weights}:
+        raise EngineError(f"{directory} lacks {min(gone)}: download the model again")
     for path in weights:
         try:
             with safe_open(path, framework="pt") as reader:
                 names = {name: new for name in reader.keys() if (new := text_name(name))}
                 tensors = {new: reader.get_tensor(name) for name, new in names.items()}
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise EngineError(
                 f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..config.training import LossConfig, TrainingConfig
-from ..models import model_files
+from ..models import huggingface, model_files
 from ..models.tensors import bf16_state
 from ..ops.errors import EngineError
 from ..weights.state import State
@@ -457,7 +457,9 @@ class Learner:
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:
     """Load the frozen reference policy of the loss. Raises EngineError."""
-    teacher = config.loss.reference or model_dir
+    teacher = (
+        huggingface.resolve(str(config.loss.reference)) if config.loss.reference else model_dir
+    )
     if teacher != model_dir:
         model_files.check_same_tokens(teacher, model_dir)
     return TrainedModel.build(teacher, config, world, frozen=True)

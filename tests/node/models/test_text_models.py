@@ -34,15 +34,15 @@ EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "shared_expert_intermediate_size": 32,
 }
-EYES = {
+VISION = {
     **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
     **{"out_hidden_size": 64, "num_position_embeddings": 16},
 }
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5", {"text_config": {**SIZES, **HYBRID}, "vision_config": EYES}),
+    "qwen3_5": ("Qwen3_5", {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION}),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
-        {"text_config": {**SIZES, **HYBRID, **EXPERTS}, "vision_config": EYES},
+        {"text_config": {**SIZES, **HYBRID, **EXPERTS}, "vision_config": VISION},
     ),
     "gemma3": (
         "Gemma3",
@@ -141,10 +141,74 @@ def test_a_checkpoint_without_a_text_model_is_refused(tmp_path: Path, cache: Pat
     assert not [one for one in cache.rglob("*") if one.is_file()]
 
 
+def test_a_checkpoint_that_lacks_a_file_is_refused(tmp_path: Path, cache: Path) -> None:
+    saved("qwen3_5", tmp_path / "whole", most="200kB")
+    max((tmp_path / "whole").glob("*.safetensors")).unlink()
+    with pytest.raises(EngineError, match=r"lacks model-.*\.safetensors: download"):
+        huggingface.resolve(str(tmp_path / "whole"))
+    (tmp_path / "whole" / text_models.INDEX).unlink()
+    with pytest.raises(EngineError, match=r"lacks .* weights of its model"):
+        huggingface.load_model(huggingface.resolve(str(tmp_path / "whole")))
+
+
+def test_a_tied_head_is_tied_whatever_the_inner_config_says(tmp_path: Path) -> None:
+    whole = saved("gemma3", tmp_path / "whole")
+    path = tmp_path / "whole" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config))
+    alone = huggingface.load_model(huggingface.resolve(str(tmp_path / "whole")))
+    with torch.no_grad():
+        assert torch.equal(alone(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
+
+
+def test_the_config_is_the_checkpoint_s_own_and_of_no_release(tmp_path: Path) -> None:
+    saved("gemma3", tmp_path / "whole")
+    path = tmp_path / "whole" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] = {"hidden_size": 2560, "model_type": "gemma3_text"}  # as published
+    path.write_text(json.dumps(config))
+    found = read_config(ModelConfig(name=str(tmp_path / "whole")))
+    assert "transformers_version" not in found
+    assert (found["hidden_size"], found["num_attention_heads"], found["head_dim"]) == (2560, 8, 256)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"text_config": one} for one in ([1], 5, "x", {"hidden_size": "a"})),
+        *(
+            {"text_config": {**SIZES, **one}}
+            for one in ({"rope_parameters": "abc"}, {"id2label": 5})
+        ),
+        {"text_config": {**SIZES, "layer_types": None, "full_attention_interval": 0}},
+        {"vision_config": "x"},
+        {"text_config": {"to_json_string": 3}},
+    ],
+    ids=lambda one: str(one)[-40:],
+)
+def test_a_damaged_config_is_refused_before_anything_is_written(
+    damage: dict[str, Any], tmp_path: Path, cache: Path
+) -> None:
+    directory = tmp_path / "whole"
+    directory.mkdir()
+    text = {"model_type": "qwen3_5", "text_config": {}, **damage}
+    (directory / "config.json").write_text(json.dumps(text))
+    with pytest.raises(EngineError, match=r"cannot be read|no weights"):
+        huggingface.resolve(str(directory))
+    assert not [one for one in cache.rglob("*") if one.is_file()]
+
+
 def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
     saved("qwen3_5", tmp_path / "whole")
-    (tmp_path / "whole" / "model.safetensors").write_bytes(b"\x08" + b"\0" * 20)
+    weights = tmp_path / "whole" / "model.safetensors"
+    weights.write_bytes(b"\x08" + b"\0" * 20)
     with pytest.raises(EngineError, match=r"model\.safetensors cannot be read"):
+        huggingface.resolve(str(tmp_path / "whole"))
+    weights.unlink()
+    weights.symlink_to(tmp_path / "gone")
+    with pytest.raises(EngineError, match=r"cannot be read .*: download the model again"):
         huggingface.resolve(str(tmp_path / "whole"))
 
 
