@@ -113,7 +113,9 @@ async def _measure(
     factories = sandboxed(config)
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
-        source = huggingface.resolve(str(weights)) if weights is not None else model_dir
+        source = model_dir
+        if weights is not None:
+            source = huggingface.text_directory(expand_home(weights))
         found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
         environments = factories.mixture(config, model_dir)

@@ -538,7 +538,7 @@ def _check_alone(kind: str, release: str) -> None:
     """Raise EngineError unless this vLLM serves a model type of TEXT_OF_MULTIMODAL, and can import it."""
     if release and _numbers(release)[:2] < TEXT_ALONE_SINCE:
         raise EngineError(
-            f"vLLM {release} is not known to serve {kind} alone, without what reads images: install vLLM "
+            f"vLLM {release} is not known to serve {kind} without its vision encoder: install vLLM "
             f"{'.'.join(map(str, TEXT_ALONE_SINCE))} or later, or set engine.type to hf"
         )
     if is_installed() and importlib.util.find_spec("torchvision") is None:

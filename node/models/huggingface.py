@@ -51,6 +51,7 @@ __all__ = [
     "read_state",
     "resolve",
     "stop_token_ids",
+    "text_directory",
     "unique_tensors",
     "vocab_size",
 ]
@@ -198,7 +199,7 @@ def resolve(name: str) -> Path:
     """
     path = expand_home(name)
     if path.is_dir():
-        return _text_model(path)
+        return text_directory(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -213,10 +214,14 @@ def resolve(name: str) -> Path:
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
         ) from error
-    return _text_model(Path(found))
+    return text_directory(Path(found))
 
 
-def _text_model(directory: Path) -> Path:
+def text_directory(directory: Path) -> Path:
+    """Return the directory of the text model of one that also reads images; any other directory as it is.
+
+    Raises EngineError, StorageError.
+    """
     path = directory / "config.json"
     if not path.is_file() or not reads_images(config := read_json(path)):
         return directory

@@ -33,21 +33,13 @@ PREFIXES = (
     ("lm_head.", "lm_head."),
 )
 """Names of the tensors of text models in such checkpoints, and as models of their own. All others are left out:
-those that read images, and of a head for multi-token prediction."""
+those of the vision encoder and of an MTP head."""
 
-SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *(
-        "num_key_value_heads",
-        "head_dim",
-        "layer_types",
-        "sliding_window",
-        "max_position_embeddings",
-    ),
-    "tie_word_embeddings",
+SIZES = tuple(
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim layer_types sliding_window max_position_embeddings tie_word_embeddings""".split()
 )
 """Keys that a published text_config may leave to transformers' defaults, and other programs read."""
-WEIGHTS = "*.safetensors"
 FORMAT = b"1"
 """To be counted up when the text models that are written change."""
 INDEX = "model.safetensors.index.json"
@@ -68,7 +60,7 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
 
     The first call for a checkpoint writes it to the user's cache. Raises EngineError, StorageError.
     """
-    weights = sorted(directory.glob(WEIGHTS))
+    weights = sorted(directory.glob("*.safetensors"))
     try:
         target = _cache() / f"{directory.name[:40]}-{_key(directory, weights)}"
     except OSError as error:
@@ -111,9 +103,8 @@ def _key(directory: Path, weights: list[Path]) -> str:
     files = sorted({*weights, *(directory / name for name in contract_files(directory))})
     seen = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
     parts = json.dumps([str(directory.absolute()), seen]).encode()
-    return hashlib.sha256(FORMAT + parts + (directory / "config.json").read_bytes()).hexdigest()[
-        :16
-    ]
+    config = (directory / "config.json").read_bytes()
+    return hashlib.sha256(FORMAT + parts + config).hexdigest()[:16]
 
 
 def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], target: Path) -> None:

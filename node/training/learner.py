@@ -457,9 +457,7 @@ class Learner:
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:
     """Load the frozen reference policy of the loss. Raises EngineError."""
-    teacher = config.loss.reference or model_dir
-    if teacher.is_dir():
-        teacher = huggingface.resolve(str(teacher))
+    teacher = huggingface.text_directory(config.loss.reference or model_dir)
     if teacher != model_dir:
         model_files.check_same_tokens(teacher, model_dir)
     return TrainedModel.build(teacher, config, world, frozen=True)

@@ -451,7 +451,7 @@ def compare(
     options: argparse.Namespace,
 ) -> dict[str, float]:
     """Return all figures by name."""
-    lines = whole["lines"][WARM_STEPS : options.steps]
+    lines = whole["lines"][WARM_STEPS:]
     first, last = whole["lines"][WARM_STEPS - 1]["time"], lines[-1]["time"]
     seconds = last - first
     tokens = sum(line["tokens"] for line in lines)

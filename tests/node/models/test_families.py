@@ -32,6 +32,7 @@ from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
 from primerl.node.training.model import TrainedModel, check_context
 from primerl.node.training.world import World
+from primerl.node.verification.auditor import Measured
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.codec import encode_delta
@@ -107,6 +108,20 @@ def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return make_policies(request.param, tmp_path_factory.mktemp(request.param))
 
 
+async def audited(
+    auditor: PrefillCore | VllmAuditor, dtype: str, policies: Policies, found: Drawn
+) -> list[tuple[Measured, Measured]]:
+    """What an audit says of each reply of the second policy, and of the same claimed to be the first one's."""
+    await auditor.start(policies.directory, make_run(dtype))
+    try:
+        items = [item_of(*one, version) for version in (2, 1) for one in found]
+        states = {1: policies.first, 2: policies.second}
+        told = measured(await auditor.audit(items, states, {}))
+    finally:
+        await auditor.close()
+    return list(zip(told[: len(found)], told[len(found) :], strict=True))
+
+
 async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_audited(
     policies: Policies,
 ) -> None:
@@ -118,14 +133,7 @@ async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_au
         await engine.update(2, second, policies.changed)
         found = await drawn(engine, 2)
         assert apart(directory, second, found) < NATS["hf"]
-    auditor = PrefillCore(FP32)
-    await auditor.start(directory, make_run("float32"))
-    try:
-        items = [item_of(*one, version) for version in (2, 1) for one in found]
-        audited = measured(await auditor.audit(items, {1: first, 2: second}, {}))
-    finally:
-        await auditor.close()
-    for honest, behind in zip(audited[: len(found)], audited[len(found) :], strict=True):
+    for honest, behind in await audited(PrefillCore(FP32), "float32", policies, found):
         assert honest.logprob_max < NATS["hf"]
         assert honest.sampling_max < NATS["hf"]
         assert honest.fingerprint < 0.01 < behind.fingerprint
@@ -200,13 +208,7 @@ async def test_vllm_generates_is_updated_in_place_and_its_work_audited(
         found = await drawn(engine, 2)
         assert apart(directory, second, found, of) < nats < apart(directory, first, found, of)
     auditor = VllmAuditor(config, timeout_s=60.0)
-    await auditor.start(directory, make_run(config.dtype))
-    try:
-        items = [item_of(*one, version) for version in (2, 1) for one in found]
-        audited = measured(await auditor.audit(items, {1: first, 2: second}, {}))
-    finally:
-        await auditor.close()
-    for honest, behind in zip(audited[: len(found)], audited[len(found) :], strict=True):
+    for honest, behind in await audited(auditor, config.dtype, made, found):
         assert honest.fingerprint < 0.05 < behind.fingerprint
 
 
