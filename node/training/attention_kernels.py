@@ -260,14 +260,14 @@ def flash4_agrees(
     except Exception as error:  # the compiler is young and may raise anything
         logger.warning("FlashAttention-4 is not used: %s: %s", type(error).__name__, error)
         return False
-    worst = max(_apart(one, other) for one, other in zip(found, wanted, strict=True))
+    worst = max(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
     if not worst < NEAR:
         logger.warning("FlashAttention-4 is not used: it is %.2g off plain attention", worst)
         return False
     return True
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
+def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Return the root mean square of the difference over that of `wanted`."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 

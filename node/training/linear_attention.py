@@ -3,36 +3,130 @@
 Imports torch: import lazily. transformers' modules treat a row as one sequence: state and convolution would
 leak from each sequence into the next. Here every sequence of a row starts from an empty state, as in a sampler.
 The layers are causal, so padding on the right changes nothing.
+
+transformers computes the recurrence with flash-linear-attention, a part of the extra `flash`, where that is
+installed. Its kernels read all sequences of a row in one call, if they agree with one call per sequence.
 """
 
+import copy
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import sequence_by_sequence
+from .attention import HALF, sequence_by_sequence
+from .attention_kernels import CHECKED, NEAR, Layout, relative_error
 
 KIND = "linear_attention"
 """Layer type in config.json."""
 LAYER = "linear_attn"
 """Attribute of transformers' decoder layers that holds a module of that kind."""
 
-
-def reset_between_sequences(causal: nn.Module) -> None:
-    """Make every such module of `causal` read each sequence of a row separately."""
-    for module in [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]:
-        module.forward = _apart(module.forward)
+logger = logging.getLogger(__name__)
 
 
-def _apart(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `inner` [S, L, d] -> [S, L, d] as a function of a packed row [1, T, d]."""
+def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Make every such module of `causal` read each sequence of a row separately.
 
-    def forward(hidden_states: Tensor, *, sequence_ends: Tensor, **_: Any) -> Tensor:
+    `device` and `dtype` are where and in what the model will compute.
+    """
+    modules = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
+    if not modules:
+        return
+    kernels = device.type == "cuda" and dtype in HALF and find_spec("fla") is not None
+    packed = kernels and reads_packed_rows(modules[0], device, dtype)
+    for module in modules:
+        read: Any = _InOneCall(module) if packed else _SequenceBySequence(module.forward)
+        module.forward = torch.compiler.disable(read)  # reads the layout in Python
+
+
+@torch.enable_grad()
+def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether one call of `module` for a packed row gives the results of one call per sequence.
+
+    Compares outputs and gradients of a copy. transformers' own code, which is used without kernels, mixes the
+    sequences, or refuses them.
+    """
+    copied: Any = copy.deepcopy(module).to(device, dtype).requires_grad_(False)
+    layout = Layout.of(CHECKED, device)
+    rng = torch.Generator(device).manual_seed(0)
+    shape = (1, sum(CHECKED), copied.out_proj.out_features)
+    row, grad = (torch.randn(shape, generator=rng, device=device).to(dtype) for _ in range(2))
+    row.requires_grad_(True)
+
+    def results(read: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        out = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
+        return out.detach(), *torch.autograd.grad(out, row, grad)
+
+    wanted = results(_SequenceBySequence(copied.forward))
+    try:
+        found = results(_InOneCall(copied))
+    except Exception as error:  # kernels are compiled here, which may raise anything
+        logger.warning("linear attention runs per sequence: %s: %s", type(error).__name__, error)
+        return False
+    worst = max(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
+    if not worst < NEAR:
+        logger.warning("linear attention runs per sequence: one call is %.2g off", worst)
+        return False
+    return True
+
+
+class _SequenceBySequence:
+    """A module's forward [S, L, d] -> [S, L, d] as a function of a packed row [1, T, d]."""
+
+    def __init__(self, inner: Callable[..., Tensor]) -> None:
+        self._inner = inner
+
+    def __call__(self, hidden_states: Tensor, *, sequence_ends: Tensor, **_: Any) -> Tensor:
         def read(rows: list[Tensor]) -> Tensor:
-            return inner(hidden_states=rows[0])
+            return self._inner(hidden_states=rows[0])
 
         return sequence_by_sequence(read, [hidden_states[0]], sequence_ends)[None]
 
-    disable: Any = torch.compiler.disable  # reads the layout in Python
-    return disable(forward)
+
+class _InOneCall:
+    """A module's forward on a packed row [1, T, d] in one call.
+
+    The kernels start each sequence from an empty state. The convolution knows nothing of sequences: each ends
+    with as many zeros as it reads of earlier tokens. What these add to the state of a sequence, no token reads.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._inner = module.forward
+        self._zeros = int(module.conv_kernel_size) - 1
+
+    def __call__(self, hidden_states: Tensor, *, sequence_offsets: Tensor, **_: Any) -> Tensor:
+        row = hidden_states[0]
+        spread = _spread(sequence_offsets, len(row), self._zeros)
+        padded = row.new_zeros(spread.size, row.shape[1]).index_copy(0, spread.places, row)
+        out = self._inner(hidden_states=padded[None], cu_seq_lens_q=spread.offsets)
+        return out[:, spread.places]
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """A packed row of T tokens with zeros after each of its S sequences."""
+
+    size: int
+    """Tokens and zeros."""
+    places: Tensor
+    """int64 [T]: where each token lies."""
+    offsets: Tensor
+    """int32 [S + 1]: where each sequence starts, and the end."""
+
+
+@lru_cache(
+    maxsize=1
+)  # all layers read the same row, and flash-linear-attention waits for new offsets
+def _spread(offsets: Tensor, tokens: int, zeros: int) -> _Spread:
+    """Place `zeros` after each sequence of a row of `tokens`; `offsets` [S + 1] are its starts and its end."""
+    position = torch.arange(tokens, device=offsets.device)
+    sequence = torch.bucketize(position, offsets[1:], right=True)
+    added = zeros * torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device)
+    size = tokens + zeros * (len(offsets) - 1)
+    return _Spread(size, position + zeros * sequence, offsets + added)

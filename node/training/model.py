@@ -234,7 +234,7 @@ class TrainedModel(nn.Module):
         causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
         check_head(causal)
         huggingface.use_attention(causal, attention.ATTENTION_NAME)
-        linear_attention.reset_between_sequences(causal)
+        linear_attention.reset_between_sequences(causal, world.device, compute_dtype(config, world))
         if attach is not None:
             attach(causal)
         causal.train(not frozen).requires_grad_(False) if frozen else causal.train()

@@ -1,5 +1,7 @@
 """Training's kernels on a GPU: against plain mathematics in fp32, compiled or not, packed or not."""
 
+import copy
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training import attention, attention_kernels
+from primerl.node.training import attention, attention_kernels, linear_attention
 from primerl.node.training.attention_kernels import Layout
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
@@ -178,6 +180,44 @@ def test_the_operator_is_sound(name: str) -> None:
     arguments = (*drawn(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(attention.packed_attention, arguments, test_utils=checks)
+
+
+def test_linear_attention_reads_a_packed_row_in_one_call_as_the_mathematics_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        hidden_size=256,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+    )
+    module: Any = modeling.Qwen3_5GatedDeltaNet(config, 0).to(CUDA)
+    half = copy.deepcopy(module).bfloat16()
+    assert linear_attention.reads_packed_rows(half, CUDA, torch.bfloat16)
+    lengths = LAYOUTS["short ones"]
+    row = torch.randn(1, sum(lengths), 256, device=CUDA)
+    layout = Layout.of(lengths, CUDA)
+
+    def results(read: Any, row: Tensor) -> list[Tensor]:
+        row = row.detach().requires_grad_()
+        out = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
+        return pulled(out, [row])
+
+    mine = results(linear_attention._InOneCall(half), row.bfloat16())
+    plain_code = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+    monkeypatch.setattr(
+        modeling,
+        "torch_chunk_gated_delta_rule",
+        lambda *rows, cu_seqlens, **named: plain_code(*rows, **named),
+    )
+    wanted = results(linear_attention._SequenceBySequence(module.forward), row)
+    assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 2
 
 
 # -- a learner -------------------------------------------------------------------------------------
