@@ -99,6 +99,7 @@ def _transformers() -> Any:
     if "transformers" not in sys.modules:
         for name in ("torchvision", "torchaudio", "torchcodec"):
             hide_if_broken(name)
+        _hide_gpu_kernels()
     import transformers
 
     # The module replaces itself in sys.modules; a thread that waited for the import would get the old object.
@@ -122,6 +123,17 @@ def hide_if_broken(name: str) -> None:
         return
     logger.info("%s does not work with this torch and is ignored: %s", name, reason)
     sys.modules[name] = None  # type: ignore[assignment]
+
+
+def _hide_gpu_kernels() -> None:
+    """Make flash-linear-attention appear as not installed on a machine without a GPU.
+
+    transformers calls its kernels, which cannot read CPU tensors, wherever it is installed.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
 
 
 # -- making ---------------------------------------------------------------------------------------
@@ -402,6 +414,18 @@ def use_attention(model: "PreTrainedModel", name: str) -> None:
     See architectures.py for the models.
     """
     model.set_attn_implementation(name)
+
+
+def head_logits(model: "PreTrainedModel", hidden: "torch.Tensor") -> "torch.Tensor":
+    """Return the logits [T, V] that `model` computes from hidden states [T, d]; no layer runs."""
+    found = _transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden[None])
+    base: Any = model.base_model
+    base.forward = lambda *_, **__: found
+    try:
+        ids = hidden.new_zeros(1, len(hidden)).long()
+        return model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        del base.forward
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

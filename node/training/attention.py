@@ -116,13 +116,14 @@ def packed_attention(
     """
     rules = Rules(scale, window, cap)
     out, lse = kernel_for(q, k, rules).forward(q, k, v, Layout(ends, offsets), rules)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.contiguous(), lse.contiguous()  # a kernel may lay `out` out as it finds `q`
 
 
 @packed_attention.register_fake
 def _(q: Tensor, *_: Any) -> Any:
-    mixed = q.new_empty(q.shape)  # contiguous, like the kernels' output
-    return mixed, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("primerl::packed_attention_backward", mutates_args=())
@@ -145,7 +146,9 @@ def packed_attention_backward(
     """
     rules = Rules(scale, window, cap)
     kernel, layout = kernel_for(q, k, rules), Layout(ends, offsets)
-    return kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
+    found = kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
+    of_q, of_k, of_v = (one.contiguous() for one in found)
+    return of_q, of_k, of_v
 
 
 @packed_attention_backward.register_fake

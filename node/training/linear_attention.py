@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.errors import EngineError
 from .attention import HALF, sequence_by_sequence
 from .attention_kernels import CHECKED, NEAR, Layout, relative_error
 
@@ -33,13 +34,18 @@ logger = logging.getLogger(__name__)
 def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Make every such module of `causal` read each sequence of a row separately.
 
-    `device` and `dtype` are where and in what the model will compute.
+    `device` and `dtype` are where and in what the model will compute. Raises EngineError on a CPU where
+    flash-linear-attention is installed, since transformers uses it there, too.
     """
     modules = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
     if not modules:
         return
-    kernels = device.type == "cuda" and dtype in HALF and find_spec("fla") is not None
-    packed = kernels and reads_packed_rows(modules[0], device, dtype)
+    kernels = find_spec("fla") is not None
+    if kernels and device.type != "cuda":
+        raise EngineError(
+            "flash-linear-attention computes on a GPU only: set training.device to cuda, or uninstall it"
+        )
+    packed = kernels and dtype in HALF and reads_packed_rows(modules[0], device, dtype)
     for module in modules:
         read: Any = _InOneCall(module) if packed else _SequenceBySequence(module.forward)
         module.forward = torch.compiler.disable(read)  # reads the layout in Python

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.family_cases import FAMILIES, make_family
 from torch import Tensor, nn
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
@@ -301,6 +302,22 @@ def test_a_gpu_says_what_a_cpu_says(directory: Path) -> None:
     one, other = (torch.tensor(each.packed_logprobs(row)) for each in (here, there))
     there.close()
     assert float((one - other).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_s_compiled_step_in_bf16_is_that_in_fp32(family: str, tmp_path: Path) -> None:
+    make_family(family, tmp_path)
+    found: list[tuple[Tensor, dict[str, float]]] = []
+    for changes in ({"dtype": "float32", "compile": False}, {"compile": True}):
+        mine = learner(tmp_path, seq_len=512, **changes)
+        row = samples([300, 150, 40, 7])
+        logprobs = torch.tensor(mine.packed_logprobs(row))
+        found.append((logprobs, mine.step(TrainBatch(1, row)).values))
+        mine.close()
+    (exact, of_exact), (rounded, of_rounded) = found
+    assert float((exact - rounded).abs().mean()) < 0.05
+    assert of_rounded["optim/skipped"] == 0.0
+    assert of_rounded["optim/grad_norm"] == pytest.approx(of_exact["optim/grad_norm"], rel=0.1)
 
 
 def test_experts_are_counted_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:

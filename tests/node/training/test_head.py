@@ -1,12 +1,16 @@
 """Logprobs straight from hidden states: what torch's log_softmax gives, whatever the chunks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.family_cases import make_family
 from torch import Tensor
 
-from primerl.node.training.model import head_logprobs
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
+from primerl.node.training.model import check_head, head_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 13, 7, 29
 CHUNKS = [1, 2, 5, TOKENS, TOKENS + 1, 10_000]
@@ -109,3 +113,19 @@ def test_the_results_may_be_changed_in_place() -> None:
     hidden, weight, targets = inputs()
     for one in head_logprobs(hidden, weight, targets, 1.0, 8):
         assert not one._is_view()
+
+
+def test_a_model_that_does_more_with_hidden_states_is_refused(tmp_path: Path) -> None:
+    make_family("granite", tmp_path, logits_scaling=2.0)
+    with pytest.raises(EngineError, match="does more between hidden states and logits"):
+        check_head(huggingface.load_model(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text", "gpt_oss"])
+def test_the_head_is_checked_without_running_a_layer(family: str, tmp_path: Path) -> None:
+    make_family(family, tmp_path)
+    model: Any = huggingface.load_model(tmp_path)
+    model.base_model.layers = None
+    check_head(model)
+    with pytest.raises(TypeError):  # the model itself is as before
+        model(input_ids=torch.ones(1, 3, dtype=torch.long))

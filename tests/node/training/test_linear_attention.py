@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
+from primerl.node.ops.errors import EngineError
 from primerl.node.training import linear_attention
 from primerl.node.training.attention_kernels import Layout
 from primerl.node.training.linear_attention import reads_packed_rows
@@ -95,6 +96,14 @@ def test_a_kernel_that_mixes_sequences_is_not_used(
     installed(monkeypatch, Kernel(mixes=True))
     assert not reads_packed_rows(layer(), CPU, torch.float32)
     assert "linear attention runs per sequence: one call is" in caplog.text
+
+
+def test_kernels_of_gpus_are_refused_on_a_cpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_attention, "find_spec", lambda name: name)
+    causal = torch.nn.Module()
+    causal.linear_attn = layer()
+    with pytest.raises(EngineError, match=r"set training\.device to cuda"):
+        linear_attention.reset_between_sequences(causal, CPU, torch.float32)
 
 
 def test_without_kernels_sequences_are_read_one_by_one() -> None:
