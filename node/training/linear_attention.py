@@ -59,19 +59,22 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
     sequences, or refuses them.
     """
     copied: Any = copy.deepcopy(module).to(device, dtype).requires_grad_(False)
-    layout = Layout.of(CHECKED, device)
     rng = torch.Generator(device).manual_seed(0)
-    shape = (1, sum(CHECKED), copied.out_proj.out_features)
+    shape = (sum(CHECKED), copied.out_proj.out_features)
     row, grad = (torch.randn(shape, generator=rng, device=device).to(dtype) for _ in range(2))
-    row.requires_grad_(True)
+    read = _InOneCall(copied)
 
-    def results(read: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        out = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
-        return out.detach(), *torch.autograd.grad(out, row, grad)
+    def results(row: Tensor, grad: Tensor) -> Tensor:
+        lengths = CHECKED if len(row) == sum(CHECKED) else [len(row)]
+        given = row[None].requires_grad_(True)
+        out = read(given, sequence_offsets=Layout.of(lengths, device).offsets)
+        (of_row,) = torch.autograd.grad(out, given, grad[None])
+        return torch.cat([out.detach(), of_row])
 
-    wanted = results(_SequenceBySequence(copied.forward))
     try:
-        found = results(_InOneCall(copied))
+        found = results(row, grad)
+        parts = zip(row.split(CHECKED), grad.split(CHECKED), strict=True)
+        wanted = torch.cat([results(*part) for part in parts], 1)
     except Exception as error:  # kernels are compiled here, which may raise anything
         logger.warning("linear attention runs per sequence: %s: %s", type(error).__name__, error)
         return False
