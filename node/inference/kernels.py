@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
-"""Triton kernels for CUDA: the draw of sampler.py and the projection of boundary_states.py.
+"""Triton kernels for CUDA: the draw of sampler.py, the projection of boundary_states.py, merged adapters.
 
 - The noise must round exactly as in noise.py, operation by operation, and is launched without floating-point
   fusion: an auditor on other hardware draws each token again.
@@ -230,3 +230,54 @@ def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.cons
     # a row that is not finite stays so, since its `length` is not finite either
     stretch = tl.sqrt(length) / tl.maximum(left, 1.1754943508222875e-38)
     tl.store(found + row * columns + column, tl.sum(sums, axis=0) * stretch, mask=column < columns)
+
+
+MERGED_ROWS, MERGED_COLUMNS = 8, 256
+"""Tile of _add_product, in elements."""
+
+
+def add_product_on_gpu(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    """Return weights/adapters.add_product(), to the same bits, on the device of `a`, without waiting for it.
+
+    `weight` is there, too, or in pinned memory, from which the kernel reads it directly: a copy before each
+    launch would wait for other users of the device as often. `scale` is float64 [1].
+    """
+    rows, columns = weight.shape
+    merged = torch.empty(weight.shape, dtype=weight.dtype, device=a.device)
+    with torch.cuda.device(a.device):
+        _add_product[(triton.cdiv(rows, MERGED_ROWS), triton.cdiv(columns, MERGED_COLUMNS))](
+            *(weight, a, b, scale, rows, columns, merged),
+            RANK=a.shape[0],
+            ROWS=MERGED_ROWS,
+            BLOCK=MERGED_COLUMNS,
+            num_warps=4,
+        )
+    return merged
+
+
+@triton.jit
+def _add_product(
+    weight,
+    a,
+    b,
+    scale,
+    rows,
+    columns,
+    merged,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    before = tl.load(weight + at, mask=inside)
+    product = tl.zeros((ROWS, BLOCK), tl.float64)
+    for part in range(RANK):
+        left = tl.load(b + row * RANK + part, mask=row < rows).to(tl.float64)
+        right = tl.load(a + part * columns + column, mask=column < columns).to(tl.float64)
+        product += left[:, None] * right[None, :]
+    product *= tl.load(scale)
+    total = product.to(tl.float32) + before.to(tl.float32)
+    tl.store(merged + at, total.to(merged.dtype.element_ty), mask=inside)

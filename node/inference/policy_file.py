@@ -5,7 +5,11 @@ held twice. The merged weights have the bits of weights/adapters.merge().
 """
 
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..models.tensors import from_torch, to_torch
 from ..ops.gpus import machine_memory
-from ..weights.adapters import PREFIX, WEIGHT, A, B
+from ..weights.adapters import PREFIX, WEIGHT, A, B, add_product
+from ..weights.state import memory_threads
 from .handover import ADAPTERS
 
-BLOCK = 1 << 24
-"""Elements merged at once, 12 bytes each beside the result: most matrices at once, because on a GPU that others
-use each operation waits for its turn."""
+ALIGN = 256
+"""Bytes to which the tensors of a kept base are aligned."""
 PINNED_SHARE = 0.5
 """Share of this machine's free memory for a base that every version is merged into."""
 
@@ -70,13 +75,17 @@ class PolicyFile:
                     yield name, reader
 
     def _merged(self, device: torch.device, *, others: bool = True) -> Iterator[tuple[str, Tensor]]:
-        kept, adapters = self._kept or KeptBase(), self._adapters(device)
+        adapters = self._adapters(device)
+        names = [module + WEIGHT for module in adapters]
+        kept = {} if self._kept is None else self._kept.read(self._files, names)
+        scale = torch.full((1,), self._scale, dtype=torch.float64, device=device)
         for name, reader in self._readers():
             module = name.removesuffix(WEIGHT)
             if module in adapters:
-                weight = kept.get(name, reader).to(device, non_blocking=True)
-                pair = adapters[module]
-                yield name, add_product(weight, *pair, self._scale) if pair else weight
+                weight, pair = kept.get(name), adapters[module]
+                if weight is None or pair is None:
+                    weight = (reader.get_tensor(name) if weight is None else weight).to(device)
+                yield name, weight if pair is None else _add_product(weight, *pair, scale)
             elif others:
                 yield name, reader.get_tensor(name)
 
@@ -108,41 +117,60 @@ class PolicyFile:
 class KeptBase:
     """Weights of one base in pinned memory, which a GPU reads several times as fast as a file."""
 
-    def __init__(self, room: int = 0) -> None:
-        """`room`: bytes that may be kept; other tensors are read from their file every time."""
+    def __init__(self, room: int) -> None:
+        """`room`: bytes that may be kept."""
         self._room = room
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] | None = None
 
     @classmethod
-    def for_device(cls, device: torch.device) -> "KeptBase":
-        """Make one with as much room as this machine can spare; none without a GPU."""
-        spare = machine_memory().available if device.type == "cuda" else 0
-        return cls(int(PINNED_SHARE * spare))
+    def for_device(cls, device: torch.device) -> "KeptBase | None":
+        """Make one with as much room as this machine can spare; None without a GPU."""
+        if device.type != "cuda":
+            return None
+        return cls(int(PINNED_SHARE * machine_memory().available))
 
-    def get(self, name: str, reader: Any) -> Tensor:
-        """Return a tensor of the base, which `reader` has open."""
-        if name in self._tensors:
-            return self._tensors[name]
-        tensor = reader.get_tensor(name)
-        if tensor.nbytes > self._room:
-            return tensor
-        self._room -= tensor.nbytes
-        self._tensors[name] = tensor.pin_memory()
-        return self._tensors[name]
+    def read(self, files: Sequence[str], names: Collection[str]) -> Mapping[str, Tensor]:
+        """Return the tensors of these names, which are read once; none where there is no room for all."""
+        if self._tensors is None:
+            self._tensors = self._read(files, frozenset(names))
+        return self._tensors
+
+    def _read(self, files: Sequence[str], names: frozenset[str]) -> dict[str, Tensor]:
+        with ExitStack() as opened:
+            readers = [opened.enter_context(safe_open(path, framework="pt")) for path in files]
+            mapped: dict[str, Tensor] = {  # not read yet
+                name: reader.get_tensor(name)
+                for reader in readers
+                for name in reader.keys()
+                if name in names
+            }
+            sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in mapped.values()]
+            if not 0 < sum(sizes) <= self._room:
+                return {}
+            memory = mmap.mmap(-1, sum(sizes))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            starts = accumulate(sizes[:-1], initial=0)
+            kept = {
+                name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, (name, tensor) in zip(starts, mapped.items(), strict=True)
+            }
+            with ThreadPoolExecutor(memory_threads()) as pool:  # pages are made as they are written
+                list(pool.map(Tensor.copy_, kept.values(), mapped.values()))
+        pin(flat)
+        return kept
 
 
-def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute weights/adapters.add_product() with torch, to the same bits, for a nonzero B.
+def pin(flat: Tensor) -> None:
+    """Lock memory that torch did not allocate, and let GPUs read it, as long as this process runs."""
+    found = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
+    torch.cuda.check_error(int(found))
 
-    All are bf16: W [out, in], A [rank, in], B [out, rank].
-    """
-    rows, columns = weight.shape
-    merged, left, right = torch.empty_like(weight), b.double(), a.double()
-    step = max(1, BLOCK // max(1, columns))
-    for row in range(0, rows, step):
-        part = slice(row, row + step)
-        product = left[part] @ right
-        scaled = torch.empty(product.shape, dtype=torch.float32, device=product.device)
-        torch.mul(product, scale, out=scaled)  # computed in float64, then rounded
-        torch.add(scaled, weight[part], out=merged[part])  # computed in float32, then rounded
-    return merged
+
+def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+    if a.is_cuda:
+        from .kernels import add_product_on_gpu
+
+        return add_product_on_gpu(weight, a, b, scale)
+    return to_torch(add_product(from_torch(weight), from_torch(a), from_torch(b), scale.item()))

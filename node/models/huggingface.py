@@ -419,8 +419,12 @@ def use_attention(model: "PreTrainedModel", name: str) -> None:
 def head_logits(model: "PreTrainedModel", hidden: "torch.Tensor") -> "torch.Tensor":
     """Return the logits [T, V] that `model` computes from hidden states [T, d]; no layer runs."""
     found = _transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden[None])
+
+    def forward(*_: Any, **__: Any) -> Any:
+        return found
+
     base: Any = model.base_model
-    base.forward = lambda *_, **__: found
+    base.forward = forward
     try:
         ids = hidden.new_zeros(1, len(hidden)).long()
         return model(input_ids=ids, use_cache=False).logits[0]

@@ -9,7 +9,7 @@ from support.weights_cases import contract, make_adapters, make_base
 
 from primerl.node.inference import policy_file
 from primerl.node.inference.handover import AdapterBase
-from primerl.node.inference.policy_file import PolicyFile
+from primerl.node.inference.policy_file import KeptBase, PolicyFile
 from primerl.node.models.tensors import from_torch
 from primerl.node.weights.adapters import PREFIX, WEIGHT, A, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
@@ -52,10 +52,7 @@ def test_every_tensor_of_the_base_is_there_with_its_adapters(tmp_path: Path, fil
     assert {name for name, _ in policy.changing(CPU)} == {one + WEIGHT for one in modules}
 
 
-def test_numbers_at_the_edges_and_parts_of_a_matrix_are_merged_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policy_file, "BLOCK", 7)
+def test_numbers_at_the_edges_are_merged_alike(tmp_path: Path) -> None:
     base = dict(make_base())
     rng = np.random.default_rng(3)
     for name, tensor in base.items():
@@ -84,6 +81,29 @@ def test_a_b_of_zeros_of_either_sign_gives_the_bits_that_numpy_gives(
     assert merged(policy) == digests(merge(base, adapters, contract()))
     kept = merge(base, adapters, contract())[layer].data[0]
     assert kept == (0x8000 if zero == 0 else 0x0000), "a B without a bit leaves a weight as it is"
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_base_is_kept_once_in_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(policy_file, "pin", pinned.append)
+    base, adapters = make_base(), make_adapters()
+    write(tmp_path, base, adapters, files)
+    paths = sorted(map(str, (tmp_path / "model").glob("*.safetensors")))
+    names = [name for name in base if PREFIX + name.removesuffix(WEIGHT) + A in adapters]
+    kept = KeptBase(1 << 20)
+    found = kept.read(paths, names)
+    assert digests({name: from_torch(one) for name, one in found.items()}) == digests(
+        {name: base[name] for name in names}
+    )
+    (memory,) = pinned
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    assert all(start <= one.data_ptr() <= end - one.nbytes for one in found.values())
+    assert {one.data_ptr() % policy_file.ALIGN for one in found.values()} == {0}
+    assert kept.read([], []) is found
+    assert KeptBase(memory.nbytes - 1).read(paths, names) == {}, "there is no room for it"
 
 
 def test_a_file_of_a_whole_policy_is_read_as_it_is(tmp_path: Path) -> None:
