@@ -164,8 +164,8 @@ class KeptBase:
 
 def pin(flat: Tensor) -> None:
     """Lock memory that torch did not allocate, and let GPUs read it, as long as this process runs."""
-    found = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)
-    torch.cuda.check_error(int(found))
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)))
 
 
 def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
