@@ -5,11 +5,14 @@ leak from each sequence into the next. Here every sequence of a row starts from 
 The layers are causal, so padding on the right changes nothing.
 
 transformers computes the recurrence with flash-linear-attention, a part of the extra `flash`, where that is
-installed. Its kernels read all sequences of a row in one call, if they agree with one call per sequence.
+installed. Here its kernels read all sequences of a row in one call, if that gives what one call per sequence
+gives; otherwise they are not used.
 """
 
 import copy
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +30,8 @@ KIND = "linear_attention"
 """Layer type in config.json."""
 LAYER = "linear_attn"
 """Attribute of transformers' decoder layers that holds a module of that kind."""
+RULE = "torch_chunk_gated_delta_rule"
+"""Function of transformers' that calls the kernels where they are installed, and wraps its own code."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +45,28 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
     modules = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
     if not modules:
         return
-    kernels = find_spec("fla") is not None
-    if kernels and device.type != "cuda":
-        raise EngineError(
-            "flash-linear-attention computes on a GPU only: set training.device to cuda, or uninstall it"
-        )
-    packed = kernels and dtype in HALF and reads_packed_rows(modules[0], device, dtype)
+    packed = False
+    if find_spec("fla") is not None:
+        if device.type != "cuda":
+            raise EngineError(
+                "flash-linear-attention computes on a GPU only: set training.device to cuda, or uninstall it"
+            )
+        packed = dtype in HALF and reads_packed_rows(modules[0], device, dtype)
+        if not packed:
+            _compute_without_kernels(modules[0])
     for module in modules:
         read: Any = _InOneCall(module) if packed else _SequenceBySequence(module.forward)
         module.forward = torch.compiler.disable(read)  # reads the layout in Python
+
+
+def _compute_without_kernels(module: nn.Module) -> None:
+    """Let transformers compute the layers of this kind of `module` by its own code, in this process.
+
+    Kernels may refuse: flash-linear-attention 0.6 does in backward on Hopper with Triton 3.4 to 3.7.0, which
+    compile it wrongly.
+    """
+    code = sys.modules[type(module).__module__]
+    setattr(code, RULE, inspect.unwrap(getattr(code, RULE)))
 
 
 @torch.enable_grad()
@@ -76,11 +94,11 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
         parts = zip(row.split(CHECKED), grad.split(CHECKED), strict=True)
         wanted = torch.cat([results(*part) for part in parts], 1)
     except Exception as error:  # kernels are compiled here, which may raise anything
-        logger.warning("linear attention runs per sequence: %s: %s", type(error).__name__, error)
+        logger.warning("flash-linear-attention is not used: %s: %s", type(error).__name__, error)
         return False
     worst = max(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
     if not worst < NEAR:
-        logger.warning("linear attention runs per sequence: one call is %.2g off", worst)
+        logger.warning("flash-linear-attention is not used: packed rows are %.2g off", worst)
         return False
     return True
 

@@ -186,7 +186,9 @@ def test_the_operator_is_sound(name: str) -> None:
 def test_linear_attention_reads_a_packed_row_in_one_call_as_the_mathematics_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    kernels = pytest.importorskip("fla.utils", reason="flash-linear-attention is not installed")
+    if kernels.IS_NVIDIA_HOPPER and not kernels.TRITON_ABOVE_3_7_1:
+        pytest.skip("flash-linear-attention refuses this Triton")
     from transformers import Qwen3_5TextConfig
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 

@@ -1,5 +1,7 @@
 """Linear attention on packed rows: one call for all sequences, only where the kernels keep these apart."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +97,43 @@ def test_a_kernel_that_mixes_sequences_is_not_used(
 ) -> None:
     installed(monkeypatch, Kernel(mixes=True))
     assert not reads_packed_rows(layer(), CPU, torch.float32)
-    assert "linear attention runs per sequence: one call is" in caplog.text
+    assert "flash-linear-attention is not used: packed rows are" in caplog.text
+
+
+class Broken(torch.autograd.Function):
+    """Computes nothing in forward, and refuses in backward, as fla does with some releases of Triton."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return row.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("this Triton compiles it wrongly")
+
+
+def test_kernels_that_fail_are_left_for_the_code_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, layout = layer(), Layout.of(LENGTHS, CPU)
+    row = torch.randn(1, sum(LENGTHS), 32)
+    alone = torch.cat([module(hidden_states=one) for one in row.split(LENGTHS, 1)], 1)
+
+    @functools.wraps(inspect.unwrap(ORIGINAL))
+    def broken(*rows: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return Broken.apply(rows[2]), None  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", broken)
+    monkeypatch.setattr(linear_attention, "find_spec", lambda name: name)
+    on_cpu = functools.partial(reads_packed_rows, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(linear_attention, "reads_packed_rows", lambda one, *_: on_cpu(one))
+    causal = torch.nn.Module()
+    causal.linear_attn = module
+    linear_attention.reset_between_sequences(causal, torch.device("cuda"), torch.bfloat16)
+    assert "RuntimeError: this Triton compiles it wrongly" in caplog.text
+    found = module(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
+    found.sum().backward()
 
 
 def test_kernels_of_gpus_are_refused_on_a_cpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
