@@ -234,6 +234,8 @@ def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.cons
 
 MERGED_ROWS, MERGED_COLUMNS = 8, 256
 """Tile of _add_product, in elements."""
+MERGING_PROGRAMS = 64
+"""Enough to keep PCIe busy, and few enough to leave a GPU to the others that compute there."""
 
 
 def add_product_on_gpu(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
@@ -242,17 +244,24 @@ def add_product_on_gpu(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> T
     `weight` is there, too, or in pinned memory, from which the kernel reads it directly: a copy before each
     launch would wait for other users of the device as often. `scale` is float64 [1].
     """
-    rows, columns = weight.shape
     merged = torch.empty(weight.shape, dtype=weight.dtype, device=a.device)
     with torch.cuda.device(a.device):
-        _add_product[(triton.cdiv(rows, MERGED_ROWS), triton.cdiv(columns, MERGED_COLUMNS))](
-            *(weight, a, b, scale, rows, columns, merged),
-            RANK=a.shape[0],
-            ROWS=MERGED_ROWS,
-            BLOCK=MERGED_COLUMNS,
-            num_warps=4,
-        )
+        launch_add_product(weight, a, b, scale, merged)
     return merged
+
+
+def launch_add_product(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor, merged: Tensor) -> None:
+    """Launch the kernel alone: Triton's interpreter can run it without a GPU."""
+    rows, columns = weight.shape
+    across = triton.cdiv(columns, MERGED_COLUMNS)
+    tiles = triton.cdiv(rows, MERGED_ROWS) * across
+    _add_product[(min(tiles, MERGING_PROGRAMS),)](
+        *(weight, a, b, scale, rows, columns, across, tiles, merged),
+        RANK=a.shape[0],
+        ROWS=MERGED_ROWS,
+        BLOCK=MERGED_COLUMNS,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -263,21 +272,25 @@ def _add_product(
     scale,
     rows,
     columns,
+    across,
+    tiles,
     merged,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = row.to(tl.int64)[:, None] * columns + column[None, :]
-    before = tl.load(weight + at, mask=inside)
-    product = tl.zeros((ROWS, BLOCK), tl.float64)
-    for part in range(RANK):
-        left = tl.load(b + row * RANK + part, mask=row < rows).to(tl.float64)
-        right = tl.load(a + part * columns + column, mask=column < columns).to(tl.float64)
-        product += left[:, None] * right[None, :]
-    product *= tl.load(scale)
-    total = product.to(tl.float32) + before.to(tl.float32)
-    tl.store(merged + at, total.to(merged.dtype.element_ty), mask=inside)
+    """Merge every tile whose number, modulo the number of programs, is this program's; `across` make a row."""
+    factor = tl.load(scale)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        column = (tile % across) * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        before = tl.load(weight + at, mask=inside)
+        product = tl.zeros((ROWS, BLOCK), tl.float64)
+        for part in range(RANK):
+            left = tl.load(b + row * RANK + part, mask=row < rows).to(tl.float64)
+            right = tl.load(a + part * columns + column, mask=column < columns).to(tl.float64)
+            product += left[:, None] * right[None, :]
+        total = (product * factor).to(tl.float32) + before.to(tl.float32)
+        tl.store(merged + at, total.to(merged.dtype.element_ty), mask=inside)

@@ -12,9 +12,9 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,6 +219,7 @@ class WorkerExtension:
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
     _primerl_base: KeptBase | None = None
+    _primerl_stream: torch.cuda.Stream | None = None
     _primerl_routes: tuple[RouteBuffer, RouteShape] | None = None
     primerl_recorder_type: type[Recorder] = Recorder
 
@@ -360,7 +361,7 @@ class WorkerExtension:
         copied.
         """
         device, policy = self.model_runner.device, self._primerl_policy(path)
-        with torch.no_grad():
+        with torch.no_grad(), self._primerl_beside():
             again = self._primerl_loaded and policy.adapted
             tensors = policy.changing(device) if again else policy.tensors(device)
             loaded = self._primerl_scales.loaded(tensors, device)
@@ -407,14 +408,25 @@ class WorkerExtension:
         if not placement.still_holds(dict(self.model_runner.get_model().named_parameters())):
             raise RuntimeError("vLLM has moved its parameters")
         policy, device = self._primerl_policy(path), self.model_runner.device
-        with torch.no_grad():
-            if not torch.cuda.is_available():
-                return _stage(self._primerl_scales, policy, device)
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(stream):
-                staged = _stage(self._primerl_scales, policy, device)
-            stream.synchronize()
-            return staged
+        with torch.no_grad(), self._primerl_beside():
+            return _stage(self._primerl_scales, policy, device)
+
+    @contextmanager
+    def _primerl_beside(self) -> Generator[None]:
+        """Queue what follows on a stream that a GPU prefers to its other work, and wait for it at the end.
+
+        One stream serves all calls: torch keeps memory that was freed on one apart from that of others.
+        """
+        device = self.model_runner.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._primerl_stream is None:
+            self._primerl_stream = torch.cuda.Stream(device, priority=-1)
+        self._primerl_stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._primerl_stream):
+            yield
+        self._primerl_stream.synchronize()
 
     def _primerl_policy(self, path: str) -> PolicyFile:
         if self._primerl_base is None:

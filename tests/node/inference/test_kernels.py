@@ -1,4 +1,4 @@
-"""The kernel that projects states, by Triton's interpreter: it needs no GPU; see gpu/test_boundary_gpu.py."""
+"""Kernels by Triton's interpreter, without a GPU; see gpu/test_boundary_gpu.py and gpu/test_adapters_gpu.py."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 pytestmark = pytest.mark.nightly
 
-PROGRAM = """
+PROJECTION = """
 import torch
 from primerl.node.inference.kernels import launch_project
 from primerl.node.inference.boundary_states import LIMIT, evened
@@ -30,10 +30,33 @@ print("the same")
 """
 
 
-def test_it_projects_as_torch_does() -> None:
+ADAPTERS = """
+import torch
+from primerl.node.inference import kernels
+
+kernels.MERGING_PROGRAMS = 3
+for rows, columns, rank in ((20, 300, 4), (9, 257, 16), (64, 700, 1)):
+    weight, a, b = (torch.randn(shape) for shape in ((rows, columns), (rank, columns), (rows, rank)))
+    found, scale = torch.full_like(weight, 9.0), torch.tensor([0.37], dtype=torch.float64)
+    kernels.launch_add_product(weight, a, b, scale, found)
+    wanted = weight.double() + 0.37 * (b.double() @ a.double())  # bf16 is what the interpreter cannot round
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
+print("the same")
+"""
+
+
+def test_states_are_projected_as_torch_does() -> None:
+    run(PROJECTION)
+
+
+def test_adapters_are_added_to_every_tile_of_a_matrix() -> None:
+    run(ADAPTERS)
+
+
+def run(program: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
