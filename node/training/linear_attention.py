@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.errors import EngineError
 from .attention import HALF, sequence_by_sequence
 from .attention_kernels import CHECKED, NEAR, Layout, relative_error
 
@@ -39,19 +38,13 @@ logger = logging.getLogger(__name__)
 def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Make every such module of `causal` read each sequence of a row separately.
 
-    `device` and `dtype` are where and in what the model will compute. Raises EngineError on a CPU where
-    flash-linear-attention is installed, since transformers uses it there, too.
+    `device` and `dtype` are where and in what the model will compute.
     """
     modules = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
-    if not modules:
-        return
     packed = False
-    if find_spec("fla") is not None:
-        if device.type != "cuda":
-            raise EngineError(
-                "flash-linear-attention computes on a GPU only: set training.device to cuda, or uninstall it"
-            )
-        packed = dtype in HALF and reads_packed_rows(modules[0], device, dtype)
+    if modules and find_spec("fla") is not None:
+        suits = device.type == "cuda" and dtype in HALF
+        packed = suits and reads_packed_rows(modules[0], device, dtype)
         if not packed:
             _compute_without_kernels(modules[0])
     for module in modules:
@@ -62,8 +55,8 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
 def _compute_without_kernels(module: nn.Module) -> None:
     """Let transformers compute the layers of this kind of `module` by its own code, in this process.
 
-    Kernels may refuse: flash-linear-attention 0.6 does in backward on Hopper with Triton 3.4 to 3.7.0, which
-    compile it wrongly.
+    Kernels may refuse: flash-linear-attention 0.6 does on a CPU, and in backward on Hopper with Triton 3.4 to
+    3.7.0, which compile it wrongly.
     """
     code = sys.modules[type(module).__module__]
     setattr(code, RULE, inspect.unwrap(getattr(code, RULE)))

@@ -65,7 +65,7 @@ adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 case $part in
     tests)
-        bench 0 tests-engines pytest $few tests/gpu/test_vllm_gpu.py tests/gpu/test_hosted_gpu.py
+        bench 0 tests-engines pytest $few tests/gpu/test_vllm_gpu.py tests/gpu/test_hosted_gpu.py tests/gpu/test_adapters_gpu.py
         bench 1 tests-trainer pytest $few tests/gpu/test_training_gpu.py tests/gpu/test_boundary_gpu.py tests/gpu/test_noise_gpu.py
         bench 2 tests-families pytest $few tests/gpu/test_families_gpu.py
         ;;
@@ -105,7 +105,8 @@ case $part in
     kernels)
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \
             "packed, 16 sequences" "packed, 16 sequences, torch's flash kernel" "plain loop, tuned"
-        bench 1 kernels-hybrid trainer --shape hybrid --tokens 16384 --steps 3 --rows none "packed, 16 sequences" "plain loop"
+        bench 1 kernels-hybrid trainer --shape hybrid --tokens 16384 --steps 3 \
+            --rows "selective recompute" "packed, 16 sequences" none "plain loop"
         ;;
     run4-4b) bench "$all" run4-4b run --gpus "$gpus" --shape 4b --recompute $whole --logs "$out/run4-4b" ;;
     trainer) bench "$all" trainer trainer --shape 0.6b --ranks 1 2 "$gpus" --rows none "two copies (HSDP)" ;;
