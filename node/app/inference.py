@@ -157,7 +157,7 @@ class FollowedPolicy(PeerNode):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         hosted = self._factories.engine(self._config.engine)
-        engine = adapted(hosted, joined.documents.manifest)
+        engine = adapted(hosted, joined.documents.manifest, joined.base)
         try:
             await self._serve_from(engine, hosted, joined)
         finally:

@@ -19,7 +19,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import AdapterContract, ChunkRef, RunManifest, Ticket
+from ...protocol.manifests import ChunkRef, RunManifest, Ticket
 from ...protocol.messages import (
     GetHeads,
     Hello,
@@ -89,6 +89,8 @@ class JoinedRun:
     model_dir: Path
     """The files of the model contract; no weights."""
     upstreams: Upstreams
+    base: asyncio.Task[None]
+    """Brings the weights of the base into model_dir, if policies are adapters; await it before reading them."""
 
 
 class RunOver(Exception):
@@ -110,6 +112,8 @@ class PeerNode(Node):
         self._name = ""
         self._obstacle = ""
         """Reason why this node has not joined yet; empty once it has."""
+        self._fetching = ""
+        """Files that are being fetched before the first version, and why they do not come; else empty."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
 
@@ -163,8 +167,11 @@ class PeerNode(Node):
                     background.append(tasks.create_task(gossip.run()))
                 try:
                     joined = await self._join(services, ticket, directory)
-                    async with self._monitored(joined.documents):
-                        await self._take_part(joined)
+                    try:
+                        async with self._monitored(joined.documents):
+                            await self._take_part(joined)
+                    finally:
+                        await end_tasks(joined.base)
                     self.farewell = printable(
                         f"the run has ended: {services.heads.ended}", MAX_NAME
                     )
@@ -194,22 +201,19 @@ class PeerNode(Node):
             ", ".join(printable(one.name) for one in run.environments),
             run.max_steps,
         )
-        self._name, self._obstacle = run.name, "fetching the files of the model"
+        self._name, self._obstacle = run.name, ""
         remember(services.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
         services.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
         services.keep_chunks.update(chunk.digest for chunk in chunks)
-        await self._fetch(services, chunks)
+        await self._fetch(services, chunks, "fetching the files of the model")
         model_dir = rundir.write_model_files(run, services.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(services)
-        joined = JoinedRun(services, documents, model_dir, upstreams)
-        if run.adapters is not None:
-            self._obstacle = "fetching the base weights"
-            await self._fetch_base(joined, run.adapters)
-        self._obstacle = ""
-        return joined
+        base = self._fetch_base(services, run, model_dir, upstreams)
+        task = asyncio.create_task(base, name="base weights")
+        return JoinedRun(services, documents, model_dir, upstreams, task)
 
     @asynccontextmanager
     async def _monitored(self, documents: RunDocuments) -> AsyncGenerator[None]:
@@ -247,38 +251,53 @@ class PeerNode(Node):
             await log()
             await asyncio.to_thread(monitors.close)
 
-    async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
+    async def _fetch_base(
+        self, services: NodeServices, run: RunManifest, model_dir: Path, upstreams: Upstreams
+    ) -> None:
         """Fetch the base model of an adapter run, from other workers where they have it."""
-        services, run = joined.services, joined.documents.manifest
-        await self._fetch(services, [adapters.base])
+        if run.adapters is None:
+            return
+        what = "fetching the base weights"
+        await self._fetch(services, [run.adapters.base], what)
         try:
             chunks = await asyncio.to_thread(base_weights.chunks, run, services.store)
             services.keep_chunks.update(chunk.digest for chunk in chunks)
-            await joined.upstreams.ask()
-            await self._fetch(services, chunks, joined.upstreams.nodes)
-            await asyncio.to_thread(base_weights.write, run, services.store, joined.model_dir)
+            await upstreams.ask()
+            await self._fetch(services, chunks, what, upstreams.nodes)
+            self._fetching = "writing the base weights"
+            await asyncio.to_thread(base_weights.write, run, services.store, model_dir)
         except RemoteProtocolError as error:
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
+        finally:
+            self._fetching = ""
 
     async def _fetch(
-        self, services: NodeServices, chunks: Sequence[ChunkRef], neighbours: Sequence[bytes] = ()
+        self,
+        services: NodeServices,
+        chunks: Sequence[ChunkRef],
+        what: str,
+        neighbours: Sequence[bytes] = (),
     ) -> None:
         """Fetch files of the run, again while nobody has them: a trainer that begins again is away.
 
         Raises NetworkError after wait_for_trainer_s, StorageError.
         """
-        wanted, pause, start = self._obstacle, RETRY_S, time.monotonic()
+        pause, start = RETRY_S, time.monotonic()
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
-        while True:
-            try:
-                return await services.fetcher.fetch(chunks, neighbours, services.trainer)
-            except NetworkError as error:
-                if time.monotonic() - start > limit:
-                    raise
-                self._obstacle = f"{wanted}: {error}"
-                logger.info("%s: trying again", self._obstacle)
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, RETRY_MAX_S)
+        self._fetching = what
+        try:
+            while True:
+                try:
+                    return await services.fetcher.fetch(chunks, neighbours, services.trainer)
+                except NetworkError as error:
+                    if time.monotonic() - start > limit:
+                        raise
+                    self._fetching = f"{what}: {error}"
+                    logger.info("%s: trying again", self._fetching)
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, RETRY_MAX_S)
+        finally:
+            self._fetching = ""
 
     async def _hello(self, services: NodeServices, ticket: Ticket) -> RunDocuments:
         """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
@@ -479,7 +498,9 @@ class PeerNode(Node):
 
     def _waits_for(self) -> str:
         """Describe what this node waits for, in peers' words too; empty while it works."""
-        return self._obstacle or (self._weights.waits_for if self._weights else "")
+        return (
+            self._fetching or self._obstacle or (self._weights.waits_for if self._weights else "")
+        )
 
     async def _status(self) -> Status:
         status = self.base_status()

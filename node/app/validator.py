@@ -51,6 +51,7 @@ class ValidatorNode(PeerNode):
                     task.cancel()
 
         try:
+            await joined.base
             await auditor.start(joined.model_dir, run)
             self._role = role
             await self._follow_while(joined, work)

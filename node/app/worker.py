@@ -80,7 +80,7 @@ class WorkerNode(PeerNode):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
             return
-        engine = adapted(self._factories.engine(config), run)
+        engine = adapted(self._factories.engine(config), run, joined.base)
         await self._follow_while(joined, lambda: self.infer(joined, engine, config, everything))
 
     # -- pipelines -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ computed.
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
@@ -24,9 +25,13 @@ logger = logging.getLogger(__name__)
 class AdaptedEngine:
     """Engine wrapper for a run with adapters; loads run one at a time."""
 
-    def __init__(self, engine: Engine, run: RunManifest) -> None:
+    def __init__(
+        self, engine: Engine, run: RunManifest, fetched: Awaitable[None] | None = None
+    ) -> None:
+        """Wrap `engine`; start() waits for `fetched` before it reads the base."""
         self._engine = engine
         self._run = run
+        self._fetched = fetched
         self._base: State | None = None
         self._held: MergedAdapters | None = None
         self._loading = asyncio.Lock()
@@ -37,11 +42,15 @@ class AdaptedEngine:
         return self._engine.policy_version
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """See Engine; `model_dir` also has the weights of the base. Raises EngineError."""
-        digest = self._run.model.base_state
+        """See Engine; `model_dir` also gets the weights of the base. Raises EngineError."""
+
+        async def read() -> State:
+            if self._fetched is not None:
+                await self._fetched
+            return await asyncio.to_thread(read_base, model_dir, self._run.model.base_state)
+
         self._base, _ = await asyncio.gather(
-            asyncio.to_thread(read_base, model_dir, digest),
-            self._engine.start(model_dir, fingerprint=fingerprint),
+            read(), self._engine.start(model_dir, fingerprint=fingerprint)
         )
 
     async def load(self, version: int, state: State) -> None:
@@ -98,10 +107,11 @@ class AdaptedEngine:
         return MergedAdapters(adapters, state), differs
 
 
-def adapted(engine: Engine, run: RunManifest) -> Engine:
+def adapted(engine: Engine, run: RunManifest, fetched: Awaitable[None] | None = None) -> Engine:
     """Wrap `engine`, not started, if `run` has adapters that it does not merge itself.
 
-    vLLM merges adapters itself, on its GPUs.
+    vLLM merges adapters itself, on its GPUs. Either starts while the base is still being `fetched` into the
+    model's directory.
     """
-    merges = isinstance(engine, HostedEngine) and engine.merge_adapters(run)
-    return engine if merges or run.adapters is None else AdaptedEngine(engine, run)
+    merges = isinstance(engine, HostedEngine) and engine.merge_adapters(run, fetched)
+    return engine if merges or run.adapters is None else AdaptedEngine(engine, run, fetched)

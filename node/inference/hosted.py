@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,6 +78,7 @@ class HostedEngine:
         self._in_turn = asyncio.Lock()
         self._fault = UNSTARTED
         self._run: RunManifest | None = None
+        self._fetched: Awaitable[None] | None = None
         """Run whose adapters the engines merge; None if they merge none."""
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -138,17 +139,17 @@ class HostedEngine:
             "%d x %s started in %.1f s", len(environments), self._title, time.monotonic() - began
         )
 
-    def merge_adapters(self, run: RunManifest) -> bool:
+    def merge_adapters(self, run: RunManifest, fetched: Awaitable[None] | None = None) -> bool:
         """Make every engine merge adapters into the base of `run`; call before start().
 
-        The directory given to start() must have the base's files. Returns False if the engine cannot merge
-        adapters.
+        The directory given to start() must have the base's files once `fetched` is done. Returns False if the
+        engine cannot merge adapters.
         """
         merging = self._config.type == "vllm" and self._place is None
         if run.adapters is None or not merging:
             return False
         self._require(UNSTARTED)
-        self._run = run
+        self._run, self._fetched = run, fetched
         return True
 
     async def load(self, version: int, state: State) -> None:
@@ -162,6 +163,8 @@ class HostedEngine:
     async def _read_base(self, model_dir: Path) -> None:
         """Read and prove the base that the engines merge adapters into; keep only its layout."""
         if self._run is not None:
+            if self._fetched is not None:
+                await self._fetched
             self._policy.base = await asyncio.to_thread(read_adapter_base, model_dir, self._run)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:

@@ -1,5 +1,6 @@
 """An engine of a run with adapters: what the engine inside is given, and what it is told has changed."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.adapted import AdaptedEngine, adapted
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.ops.errors import EngineError
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.adapters import PREFIX, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.replica import prove
@@ -105,6 +106,33 @@ async def test_the_engine_inside_is_loaded_with_merged_weights(
     request = GenerateRequest((1,), 1, 1.0, 0, ())
     assert (await engine.generate(request)).policy_first == 3
     assert inner.calls == ["start projection", "load"]
+
+
+@pytest.mark.asyncio
+async def test_the_engine_inside_starts_while_the_base_is_fetched(
+    inner: Inner, tmp_path: Path
+) -> None:
+    fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    engine = AdaptedEngine(inner, RUN, fetched)
+    starting = asyncio.create_task(engine.start(tmp_path))
+    for _ in range(5):  # rounds of the event loop
+        await asyncio.sleep(0)
+    assert inner.calls == ["start "]
+    assert not starting.done()
+    write_checkpoint(tmp_path / "model.safetensors", make_base())
+    fetched.set_result(None)
+    await starting
+    await engine.load(0, make_adapters())
+    assert digests(inner.weights) == whole(make_adapters())
+    await engine.close()
+
+
+@pytest.mark.asyncio
+async def test_a_base_that_cannot_be_fetched_ends_the_start(inner: Inner, tmp_path: Path) -> None:
+    fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    fetched.set_exception(StorageError("the disk is full"))
+    with pytest.raises(StorageError, match="the disk is full"):
+        await AdaptedEngine(inner, RUN, fetched).start(tmp_path)
 
 
 @pytest.mark.asyncio

@@ -101,7 +101,7 @@ async def test_each_version_is_that_of_the_merged_weights_also_in_a_new_process(
     versions = [make_adapters(base, 0, first=True), make_adapters(base, 1), make_adapters(base, 2)]
     config = CONFIG.model_copy(update={"quantization": quantization})
     whole = HostedEngine(config)
-    engine = adapted(HostedEngine(config), run)
+    engine = adapted(HostedEngine(config), run, asyncio.sleep(0.5))  # while vLLM starts
     assert isinstance(engine, HostedEngine)
     try:
         await asyncio.gather(engine.start(case.model_dir), whole.start(case.model_dir))
