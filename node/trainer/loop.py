@@ -283,6 +283,8 @@ class TrainerRole:
         self._baselines = state.baselines
         progress = self.progress
         progress.verified_up_to = state.verified_up_to
+        used = frozenset(state.used)
+        progress.used = {one.arrival: one.node for one in arrived if one.arrival in used}
         progress.history = list(state.history)
         progress.staleness_history = list(state.staleness_history)
         progress.staleness_max = state.staleness_max
@@ -588,7 +590,8 @@ class TrainerRole:
         progress = self.progress
         state = TrainerState(
             tasks=positions(book, self._environments),
-            verified_up_to=self.progress.verified_up_to,
+            verified_up_to=progress.verified_up_to,
+            used=sorted(progress.used),
             history=progress.history,
             staleness_history=progress.staleness_history,
             staleness_max=progress.staleness_max,

@@ -125,13 +125,14 @@ class LeaseDemand:
         return book.leased(newcomers=not book.staffed(time.time())) + self._unjudged()
 
     def _unjudged(self) -> Counter[bytes]:
-        """Count at most the groups not judged yet, by worker; newcomers as in coming()."""
+        """Count at most the groups not verified yet, by worker; newcomers as in coming()."""
+        used = Counter(self._progress.used.values())
         staffed = self._book.staffed(time.time())
         ledger = self._registry.services.ledger
         counted = Counter[bytes]()
         for node, submissions in ledger.waiting_by_node(self._progress.verified_up_to).items():
             if not staffed or self._registry.proven(node):
-                counted[node] = submissions * self._config.rollouts.groups_per_lease
+                counted[node] = (submissions - used[node]) * self._config.rollouts.groups_per_lease
         return counted
 
 

@@ -69,6 +69,8 @@ class Progress:
     """Whether a batch is being trained now."""
     verified_up_to: int = 0
     """Arrival number of the last submission that was judged."""
+    used: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Workers of later submissions whose work is used already, by arrival number."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Seconds by phase."""
     reward: float | None = None
@@ -127,7 +129,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, TaskPosition] = {}
     """Positions by the environment's name."""
     verified_up_to: int
-    """Arrival number of the last submission that the buffer or the model already contains."""
+    """Arrival number of the last submission that was judged: buffer or model contain it and those before."""
+    used: list[int] = []
+    """Arrival numbers of the later ones that they contain, too."""
     history: list[tuple[int, float]]
     accepted: int
     rejected: dict[str, int]

@@ -1,7 +1,9 @@
-"""Receive submissions, verify each once, and judge them in order of arrival.
+"""Receive submissions, verify each once, use its work, and judge them in order of arrival.
 
 Invariants: a submission is in the ledger before its receipt is signed. Several are verified at a time, as one
-waits for an auditor while the next is checked; each gets a signed verdict, and none can stall the trainer.
+waits for an auditor while the next is checked; each gets a signed verdict, and none can stall the trainer. The
+work of one that is verified is used at once, though an earlier one may still be audited: verdicts, and the
+evidence about workers, are in order of arrival.
 """
 
 import asyncio
@@ -43,8 +45,10 @@ RECEIPT_TTL_S = VERDICT_TTL_S = 7 * 86400
 CAPACITY = 64
 """Submissions that may wait for verification; further ones are asked to retry."""
 CONCURRENT_CHECKS = 16
-"""Submissions verified at a time; their audits are made together. Evidence from one affects the audits of those
-that start later."""
+"""Submissions verified at a time; their audits are made together."""
+UNJUDGED = 2 * CONCURRENT_CHECKS
+"""Most submissions that have begun to be verified and are not judged. Evidence from one affects the audits of
+those that begin after it was judged."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,6 @@ class PendingVerification:
     """A submission that is being verified."""
 
     arrived: QueuedSubmission
-    submission: Submission
     lease: Lease
     before: bytes | None
     """Sealed verdict from before the trainer was killed."""
@@ -60,7 +63,7 @@ class PendingVerification:
 
 
 class VerificationQueue:
-    """Verifies submissions and judges them in order of arrival; subclasses use the work."""
+    """Verifies submissions, and judges them in order of arrival; subclasses use the work."""
 
     def __init__(
         self,
@@ -88,14 +91,14 @@ class VerificationQueue:
         self._room = asyncio.Semaphore(CONCURRENT_CHECKS)
         self._counted_up_to = self._ledger.judged_up_to()
         """Arrival number of the last submission that was judged, and counted, before this start."""
-        self._taken_up_to = 0
+        self._begun_up_to = 0
         """Arrival number of the last submission whose verification began."""
         self.grown = asyncio.Condition()
-        """Notified after every judgement."""
+        """Notified whenever work was used."""
         self.epoch = ChainEpoch()
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
-        """Use the work of a judged submission of `node`."""
+        """Use the work of a verified submission of `node`."""
         raise NotImplementedError
 
     @property
@@ -113,12 +116,14 @@ class VerificationQueue:
         self._arrivals.put_nowait(arrived)
 
     def waiting(self) -> int:
-        """Count the submissions that are not judged yet."""
+        """Count the submissions that are not verified yet."""
         return self._verifying + self._arrivals.qsize()
 
     async def run(self) -> None:
         """Verify the submissions left from before, then new ones, until cancelled."""
-        begun: asyncio.Queue[PendingVerification] = asyncio.Queue()
+        begun: asyncio.Queue[PendingVerification] = asyncio.Queue(
+            UNJUDGED - 2
+        )  # one is judged, one is put
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._judge_all(begun))
@@ -136,46 +141,58 @@ class VerificationQueue:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Start to verify a submission, as soon as there is room."""
-        if arrived.arrival <= max(self.progress.verified_up_to, self._taken_up_to):
+        if arrived.arrival <= max(self.progress.verified_up_to, self._begun_up_to):
             return
-        self._taken_up_to = arrived.arrival
+        self._begun_up_to = arrived.arrival
         self._verifying += 1
         await self._room.acquire()
         before = self._ledger.verdict_on(arrived.arrival)
         submission, lease = self.open(arrived)
-        verifying = tasks.create_task(self._verify(arrived, submission, lease, before))
-        begun.put_nowait(PendingVerification(arrived, submission, lease, before, verifying))
+        verifying = tasks.create_task(self._use(arrived, submission, lease, before))
+        await begun.put(PendingVerification(arrived, lease, before, verifying))
+
+    async def _use(
+        self, arrived: QueuedSubmission, submission: Submission, lease: Lease, before: bytes | None
+    ) -> Verified:
+        """Verify a submission and use its work, exactly once; wake the trainer and lease requests."""
+        verified = await self._verify(arrived, submission, lease, before)
+        self._verifying -= 1
+        self._room.release()
+        progress = self.progress
+        if arrived.arrival not in progress.used:
+            environment, reasons = self._environment(lease), verified.reasons()
+            progress.received += verified.verdict.accepted + sum(reasons.values())
+            progress.accepted += verified.verdict.accepted
+            progress.accepted_of[environment] += verified.verdict.accepted
+            progress.rejected_of[environment] += sum(reasons.values())
+            progress.rejected.update({reason.value: count for reason, count in reasons.items()})
+            self.take(arrived.node, submission, lease, verified)
+            progress.used[arrived.arrival] = arrived.node
+        await self._tell()
+        return verified
+
+    async def _tell(self) -> None:
+        async with self.grown:
+            self.grown.notify_all()
+        await self._scheduler.work_changed()
 
     async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
-        """Judge the verified submissions in order of arrival; wake the trainer and lease requests."""
+        """Judge the verified submissions in order of arrival."""
         while True:
             one = await begun.get()
-            verified = await one.verifying
-            self._verifying -= 1
-            self._room.release()
-            self._judge(one, verified)
-            async with self.grown:
-                self.grown.notify_all()
-            await self._scheduler.work_changed()
+            self._judge(one, await one.verifying)
+            await self._tell()
 
     def _judge(self, one: PendingVerification, verified: Verified) -> None:
-        """Count a submission, exactly once across restarts of the trainer, and use its work."""
+        """Count the evidence of a submission, exactly once across restarts of the trainer."""
         arrived = one.arrived
         self.progress.verified_up_to = arrived.arrival
+        del self.progress.used[arrived.arrival]
         measured = MeasuredRows()
-        environment = self._environment(one.lease)
         if arrived.arrival > self._counted_up_to:
-            self._remember(arrived.node, environment, verified)
+            self._remember(arrived.node, self._environment(one.lease), verified)
             measured = self._bounds.judged(arrived.node, verified)
         self._note_rewards(arrived.node, verified)
-        reasons = verified.reasons()
-        progress = self.progress
-        progress.received += verified.verdict.accepted + sum(reasons.values())
-        progress.accepted += verified.verdict.accepted
-        progress.accepted_of[environment] += verified.verdict.accepted
-        progress.rejected_of[environment] += sum(reasons.values())
-        progress.rejected.update({reason.value: count for reason, count in reasons.items()})
-        self.take(arrived.node, one.submission, one.lease, verified)
         self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
 
     def _environment(self, lease: Lease) -> str:

@@ -260,6 +260,15 @@ async def test_what_is_in_verification_is_waited_for_too(tmp_path: Path) -> None
         assert swarm.recorder.batches == [{A[0]: 8}] * 3
 
 
+async def test_what_is_used_and_waits_to_be_judged_is_not_waited_for(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        arrival = swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", b"receipt")
+        swarm.progress.used = {arrival: B}
+        swarm.deliver(A, 30)
+        await swarm.judged()
+        assert swarm.recorder.batches == [{A[0]: 8}] * 3
+
+
 async def test_a_worker_alone_fills_its_batches(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         for done in range(1, 4):
@@ -435,6 +444,23 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
     mixed.identity = "others"
     with pytest.raises(UsageError, match="not those that the run began with"):
         await TrainerRole(*made.role_parts).restore(2, parts)
+    made.close()
+
+
+async def test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains(tmp_path: Path) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    names = [digest(bytes([number])) for number in range(3)]
+    arrivals = [made.ledger.receive(one, at, B, b"sealed", one) for at, one in enumerate(names)]
+    made.progress.verified_up_to, made.progress.used = arrivals[0], {arrivals[2]: B}
+    role = TrainerRole(*made.role_parts)
+    await role.checkpoint(1)
+    parts = await role.checkpoints.read(1)
+    made.progress.verified_up_to, made.progress.used = 0, {}
+    lease = SimpleNamespace(environment=0, tasks=())
+    cast(Any, made.queue).open = lambda _: (None, lease)
+    await TrainerRole(*made.role_parts).restore(1, parts)
+    assert made.progress.verified_up_to == arrivals[0]
+    assert made.progress.used == {arrivals[2]: B}
     made.close()
 
 

@@ -21,7 +21,7 @@ from primerl.node.ops.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.trainer.state import Progress
-from primerl.node.trainer.submissions import CONCURRENT_CHECKS, SubmissionQueue
+from primerl.node.trainer.submissions import CONCURRENT_CHECKS, UNJUDGED, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.training.curriculum import Curriculum
 from primerl.node.verification.self_calibration import AuditConditions
@@ -93,7 +93,15 @@ WORDS = range(100, 200)
 
 
 class Opened(SubmissionQueue):
-    """Every submission of it is an empty one."""
+    """Every submission of it is an empty one; notes whose work was used."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.taken: list[int] = []
+
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+        self.taken.append(int.from_bytes(verified.verdict.submission, "big"))
+        super().take(node, submission, lease, verified)
 
     def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
         lease = MIXED_LEASE if arrived.arrival in WORDS else LEASE
@@ -198,10 +206,50 @@ async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> Non
         await until(lambda: world.auditor.begun == [1, 2, 3])
         world.auditor.let_go([3, 2])
         await asyncio.sleep(0.02)
-        assert (world.judged, world.queue.waiting(), world.progress.verified_up_to) == ([], 3, 0)
+        assert (world.judged, world.queue.waiting(), world.progress.verified_up_to) == ([], 1, 0)
         world.auditor.let_go([1])
         await world.judged_are([1, 2, 3])
     assert (world.queue.waiting(), world.progress.accepted) == (0, 3)
+
+
+async def test_work_that_is_verified_is_used_while_an_earlier_submission_is_audited() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.queue.put(arrived(number))
+    async with running(world):
+        world.auditor.let_go([3, 2])
+        await until(lambda: world.progress.accepted == 2)
+        assert (world.judged, world.queue.waiting(), world.progress.verified_up_to) == ([], 1, 0)
+        assert world.progress.used == dict.fromkeys((2, 3), WORKER)
+        assert sorted(world.queue.taken) == [2, 3]
+        world.auditor.let_go([1])
+        await world.judged_are([1, 2, 3])
+    assert world.queue.taken[2:] == [1]
+    assert world.progress.used == {}
+
+
+async def test_work_that_a_checkpoint_contains_is_judged_and_not_used_again() -> None:
+    world = World(before=[4, 5, 6])
+    world.progress.verified_up_to, world.progress.used = 3, {5: WORKER}
+    world.auditor.let_go([4, 5, 6])
+    async with running(world):
+        await world.judged_are([4, 5, 6])
+    assert world.queue.taken == [4, 6]
+    assert (world.progress.accepted, world.progress.used) == (2, {})
+
+
+async def test_no_more_are_begun_ahead_of_the_oldest_than_evidence_may_lag_behind() -> None:
+    world = World()
+    for number in range(1, UNJUDGED + 10):
+        world.queue.put(arrived(number))
+    world.auditor.let_go(range(2, UNJUDGED + 10))
+    async with running(world):
+        await until(lambda: len(world.queue.taken) == UNJUDGED - 1)
+        await asyncio.sleep(0.02)
+        assert sorted(world.auditor.begun) == list(range(1, UNJUDGED + 1))
+        assert world.judged == []
+        world.auditor.let_go([1])
+        await world.judged_are(list(range(1, UNJUDGED + 10)))
 
 
 async def test_a_bundle_that_is_refused_counts_for_the_environment_of_its_lease() -> None:
