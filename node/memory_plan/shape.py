@@ -12,6 +12,7 @@ from typing import Any
 from ..ops.errors import EngineError
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by its ranks
+CHUNK = 64  # tokens that linear attention reads together
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,36 @@ class LinearAttention:
         decay = 2 * self.value_heads
         return inputs + self._mixed * self.kernel + decay + self.value_dim + values * hidden
 
+    def kept_bytes(self, element: int, *, kernels: bool) -> int:
+        """Return the bytes per token that one layer's module saves for backward, beside its input.
+
+        `element`: bytes of an element of its input. With `kernels` flash-linear-attention computes the delta
+        rule, else torch operations of transformers, which save everything in fp32, and a state for each chunk.
+        Both read as many heads of queries and keys as of values.
+        """
+        keys, values = self.key_dim, self.value_dim
+        single = (
+            3 * values + 10
+        )  # fp32, a head: the last norm's input, its gate twice; decays and rates
+        given = 3 * values  # in the dtype of the input, a head: that norm's results, and the output
+        if kernels:
+            given += 2 * keys + values + CHUNK  # normalized, and the inverse of a chunk's matrix
+        else:
+            # queries 3 times, keys 5 times, values 3 times, products within a chunk 5 times, the state
+            single += 8 * keys + 3 * values + 5 * CHUNK + keys * values // CHUNK
+            if element == 4:  # copies where lengths are whole chunks
+                single += 4 * keys + values
+        convolved = 2 * self._mixed * element
+        return self.value_heads * (4 * single + element * given) + convolved
+
+    def backward_bytes(self, element: int) -> int:
+        """Return the bytes per token that flash-linear-attention allocates in one layer's backward pass.
+
+        It computes the states of all chunks again, and has 4 tensors like keys and 4 like values.
+        """
+        state = 2 * self.key_dim * self.value_dim // CHUNK
+        return self.value_heads * element * (4 * (self.key_dim + self.value_dim) + state)
+
     @property
     def _mixed(self) -> int:
         """Elements of queries, keys and values."""
@@ -130,6 +161,11 @@ class ModelShape:
     def attention_width(self) -> int:
         """Elements of a token's queries, and of the attention output: heads x head size."""
         return self.heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention's output is multiplied by a gate of its size."""
+        return self._family.gated
 
     @property
     def kv_width(self) -> int:
