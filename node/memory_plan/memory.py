@@ -17,6 +17,7 @@ from typing import Literal
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
+from ..models.architectures import text_config
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, visible_memory
@@ -589,9 +590,9 @@ def _trained(config: TrainingConfig, shape: ModelShape) -> int:
 def _reference(config: TrainingConfig, shape: ModelShape) -> int:
     """Return the number of parameters of the reference policy. Raises EngineError."""
     teacher = config.loss.reference
-    return (
-        read_shape(read_json(teacher / "config.json")).parameters if teacher else shape.parameters
-    )
+    if teacher is None:
+        return shape.parameters
+    return read_shape(text_config(read_json(teacher / "config.json"))).parameters
 
 
 def _resident(

@@ -34,6 +34,7 @@ from primerl.node.memory_plan.memory import (
 )
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import text_config
 from primerl.node.ops.errors import UsageError
 from primerl.node.ops.gpus import GpuMemory
 
@@ -589,6 +590,12 @@ def test_a_teacher_takes_the_room_of_its_own_size(tmp_path: Path) -> None:
 
     assert reference() == 2 * LARGE.parameters
     assert reference(reference=tmp_path) == 2 * read_shape(made).parameters
+    text = {"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048}
+    outer = {"model_type": "gemma3", "text_config": text}  # transformers knows the other sizes
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    taught = read_shape(text_config(outer))
+    assert (taught.hidden, taught.layers) == (640, 26)
+    assert reference(reference=tmp_path) == 2 * taught.parameters
 
 
 def test_adapters_need_moments_of_their_own_only() -> None:
