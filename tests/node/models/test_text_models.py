@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,45 @@ def test_a_full_disk_says_so_and_leaves_nothing_half_written(tmp_path: Path, cac
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [one for one in cache.rglob("*") if one.is_file()]
+
+
+WRITER = """
+import os, sys, tempfile
+from pathlib import Path
+from primerl.node.models import text_models
+
+partial = tempfile.mkdtemp(prefix=".whole.", dir=sys.argv[1])
+Path(partial, "model.safetensors").write_bytes(b"half")
+os.utime(partial, (1, 1))
+assert text_models.try_lock(os.open(partial, os.O_RDONLY))
+print(partial, flush=True)
+sys.stdin.read()
+"""
+"""A process that writes a text model since 1970."""
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_one(
+    tmp_path: Path, cache: Path
+) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    models = huggingface.resolve(str(tmp_path / "whole")).parent
+    new = models / ".new"
+    new.mkdir()
+    command = [sys.executable, "-c", WRITER, str(models)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as writer:
+        assert writer.stdout is not None
+        partial = Path(writer.stdout.readline().strip())
+        assert partial.parent == models
+        os.utime(tmp_path / "whole" / "model.safetensors", ns=(1, 1))
+        huggingface.resolve(str(tmp_path / "whole"))
+        assert (partial / "model.safetensors").exists(), "it is still written"
+        writer.kill()
+    os.utime(tmp_path / "whole" / "model.safetensors", ns=(2, 2))
+    found = huggingface.resolve(str(tmp_path / "whole"))
+    assert not partial.exists()
+    assert new.is_dir(), "its process may be about to lock it"
+    assert len(list(models.glob("whole-*/config.json"))) == 3, "text models stay"
+    assert huggingface.load_model(found)
 
 
 @pytest.mark.parametrize(
