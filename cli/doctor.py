@@ -147,7 +147,7 @@ def _show_checks(checks: "Sequence[MachineCheck]") -> None:
 
 def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> None:
     """Print the memory of the worker and the trainer, and whether they fit."""
-    from ..node.memory_plan.memory import gib
+    from ..node.memory_plan.memory import gib, smaller_learner
     from .tables import write
 
     sort = f"{shape.experts} experts" if shape.experts else "dense"
@@ -178,6 +178,7 @@ def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> N
         worker.verdict,
     )
     left = plan.room - plan.learner.total
+    smaller = smaller_learner(training, shape, gpu=worker.device.kind == "cuda")
     _show_memory(
         f"TRAINER: {training.seq_len} tokens a row, recompute {training.activation_checkpointing}",
         [
@@ -185,7 +186,7 @@ def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> N
             *_rows(plan.beside, "beside: "),
             ("[bold]at its worst moment[/]", plan.learner.total + plan.beside.total, ""),
         ],
-        f"fits, {gib(left)} left" if left >= 0 else f"does not fit: {gib(-left)} short",
+        f"fits, {gib(left)} left" if left >= 0 else f"does not fit: {gib(-left)} short: {smaller}",
     )
     if plan.share is not None:
         rest = f"{plan.share:.0%} of it" if plan.share else "nothing"

@@ -10,6 +10,7 @@ from ...protocol.manifests import (
 )
 from ..config.run import RunConfig
 from ..config.sft import SftConfig
+from ..config.training import TrainingConfig
 from ..models import base_weights
 from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
@@ -61,6 +62,18 @@ async def prepare_model(config: RunConfig | SftConfig, directory: Path) -> Path:
     if not (directory / "config.json").exists():
         await asyncio.to_thread(huggingface.create, directory, config.model.create, config.seed)
     return directory
+
+
+async def prepare_teacher(training: TrainingConfig) -> None:
+    """Write the text model of the loss's teacher, if it is one that also reads images.
+
+    Each rank looks for it: here it is made once, before they start. Raises EngineError, StorageError.
+    """
+    from ..models import huggingface
+
+    teacher = training.loss.reference
+    if teacher is not None:
+        await asyncio.to_thread(huggingface.text_directory, teacher)
 
 
 def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:

@@ -284,6 +284,7 @@ class TrainerNode(IssuingNode):
             check_mixed(self._config.training.sft)
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
+            await rundir.prepare_teacher(self._config.training)
             # The manifest names the run, and the run names the discovery topic: so it comes first.
             store = open_store(self._config, self.data_dir)
             documents = await run_manifest.documents(

@@ -196,7 +196,6 @@ def check_keeps(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     """
     if not config.keep_kv_cache:
         return
-    shape = _text_part(shape)
     windows = shape.get("sliding_window") and shape.get("use_sliding_window") is not False
     kinds = {
         "has sliding windows": windows or "sliding_attention" in (shape.get("layer_types") or ()),
@@ -218,7 +217,6 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
         raise UsageError(
             "FP8 products on a GPU are rounded to bfloat16: set engine.dtype to bfloat16"
         )
-    shape = _text_part(shape)
     kinds = {
         "is a mixture of experts": has_experts(shape),
         "is of linear attention": has_linear_attention(shape),
@@ -226,12 +224,6 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     }
     why = "whose weights FP8 rollouts do not quantize yet: leave engine.quantization out"
     _refuse_any(kinds, why)
-
-
-def _text_part(shape: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that is about text, of a model that reads images, too."""
-    text = shape.get("text_config")
-    return text if isinstance(text, Mapping) else shape
 
 
 def _refuse_any(kinds: Mapping[str, object], why: str) -> None:

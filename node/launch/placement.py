@@ -17,6 +17,7 @@ from ..memory_plan.memory import (
     gib,
     plan_engine,
     plan_trainer,
+    smaller_learner,
     with_fitting_auditor,
     worker_share,
 )
@@ -176,9 +177,10 @@ def planned_shares(
     left = worker_share(fitting, shape, gpu)
     workers = min(MOST, (1 - KEPT_FREE) * left)
     if workers < LEAST:
+        smaller = smaller_learner(config.training, shape, gpu=True)
         raise UsageError(
             "trainer and vLLM worker do not fit on one GPU (`primerl-node doctor` has the plan): use two, "
-            "a smaller model, or training.optimizer_offload; to try it all the same, set "
+            f"a smaller model, or training.optimizer_offload; or {smaller}; to try it all the same, set "
             "engine.vllm.gpu_memory_utilization"
         )
     # torch counts its own memory only

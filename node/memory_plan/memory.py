@@ -10,12 +10,14 @@ with real runs.
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
+from ..models.architectures import text_config
 from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, visible_memory
@@ -61,6 +63,8 @@ LOGITS_BUFFERS = (
     3  # logits of a chunk, their gradient, and as much for what packed steps need beside them
 )
 ALLOCATOR_SLACK = 0.05
+PADDING = 2
+"""Most tokens per token of a row, its sequences padded to the longest (LOOSE in training/attention.py)."""
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
@@ -482,28 +486,27 @@ class LearnerMemory:
 
 
 def plan_learner(
-    config: TrainingConfig, shape: ModelShape, *, gpu: bool, ranks: int = 1, exports: bool = True
+    config: TrainingConfig,
+    shape: ModelShape,
+    *,
+    gpu: bool,
+    ranks: int = 1,
+    exports: bool = True,
+    kernels: bool | None = None,
 ) -> LearnerMemory:
     """Predict the memory of a learner sharded over `ranks` GPUs.
 
-    `exports`: it publishes versions.
+    `exports`: it publishes versions. `kernels`: flash-linear-attention is installed there; None: as here.
     """
     half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
     element = 2 if half else 4
     tokens = -(-config.seq_len // config.context_parallel)
-    how = config.activation_checkpointing
-    compiled = config.compile if config.compile is not None else gpu
-    layer = tokens * _kept_elements(shape, compiled) * element
-    kept = shape.layers * layer
-    if how != "none":
-        width = shape.hidden + (shape.attention_width if how == "selective" else 0)
-        kept = shape.layers * tokens * width * element
+    kept, layer = _kept(config, shape, element, gpu=gpu, kernels=has_linear_kernels(gpu, kernels))
     rows = min(tokens, config.head_chunk)
     logits = LOGITS_BUFFERS * rows * shape.vocabulary * element
     if not gpu:
         logits += 2 * rows * shape.vocabulary * 4  # not compiled: in fp32 too
     head = 0 if config.lora else (4 + element) * shape.embedding
-    again = "a layer" if how == "none" else "a layer, computed again"
 
     def slack(moving: int) -> MemoryItem:
         return MemoryItem("allocator slack", int(ALLOCATOR_SLACK * moving * gpu), "", True)
@@ -511,21 +514,68 @@ def plan_learner(
     gradients = 4 * _trained(config, shape) // ranks
     return LearnerMemory(
         _resident(config, shape, gpu, ranks, exports),
-        MemoryBreakdown.of(
+        kept
+        + MemoryBreakdown.of(
             [
-                MemoryItem("kept for backward", kept, f"{tokens} tokens, recompute: {how}"),
                 MemoryItem("logits", logits, f"{LOGITS_BUFFERS} x {rows} tokens"),
                 MemoryItem("hidden states and gradient", 2 * tokens * shape.hidden * element),
                 MemoryItem("gradient of the head", head, "fp32 sums"),
-                slack(kept + logits),
+                slack(kept.total + logits),
+            ]
+        ),
+        MemoryBreakdown.of([MemoryItem("gradients", gradients, "fp32")])
+        + layer
+        + MemoryBreakdown.of([slack(layer.total)]),
+    )
+
+
+def has_linear_kernels(gpu: bool, kernels: bool | None = None) -> bool:
+    """Return whether flash-linear-attention, which needs a GPU, computes linear attention.
+
+    `kernels`: it is installed; None: look for it here.
+    """
+    return gpu and (find_spec("fla") is not None if kernels is None else kernels)
+
+
+def _kept(
+    config: TrainingConfig, shape: ModelShape, element: int, *, gpu: bool, kernels: bool
+) -> tuple[MemoryBreakdown, MemoryBreakdown]:
+    """List what all layers keep for backward, and what the largest one takes at its end."""
+    tokens = -(-config.seq_len // config.context_parallel)
+    how = config.activation_checkpointing
+    compiled = config.compile if config.compile is not None else gpu
+    linear = shape.linear
+    full = shape.layers - linear.layers
+    attention = tokens * _kept_elements(shape, compiled) * element
+    # a recomputed layer with a graph break is not compiled at all
+    others = tokens * _unmixed_elements(shape, compiled and how == "none") * element
+    module = tokens * linear.kept_bytes(element, kernels=kernels)
+    detail = f"{'by' if kernels else 'without'} flash-linear-attention"
+    padding = 0 if kernels else PADDING - 1
+    to_longest = "if a row's sequences are padded to the longest"
+    again, modules = "a layer", linear.layers
+    kept = full * attention + linear.layers * others
+    if how != "none":
+        again, modules = "a layer, computed again", 0
+        width = shape.layers * shape.hidden + (how == "selective") * full * shape.attention_width
+        kept = tokens * width * element
+    largest = max(attention, others + module) if linear.layers else attention
+    mixing = module if largest > attention else 0
+    gradients = max(largest // 4, tokens * linear.backward_bytes(element) * kernels)
+    return (
+        MemoryBreakdown.of(
+            [
+                MemoryItem("kept for backward", kept, f"{tokens} tokens, recompute: {how}"),
+                MemoryItem("of linear attention", modules * module, f"{modules} layers, {detail}"),
+                MemoryItem("of its padding, at most", modules * module * padding, to_longest, True),
             ]
         ),
         MemoryBreakdown.of(
             [
-                MemoryItem("gradients", gradients, "fp32"),
-                MemoryItem(again, layer, f"{tokens} tokens"),
-                MemoryItem("its gradients", layer // 4, "", True),
-                slack(layer),
+                MemoryItem(again, largest - mixing, f"{tokens} tokens"),
+                MemoryItem("of linear attention", mixing, detail),
+                MemoryItem("of its padding, at most", mixing * padding, to_longest, True),
+                MemoryItem("its gradients", gradients, "", True),
             ]
         ),
     )
@@ -540,9 +590,9 @@ def _trained(config: TrainingConfig, shape: ModelShape) -> int:
 def _reference(config: TrainingConfig, shape: ModelShape) -> int:
     """Return the number of parameters of the reference policy. Raises EngineError."""
     teacher = config.loss.reference
-    return (
-        read_shape(read_json(teacher / "config.json")).parameters if teacher else shape.parameters
-    )
+    if teacher is None:
+        return shape.parameters
+    return read_shape(text_config(read_json(teacher / "config.json"))).parameters
 
 
 def _resident(
@@ -575,19 +625,47 @@ def _resident(
 
 
 def _kept_elements(shape: ModelShape, compiled: bool) -> int:
-    """Return the elements per token that one layer saves for backward.
+    """Return the elements per token that one layer of attention saves for backward.
 
-    Compiled: its input, both norms' outputs and the sum between them, queries and keys before and after norm
-    and rotation, values, the attention output, gate, up and their product. Not compiled: also each norm's input
-    in fp32 and its normalized value, and the gate's activation.
+    Compiled: queries and keys before and after norm and rotation, values, the attention output and its gate.
+    Not compiled: also the norms' input in fp32 and normalized value, the gate's activation and the product.
     """
-    hidden, queries, keys = shape.hidden, shape.attention_width, shape.kv_width
+    queries, keys = shape.attention_width, shape.kv_width
+    kept = 2 * (queries + keys) + keys + queries + shape.gated * queries
+    if not compiled:
+        kept += 2 * (queries + keys) + 2 * shape.gated * queries
+    return kept + _unmixed_elements(shape, compiled)
+
+
+def _unmixed_elements(shape: ModelShape, compiled: bool) -> int:
+    """Return the elements per token that one layer saves for backward, without attention.
+
+    Compiled: its input, both norms' outputs and the sum between them, gate, up and their product. Not compiled:
+    also each norm's input in fp32 and its normalized value, and the gate's activation.
+    """
     width = shape.intermediate
     if shape.experts and shape.sparse_layers:
         routed = shape.experts_per_token * (3 * shape.expert_width + shape.hidden)
         width = (routed + 3 * shape.shared_width) // 3
-    kept = 4 * hidden + 2 * (queries + keys) + keys + queries + 3 * width
-    return kept if compiled else kept + 6 * hidden + 2 * (queries + keys) + width
+    kept = 4 * shape.hidden + 3 * width
+    return kept if compiled else kept + 6 * shape.hidden + width
+
+
+def smaller_learner(
+    config: TrainingConfig, shape: ModelShape, *, gpu: bool, kernels: bool | None = None
+) -> str:
+    """Return as advice the settings with which a learner takes less memory.
+
+    `kernels`: flash-linear-attention is installed there; None: as here.
+    """
+    stronger = {"none": '"selective" or "full"', "selective": '"full"'}
+    ways = ["training.seq_len lower"]
+    if found := stronger.get(config.activation_checkpointing):
+        ways.insert(0, f"training.activation_checkpointing to {found}")
+    advice = f"set {' or '.join(ways)}"
+    if gpu and shape.linear.layers and not has_linear_kernels(gpu, kernels):
+        advice += ", or install the extra `flash`"
+    return advice
 
 
 def plan_trainer(

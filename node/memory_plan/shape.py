@@ -12,6 +12,7 @@ from typing import Any
 from ..ops.errors import EngineError
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by its ranks
+CHUNK = 64  # tokens that linear attention reads together
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,36 @@ class LinearAttention:
         decay = 2 * self.value_heads
         return inputs + self._mixed * self.kernel + decay + self.value_dim + values * hidden
 
+    def kept_bytes(self, element: int, *, kernels: bool) -> int:
+        """Return the bytes per token that one layer's module saves for backward, beside its input.
+
+        `element`: bytes of an element of its input. With `kernels` flash-linear-attention computes the delta
+        rule, else torch operations of transformers, which save everything in fp32, and a state for each chunk.
+        Both read as many heads of queries and keys as of values.
+        """
+        keys, values = self.key_dim, self.value_dim
+        single = (
+            3 * values + 10
+        )  # fp32, a head: the last norm's input, its gate twice; decays and rates
+        given = 3 * values  # in the dtype of the input, a head: that norm's results, and the output
+        if kernels:
+            given += 2 * keys + values + CHUNK  # normalized, and the inverse of a chunk's matrix
+        else:
+            # queries 3 times, keys 5 times, values 3 times, products within a chunk 5 times, the state
+            single += 8 * keys + 3 * values + 5 * CHUNK + keys * values // CHUNK
+            if element == 4:  # copies where lengths are whole chunks
+                single += 4 * keys + values
+        convolved = 2 * self._mixed * element
+        return self.value_heads * (4 * single + element * given) + convolved
+
+    def backward_bytes(self, element: int) -> int:
+        """Return the bytes per token that flash-linear-attention allocates in one layer's backward pass.
+
+        It computes the states of all chunks again, and has 4 tensors like keys and 4 like values.
+        """
+        state = 2 * self.key_dim * self.value_dim // CHUNK
+        return self.value_heads * element * (4 * (self.key_dim + self.value_dim) + state)
+
     @property
     def _mixed(self) -> int:
         """Elements of queries, keys and values."""
@@ -130,6 +161,11 @@ class ModelShape:
     def attention_width(self) -> int:
         """Elements of a token's queries, and of the attention output: heads x head size."""
         return self.heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention's output is multiplied by a gate of its size."""
+        return self._family.gated
 
     @property
     def kv_width(self) -> int:
@@ -211,85 +247,84 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Read a model's shape from its config.json; for a multimodal model, that of its text part.
+    """Read a model's shape from its config.json.
 
     Raises EngineError unless it is a causal language model whose cache consists of keys and values, and of
-    states of gated linear attention.
+    states of gated linear attention. Of a model that also reads images pass the text model's
+    (architectures.text_config).
     """
-    inner = config.get("text_config")
-    text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
-    if text.get("kv_lora_rank") or text.get("ssm_cfg"):
+    if config.get("kv_lora_rank") or config.get("ssm_cfg"):
         raise EngineError(
-            f"memory cannot be planned for {text.get('model_type')!r}, whose cache is not plain keys and "
+            f"memory cannot be planned for {config.get('model_type')!r}, whose cache is not plain keys and "
             "values: start it to see whether it fits"
         )
-    name = str(text.get("model_type") or config.get("model_type") or "unknown")
+    name = str(config.get("model_type") or "unknown")
     family = FAMILIES.get(name, Family())
-    layers, heads = _size(text, "num_hidden_layers"), _size(text, "num_attention_heads")
-    hidden = _size(text, "hidden_size")
-    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
-    windowed, window = _windows(text, layers, family)
-    bias = bool(text.get("attention_bias", False))
+    layers, heads = _size(config, "num_hidden_layers"), _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    windowed, window = _windows(config, layers, family)
+    bias = bool(config.get("attention_bias", False))
     return ModelShape(
         family=name,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_first(text, "num_key_value_heads") or heads,
-        head_dim=_first(text, "head_dim") or hidden // heads,
-        intermediate=_size(text, "intermediate_size"),
-        vocabulary=_size(text, "vocab_size"),
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))),
-        longest=_first(text, "max_position_embeddings"),
+        kv_heads=_first(config, "num_key_value_heads") or heads,
+        head_dim=_first(config, "head_dim") or hidden // heads,
+        intermediate=_size(config, "intermediate_size"),
+        vocabulary=_size(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        longest=_first(config, "max_position_embeddings"),
         experts=experts,
-        experts_per_token=_first(text, "num_experts_per_tok") if experts else 0,
-        expert_width=_first(text, "moe_intermediate_size", "intermediate_size") if experts else 0,
-        shared_width=_shared(text) if experts else 0,
-        sparse_layers=_sparse(text, layers) if experts else 0,
+        experts_per_token=_first(config, "num_experts_per_tok") if experts else 0,
+        expert_width=_first(config, "moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared_width=_shared(config) if experts else 0,
+        sparse_layers=_sparse(config, layers) if experts else 0,
         window=window,
         windowed_layers=windowed,
         qkv_biases=family.qkv_bias or bias,
         output_bias=bias and not (family.qkv_bias or family.plain_output),
-        head_norms=family.head_norms or bool(text.get("use_qk_norm")),
-        mlp_bias=bool(text.get("mlp_bias", False)),
-        linear=_linear(text),
+        head_norms=family.head_norms or bool(config.get("use_qk_norm")),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        linear=_linear(config),
     )
 
 
-def _linear(text: Mapping[str, Any]) -> LinearAttention:
-    kinds = text.get("layer_types")
+def _linear(config: Mapping[str, Any]) -> LinearAttention:
+    kinds = config.get("layer_types")
     layers = kinds.count("linear_attention") if isinstance(kinds, list) else 0
     if not layers:
         return NO_LINEAR
     return LinearAttention(
         layers,
-        _size(text, "linear_num_key_heads"),
-        _size(text, "linear_num_value_heads"),
-        _size(text, "linear_key_head_dim"),
-        _size(text, "linear_value_head_dim"),
-        _size(text, "linear_conv_kernel_dim"),
+        _size(config, "linear_num_key_heads"),
+        _size(config, "linear_num_value_heads"),
+        _size(config, "linear_key_head_dim"),
+        _size(config, "linear_value_head_dim"),
+        _size(config, "linear_conv_kernel_dim"),
     )
 
 
-def _shared(text: Mapping[str, Any]) -> int:
+def _shared(config: Mapping[str, Any]) -> int:
     """Return the total width of all shared experts."""
-    own = _first(text, "n_shared_experts") * _first(text, "moe_intermediate_size")
-    return _first(text, "shared_expert_intermediate_size") or own
+    own = _first(config, "n_shared_experts") * _first(config, "moe_intermediate_size")
+    return _first(config, "shared_expert_intermediate_size") or own
 
 
-def _sparse(text: Mapping[str, Any], layers: int) -> int:
-    step = _first(text, "decoder_sparse_step") or 1
-    dense = set(text.get("mlp_only_layers") or ()) | set(
-        range(_first(text, "first_k_dense_replace"))
+def _sparse(config: Mapping[str, Any], layers: int) -> int:
+    step = _first(config, "decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ()) | set(
+        range(_first(config, "first_k_dense_replace"))
     )
     return sum(layer not in dense and not (layer + 1) % step for layer in range(layers))
 
 
-def _windows(text: Mapping[str, Any], layers: int, family: Family) -> tuple[int, int]:
+def _windows(config: Mapping[str, Any], layers: int, family: Family) -> tuple[int, int]:
     """Return the number of sliding-window layers, and the window in tokens."""
-    window = _first(text, "sliding_window")
-    kinds = text.get("layer_types")
-    if not window or text.get("use_sliding_window") is False:
+    window = _first(config, "sliding_window")
+    kinds = config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False:
         return 0, 0
     if isinstance(kinds, list):
         found = sum(kind == "sliding_attention" for kind in kinds)
@@ -297,14 +332,14 @@ def _windows(text: Mapping[str, Any], layers: int, family: Family) -> tuple[int,
     return (layers, window) if family.sliding else (0, 0)
 
 
-def _size(text: Mapping[str, Any], name: str) -> int:
-    value = text.get(name)
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
     if not isinstance(value, int) or value < 1:
         raise EngineError(f"config.json has no {name}: use a causal language model")
     return value
 
 
-def _first(text: Mapping[str, Any], *names: str) -> int:
+def _first(config: Mapping[str, Any], *names: str) -> int:
     """Return the first non-zero integer among these keys; 0 if there is none."""
-    values = (text.get(name) for name in names)
+    values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)

@@ -4,13 +4,16 @@ Qwen3.5 and later are published as one, and most sizes of Gemma 3. A run trains 
 once, as a checkpoint of its own under the names of a text model, and all nodes of a run know only that.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ SIZES = tuple(
 """Keys that a published text_config may leave to transformers' defaults, and other programs read."""
 FORMAT = b"1"
 """To be counted up when the text models that are written change."""
+NEW_S = 60.0
+"""Age in seconds below which a half-written directory may not be locked yet."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -72,8 +77,11 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
     logger.info("writing the text model of %s to %s, once", directory, target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target.parent, now=time.time())
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        lock = os.open(partial, os.O_RDONLY)
         try:
+            try_lock(lock)  # until it is written
             _write(directory, weights, config, partial)
             for path in (*partial.iterdir(), partial):
                 sync(path)
@@ -81,6 +89,7 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
             sync(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            os.close(lock)
     except OSError as error:
         if (target / "config.json").is_file():
             return target  # another process was faster
@@ -89,6 +98,34 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
             "XDG_CACHE_HOME"
         ) from error
     return target
+
+
+def remove_stale(cache: Path, *, now: float) -> None:
+    """Remove what conversions of processes that have ended left half written in `cache`.
+
+    `now`: seconds since 1970. Directories younger than NEW_S stay.
+    """
+    for one in cache.glob(".*"):
+        with suppress(OSError):
+            lock = os.open(one, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if os.fstat(lock).st_mtime < now - NEW_S and try_lock(lock):
+                    logger.info("removing %s, which a conversion that was ended left", one)
+                    shutil.rmtree(one, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def try_lock(directory: int) -> bool:
+    """Lock a directory, given its descriptor; return whether no other process has locked it.
+
+    The lock ends with the process, or when the descriptor is closed. False, too, on a disk without locks.
+    """
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _cache() -> Path:

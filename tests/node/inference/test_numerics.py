@@ -249,7 +249,7 @@ def test_the_auditor_of_a_run_that_keeps_a_cache_is_vllm_in_any_dtype() -> None:
     [
         ({"sliding_window": 4096}, "sliding windows"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
-        ({"text_config": {"layer_types": ["linear_attention"]}}, "linear attention"),
+        ({"layer_types": ["linear_attention"]}, "linear attention"),
         ({"kv_lora_rank": 512}, "latent attention"),
     ],
 )

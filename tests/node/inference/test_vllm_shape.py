@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.multimodal_cases import CHECKPOINTS
 
 from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
@@ -182,7 +183,8 @@ def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts
         ({"num_experts": 8}, "a mixture of experts"),
         ({"layer_types": ["linear_attention"]}, "of linear attention"),
         ({"kv_lora_rank": 16}, "of latent attention"),
-        ({"text_config": {"n_routed_experts": 8}}, "a mixture of experts"),
+        ({"n_routed_experts": 8}, "a mixture of experts"),
+        ({"model_type": "qwen3_5", **CHECKPOINTS["qwen3_5"][1]}, "of linear attention"),
     ],
 )
 def test_fp8_is_refused_for_models_that_no_engine_quantizes(

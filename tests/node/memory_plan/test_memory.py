@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.memory_plan.memory import (
     BLOCK_TOKENS,
     GIB,
+    PADDING,
     Device,
     LearnerMemory,
     MemoryBreakdown,
@@ -26,11 +28,13 @@ from primerl.node.memory_plan.memory import (
     plan_learner,
     plan_trainer,
     sequence_bytes,
+    smaller_learner,
     token_bytes,
     worker_share,
 )
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import text_config
 from primerl.node.ops.errors import UsageError
 from primerl.node.ops.gpus import GpuMemory
 
@@ -392,16 +396,10 @@ def test_on_a_cpu_masters_and_moments_stay_and_an_export_s_bits() -> None:
     }
 
 
-def kept_by_torch(layers: int, tokens: int) -> int:
-    """Bytes that autograd really keeps of a tiny Qwen3's forward pass for backward, without its weights."""
-    import torch
-
+def saved_bytes(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that autograd really keeps of a forward pass for backward, without the module's weights."""
     torch.set_num_threads(1)
-    transformers: Any = importlib.import_module("transformers")
-    sizes = {**ModelCreateConfig().model_dump(), "vocab_size": 64, "num_hidden_layers": layers}
-    made = transformers.Qwen3Config(**sizes, attn_implementation="sdpa")
-    model = transformers.Qwen3ForCausalLM(made).to(torch.bfloat16)
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    weights = {one.untyped_storage().data_ptr() for one in module.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Any) -> Any:
@@ -410,11 +408,19 @@ def kept_by_torch(layers: int, tokens: int) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.zeros((1, tokens), dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    assert hidden.requires_grad
+        found = forward()
+    assert found.requires_grad
     return sum(kept.values())
+
+
+def kept_by_torch(config: dict[str, Any], tokens: int) -> int:
+    """Bytes that autograd keeps of a model in bf16, without its head."""
+    auto: Any = importlib.import_module("transformers")
+    made = auto.AutoConfig.for_model(**config, attn_implementation="sdpa")
+    model = auto.AutoModelForCausalLM.from_config(made).to(torch.bfloat16)
+    ids = torch.zeros((1, tokens), dtype=torch.long)
+    return saved_bytes(model, lambda: model.model(input_ids=ids, use_cache=False).last_hidden_state)
 
 
 def test_a_layer_that_is_not_compiled_keeps_what_autograd_keeps() -> None:
@@ -426,8 +432,144 @@ def test_a_layer_that_is_not_compiled_keeps_what_autograd_keeps() -> None:
         plan = plan_learner(config, read_shape({"model_type": "qwen3", **made}), gpu=False)
         return named(plan.backward_start)["kept for backward"]
 
-    real = kept_by_torch(3, tokens) - kept_by_torch(2, tokens)
-    assert kept(3) - kept(2) == pytest.approx(real, rel=0.15)
+    def real(layers: int) -> int:
+        sizes = {**ModelCreateConfig().model_dump(), "vocab_size": 64, "num_hidden_layers": layers}
+        return kept_by_torch({"model_type": "qwen3", **sizes}, tokens)
+
+    assert kept(3) - kept(2) == pytest.approx(real(3) - real(2), rel=0.15)
+
+
+HYBRID: dict[str, Any] = {
+    **qwen(256, 2, 4, 512),
+    **{"model_type": "qwen3_5_text", "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 64},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def hybrid(*kinds: str, **changes: Any) -> dict[str, Any]:
+    return {**HYBRID, "layer_types": list(kinds), "num_hidden_layers": len(kinds), **changes}
+
+
+def linear_module(config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    auto: Any = importlib.import_module("transformers")
+    model = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(**config))
+    return model.model.layers[0].linear_attn.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "widths"),
+    [
+        (512, (2, 4), (64, 64)),
+        (1024, (2, 2), (128, 128)),
+        (2048, (2, 2), (64, 128)),
+        (512, (4, 4), (128, 64)),
+        (512, (1, 4), (32, 32)),
+    ],
+)
+def test_linear_attention_without_kernels_keeps_what_autograd_keeps(
+    tokens: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    sizes = {"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    sizes |= {"linear_key_head_dim": widths[0], "linear_value_head_dim": widths[1]}
+    config = hybrid(LINEAR, FULL, **sizes)
+    module = linear_module(config, dtype)
+    row = torch.randn(1, tokens, 256, dtype=dtype)
+    real = saved_bytes(module, lambda: module(hidden_states=row)) - row.nbytes
+    planned = read_shape(config).linear.kept_bytes(dtype.itemsize, kernels=False)
+    assert tokens * planned == pytest.approx(real, rel=0.04)
+
+
+def test_sequences_padded_to_the_longest_keep_at_most_the_padding_that_is_planned() -> None:
+    from primerl.node.training import attention
+
+    assert attention.LOOSE == PADDING
+    module, lengths = linear_module(hybrid(LINEAR, FULL), torch.bfloat16), [504, 8]
+    row = torch.randn(sum(lengths), 256, dtype=torch.bfloat16)
+    ends = torch.tensor(lengths).cumsum(0)
+
+    def read() -> torch.Tensor:
+        return attention.sequence_by_sequence(
+            lambda rows: module(hidden_states=rows[0]), [row], ends
+        )
+
+    alone = sum(lengths) * read_shape(hybrid(LINEAR, FULL)).linear.kept_bytes(2, kernels=False)
+    real = saved_bytes(module, read) - PADDING * row.nbytes
+    assert 1.9 * alone < real < 1.05 * PADDING * alone
+
+
+@pytest.mark.parametrize("kind", [LINEAR, FULL])
+def test_a_layer_of_a_hybrid_keeps_what_autograd_keeps(kind: str) -> None:
+    tokens, kinds = 512, (LINEAR, FULL)
+    config = TrainingConfig(seq_len=tokens, compile=False, dtype="bfloat16")
+
+    def kept(*kinds: str) -> int:
+        plan = plan_learner(config, read_shape(hybrid(*kinds)), gpu=False)
+        lines = named(plan.backward_start)
+        return lines["kept for backward"] + lines["of linear attention"]
+
+    found = kept_by_torch(hybrid(*kinds, kind), tokens) - kept_by_torch(hybrid(*kinds), tokens)
+    assert kept(*kinds, kind) - kept(*kinds) == pytest.approx(found, rel=0.06)
+
+
+def test_recomputed_linear_attention_is_in_memory_for_one_layer_at_a_time() -> None:
+    shape = read_shape(hybrid(*[LINEAR] * 18, *[FULL] * 6))
+    module = 4096 * shape.linear.kept_bytes(2, kernels=False)
+
+    def plan(how: str) -> LearnerMemory:
+        config = TrainingConfig.model_validate({"seq_len": 4096, "activation_checkpointing": how})
+        return plan_learner(config, shape, gpu=True, kernels=False)
+
+    everything = named(plan("none").backward_start)
+    assert everything["of linear attention"] == everything["of its padding, at most"] == 18 * module
+    for how, width in (("selective", 24 * 256 + 6 * 4 * 64), ("full", 24 * 256)):
+        start, end = named(plan(how).backward_start), named(plan(how).backward_end)
+        assert start["kept for backward"] == 4096 * 2 * width
+        assert "of linear attention" not in start
+        assert end["of linear attention"] == end["of its padding, at most"] == module
+
+
+def test_flash_linear_attention_keeps_less_and_needs_no_padding() -> None:
+    shape = read_shape(hybrid(LINEAR, FULL))
+    config = TrainingConfig(seq_len=4096)
+    plain = plan_learner(config, shape, gpu=True, kernels=False)
+    lines = named(plan_learner(config, shape, gpu=True, kernels=True).backward_start)
+    # queries, keys, values, inverse, the norm's results and the output in bf16, the norm's inputs in fp32
+    heads = 4 * (2 * (2 * 64 + 64 + 64 + 3 * 64) + 4 * (3 * 64 + 10))
+    convolved = 2 * 2 * (2 * 2 * 64 + 4 * 64)
+    assert lines["of linear attention"] == 4096 * (heads + convolved)
+    assert "of its padding, at most" not in lines
+    assert lines["of linear attention"] < named(plain.backward_start)["of linear attention"]
+    on_cpu = plan_learner(config, shape, gpu=False, kernels=True).backward_start
+    assert "of its padding, at most" in named(on_cpu), "its kernels need a GPU"
+
+
+@pytest.mark.parametrize(
+    ("how", "kinds", "kernels", "advice"),
+    [
+        (
+            "none",
+            [LINEAR, FULL],
+            False,
+            'set training.activation_checkpointing to "selective" or "full" or training.seq_len lower, or '
+            "install the extra `flash`",
+        ),
+        (
+            "selective",
+            [LINEAR, FULL],
+            True,
+            'set training.activation_checkpointing to "full" or training.seq_len lower',
+        ),
+        ("full", [FULL, FULL], False, "set training.seq_len lower"),
+    ],
+)
+def test_a_learner_that_does_not_fit_is_told_what_takes_less(
+    how: str, kinds: list[str], kernels: bool, advice: str
+) -> None:
+    config = TrainingConfig.model_validate({"activation_checkpointing": how})
+    assert smaller_learner(config, read_shape(hybrid(*kinds)), gpu=True, kernels=kernels) == advice
 
 
 def test_ranks_share_what_stays() -> None:
@@ -448,6 +590,12 @@ def test_a_teacher_takes_the_room_of_its_own_size(tmp_path: Path) -> None:
 
     assert reference() == 2 * LARGE.parameters
     assert reference(reference=tmp_path) == 2 * read_shape(made).parameters
+    text = {"model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048}
+    outer = {"model_type": "gemma3", "text_config": text}  # transformers knows the other sizes
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    taught = read_shape(text_config(outer))
+    assert (taught.hidden, taught.layers) == (640, 26)
+    assert reference(reference=tmp_path) == 2 * taught.parameters
 
 
 def test_adapters_need_moments_of_their_own_only() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from primerl.node.memory_plan.shape import FAMILIES, read_shape
+from primerl.node.models.architectures import text_config
 from primerl.node.ops.errors import EngineError
 
 SMALL: dict[str, Any] = {
@@ -148,9 +149,12 @@ def test_layers_with_a_window_are_counted_apart() -> None:
     assert read_shape(qwen2).windowed_layers == 0
 
 
-def test_the_text_part_of_a_model_with_pictures_is_read() -> None:
+def test_a_model_that_also_reads_images_is_planned_by_the_config_of_its_text_model() -> None:
     outer = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SMALL}}
-    assert read_shape(outer).family == "gemma3_text"
+    assert read_shape(text_config(outer)).family == "gemma3_text"
+    other = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SMALL}}
+    with pytest.raises(EngineError, match="no num_hidden_layers: use a causal language model"):
+        read_shape(text_config(other))
 
 
 def test_an_unknown_family_is_counted_as_a_llama_and_said_to_be() -> None:

@@ -3,11 +3,14 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.multimodal_cases import SIZES, saved
 
 from primerl.node.config.run import ModelConfig
 from primerl.node.models import huggingface, text_models
@@ -15,47 +18,6 @@ from primerl.node.models.architectures import read_config, untrainable
 from primerl.node.models.json_files import read_json
 from primerl.node.ops.errors import EngineError, StorageError
 
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "eos_token_id": 1},
-}
-HYBRID: dict[str, Any] = {
-    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2},
-    **{"linear_num_value_heads": 4, "full_attention_interval": 4, "attn_output_gate": True},
-    **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
-    **{"mamba_ssm_dtype": "float32", "output_gate_type": "swish"},
-    "rope_parameters": {
-        **{"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default"},
-        **{"rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    },
-}
-"""The keys of Qwen's published configs."""
-EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "shared_expert_intermediate_size": 32,
-}
-VISION = {
-    **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
-    **{"out_hidden_size": 64, "num_position_embeddings": 16},
-}
-CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5", {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION}),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {"text_config": {**SIZES, **HYBRID, **EXPERTS}, "vision_config": VISION},
-    ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "text_config": SIZES,
-            "vision_config": {
-                **{"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
-                **{"intermediate_size": 64, "image_size": 28, "patch_size": 14},
-            },
-            **{"image_token_index": 300, "boi_token_index": 301, "eoi_token_index": 302},
-        },
-    ),
-}
 TOKENS = torch.arange(3, 40)[None]
 
 
@@ -63,20 +25,6 @@ TOKENS = torch.arange(3, 40)[None]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def saved(kind: str, directory: Path, most: str = "1GB") -> Any:
-    """Write a random checkpoint of a kind in files of at most `most`; return its model."""
-    import transformers
-
-    name, config = CHECKPOINTS[kind]
-    torch.manual_seed(0)
-    model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(
-        getattr(transformers, f"{name}Config")(**config)
-    )
-    model.save_pretrained(directory, max_shard_size=most)
-    (directory / "tokenizer.json").write_text("{}")
-    return model.eval()
 
 
 @pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
@@ -229,6 +177,45 @@ def test_a_full_disk_says_so_and_leaves_nothing_half_written(tmp_path: Path, cac
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [one for one in cache.rglob("*") if one.is_file()]
+
+
+WRITER = """
+import os, sys, tempfile
+from pathlib import Path
+from primerl.node.models import text_models
+
+partial = tempfile.mkdtemp(prefix=".whole.", dir=sys.argv[1])
+Path(partial, "model.safetensors").write_bytes(b"half")
+os.utime(partial, (1, 1))
+assert text_models.try_lock(os.open(partial, os.O_RDONLY))
+print(partial, flush=True)
+sys.stdin.read()
+"""
+"""A process that writes a text model since 1970."""
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_one(
+    tmp_path: Path, cache: Path
+) -> None:
+    saved("qwen3_5", tmp_path / "whole")
+    models = huggingface.resolve(str(tmp_path / "whole")).parent
+    new = models / ".new"
+    new.mkdir()
+    command = [sys.executable, "-c", WRITER, str(models)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as writer:
+        assert writer.stdout is not None
+        partial = Path(writer.stdout.readline().strip())
+        assert partial.parent == models
+        os.utime(tmp_path / "whole" / "model.safetensors", ns=(1, 1))
+        huggingface.resolve(str(tmp_path / "whole"))
+        assert (partial / "model.safetensors").exists(), "it is still written"
+        writer.kill()
+    os.utime(tmp_path / "whole" / "model.safetensors", ns=(2, 2))
+    found = huggingface.resolve(str(tmp_path / "whole"))
+    assert not partial.exists()
+    assert new.is_dir(), "its process may be about to lock it"
+    assert len(list(models.glob("whole-*/config.json"))) == 3, "text models stay"
+    assert huggingface.load_model(found)
 
 
 @pytest.mark.parametrize(
