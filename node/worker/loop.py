@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from contextlib import suppress
 
 from ...crypto.hashing import short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, environment_of
 from ...protocol.manifests import RunManifest
@@ -30,7 +30,6 @@ from ...protocol.messages import (
 from ...protocol.numerics import ClassBounds, NumericsClass
 from ...protocol.reputation import Trust
 from ...protocol.rollouts import Submission, Verdict
-from ...protocol.version import ALPN_CONTROL
 from ..config.engine import EngineConfig
 from ..environments.environment import Environment, EnvironmentGivenUp
 from ..inference.concurrency import Concurrency
@@ -96,16 +95,9 @@ class VerdictLog:
             RemoteProtocolError: it is not the trainer's verdict on our work.
         """
         # An old verdict still counts: its expiry does not matter here.
-        verdict = unseal(
-            sealed,
-            Purpose.VERDICT,
-            Verdict,
-            now=0,
-            run=self._services.run_id,
-            signer=self._services.trainer,
-            recipient=self._services.key.node_id,
-        ).body
         ledger, node = self._services.ledger, self._services.key.node_id
+        opened = self._services.unseal(sealed, Purpose.VERDICT, Verdict, now=0, recipient=node)
+        verdict = opened.body
         try:
             news = await ledger.beside(ledger.add_verdict, node, sealed)
         except StorageError as error:
@@ -125,22 +117,11 @@ class VerdictLog:
             return
         services = self._services
         try:
-            reply = await services.links.request(
-                services.trainer,
-                ALPN_CONTROL,
-                GetBounds(),
-                MeasuredBounds,
-                deadline=VERDICT_TIMEOUT_S,
+            reply = await services.ask_trainer(
+                GetBounds(), MeasuredBounds, deadline=VERDICT_TIMEOUT_S
             )
             for sealed in reply.bounds:
-                bounds = unseal(
-                    sealed,
-                    Purpose.BOUNDS,
-                    ClassBounds,
-                    now=int(time.time()),
-                    run=services.run_id,
-                    signer=services.trainer,
-                ).body
+                bounds = services.unseal(sealed, Purpose.BOUNDS, ClassBounds).body
                 if bounds.numerics == numerics and self.bounds is None:
                     self.bounds = bounds
         except (TransportError, Refused, RemoteProtocolError) as error:
@@ -152,12 +133,8 @@ class VerdictLog:
         after = int.from_bytes(services.ledger.get(CURSOR) or b"", "big")
         try:
             for _ in range(MAX_ROUNDS):
-                reply = await services.links.request(
-                    services.trainer,
-                    ALPN_CONTROL,
-                    GetVerdicts(after),
-                    Verdicts,
-                    deadline=VERDICT_TIMEOUT_S,
+                reply = await services.ask_trainer(
+                    GetVerdicts(after), Verdicts, deadline=VERDICT_TIMEOUT_S
                 )
                 for sealed in reply.verdicts:
                     await self.take(sealed)
@@ -415,9 +392,7 @@ class InferenceRole:
         self._asked, self._given_up = time.monotonic(), False
         working, generating = self._clock.read(time.monotonic())
         stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
-        reply = await self._services.links.request(
-            self._run.trainer,
-            ALPN_CONTROL,
+        reply = await self._services.ask_trainer(
             LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable()),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
@@ -437,15 +412,8 @@ class InferenceRole:
         return tuple(sorted({*self._active, *self._uploads.leases()})[-MAX_HELD:])
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
-        lease = unseal(
-            sealed,
-            Purpose.LEASE,
-            Lease,
-            now=int(time.time()),
-            run=self._services.run_id,
-            signer=self._run.trainer,
-            recipient=self._services.key.node_id,
-        ).body
+        own = self._services.key.node_id
+        lease = self._services.unseal(sealed, Purpose.LEASE, Lease, recipient=own).body
         name = environment_of(self._run, lease).name
         self.verdicts.leased(lease.lease_id, name)
         if lease.environment not in self._environments:

@@ -14,11 +14,10 @@ from pathlib import Path
 from msgspec import structs
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
-from ...protocol.version import ALPN_CONTROL
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
@@ -176,9 +175,7 @@ class StageOffers:
         message = OfferStage(self._measured(), group, generation, lost)
         try:
             await self._renew()
-            reply = await self._services.links.request(
-                self._services.trainer,
-                ALPN_CONTROL,
+            reply = await self._services.ask_trainer(
                 message,
                 StageWait | StagePlanned,  # type: ignore[arg-type]
                 deadline=ASK_TIMEOUT_S,
@@ -205,9 +202,7 @@ class StageOffers:
         if self._clock() - self._renewed < RECORD_S:
             return
         message = SyncRecords((self._services.record(),))
-        await self._services.links.request(
-            self._services.trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
-        )
+        await self._services.ask_trainer(message, SyncRecords, deadline=ASK_TIMEOUT_S)
         self._renewed = self._clock()
 
     def _measured(self) -> StageOffer:
@@ -235,14 +230,7 @@ class StageOffers:
 
         Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced.
         """
-        opened = unseal(
-            sealed,
-            Purpose.PIPELINE,
-            PipelinePlan,
-            now=int(time.time()),
-            run=self._services.run_id,
-            signer=self._services.trainer,
-        )
+        opened = self._services.unseal(sealed, Purpose.PIPELINE, PipelinePlan)
         plan = opened.body
         check_plan(plan)
         rank = plan.rank_of(self._node)
