@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from ...crypto.hashing import short
@@ -315,12 +314,7 @@ class LocalLink:
         self.path.chmod(0o600)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._server is not None:
             # asyncio would leave a connection open that it has just accepted: wait until it is served
             for one in self._server.sockets:
