@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from contextlib import suppress
 
 from ...crypto.hashing import short
@@ -28,6 +28,7 @@ from ...protocol.messages import (
     WorkerStats,
 )
 from ...protocol.numerics import ClassBounds, NumericsClass
+from ...protocol.recent import RecentDict
 from ...protocol.reputation import Trust
 from ...protocol.rollouts import Submission, Verdict
 from ..config.engine import EngineConfig
@@ -68,7 +69,7 @@ class VerdictLog:
         self._services = services
         self._explain = explain
         self._refusals = 0
-        self._leases: OrderedDict[int, str] = OrderedDict()
+        self._leases = RecentDict[int, str](MAX_LEASES_KNOWN)
         """Environment of each lease that is not judged yet, by name."""
         self._trusts: dict[str, Trust] = {}
         self.accepted = 0
@@ -79,8 +80,6 @@ class VerdictLog:
     def leased(self, lease: int, environment: str) -> None:
         """Note of which environment a lease is: a verdict names only the lease."""
         self._leases[lease] = environment
-        if len(self._leases) > MAX_LEASES_KNOWN:
-            self._leases.popitem(last=False)
 
     def trusts(self) -> dict[str, float]:
         """Return the trust that the trainer derives from verdicts on noted leases, by environment."""

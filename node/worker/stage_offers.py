@@ -18,6 +18,7 @@ from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
+from ...protocol.recent import RecentDict
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
@@ -122,7 +123,7 @@ class StageOffers:
         self._allow = allow
         self._clock = clock
         self._lost: tuple[bytes, ...] = ()
-        self._newest: dict[bytes, PipelinePlan] = {}
+        self._newest = RecentDict[bytes, PipelinePlan](KNOWN_GROUPS)
         self._ways: dict[bytes, tuple[float, PathQuality]] = {}
         self._renewed = clock()
         self._lines = LogBackoff()
@@ -241,10 +242,7 @@ class StageOffers:
             raise RemoteProtocolError(
                 Reason.ROLLBACK, f"generation {plan.generation}, {known.generation} was known"
             )
-        self._newest.pop(plan.group, None)
         self._newest[plan.group] = plan
-        if len(self._newest) > KNOWN_GROUPS:
-            del self._newest[next(iter(self._newest))]
         return AssignedPlan(plan, sealed, rank)
 
     async def _set(self, planned: AssignedPlan | None) -> None:
