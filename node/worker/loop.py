@@ -242,14 +242,7 @@ class InferenceRole:
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
-        self._uploads = UploadQueue(
-            key=services.key,
-            run_id=services.run_id,
-            trainer=run.trainer,
-            ledger=services.ledger,
-            upload=self._upload,
-            refused=verdicts.count_refusal,
-        )
+        self._uploads = UploadQueue(services, self._upload, verdicts.count_refusal)
         self._active: dict[int, int] = {}
         """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
