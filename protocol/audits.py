@@ -5,7 +5,6 @@ receipt: it cannot be known beforehand, and anyone can recompute it from the sig
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -19,6 +18,7 @@ from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Name, Version
 from .pipelines import MAX_STAGES
+from .recent import RecentDict
 from .reputation import Trust
 
 MAX_CHOSEN = 2048
@@ -191,20 +191,17 @@ class _Peer:
 class _Series:
     """One quantity in one environment."""
 
-    peers: OrderedDict[bytes, _Peer] = field(default_factory=OrderedDict[bytes, _Peer])
+    peers: RecentDict[bytes, _Peer] = field(default_factory=lambda: RecentDict(MAX_PEERS))
     groups: int = 0
 
     def add(self, node: bytes, value: float) -> None:
         self.groups += 1
         centre = self._centre(node)
-        peer = self.peers.setdefault(node, _Peer())
-        self.peers.move_to_end(node)
+        peer = self.peers[node] = self.peers.get(node) or _Peer()
         peer.level.add(value)
         peer.last = self.groups
         if centre is not None:
             peer.excess.add(value - centre)
-        if len(self.peers) > MAX_PEERS:
-            self.peers.popitem(last=False)
 
     def _centre(self, node: bytes) -> float | None:
         """Median level of the other peers: a minority cannot move it far."""
@@ -243,7 +240,7 @@ class Outliers:
     """
 
     def __init__(self) -> None:
-        self._series: OrderedDict[tuple[str, str], _Series] = OrderedDict()
+        self._series = RecentDict[tuple[str, str], _Series](2 * MAX_ENVIRONMENTS)
 
     def __len__(self) -> int:
         """Peers that are remembered, counted once for each quantity and environment."""
@@ -270,8 +267,6 @@ class Outliers:
         return min(1.0, max(0.0, (worst - ODD_Z) / (SURE_Z - ODD_Z)))
 
     def _of(self, quantity: str, environment: str) -> _Series:
-        series = self._series.setdefault((quantity, environment), _Series())
-        self._series.move_to_end((quantity, environment))
-        if len(self._series) > 2 * MAX_ENVIRONMENTS:
-            self._series.popitem(last=False)
+        key = (quantity, environment)
+        series = self._series[key] = self._series.get(key) or _Series()
         return series

@@ -12,11 +12,11 @@ either, and check_assignment() tells whether the tasks are the environment's own
 """
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -30,6 +30,7 @@ from .manifests import (
     RunManifest,
     Version,
 )
+from .recent import RecentDict
 from .version import MAX_PROMPT_TOKENS
 
 MEMORY = 16
@@ -207,11 +208,11 @@ class NewcomerQueue:
         default_factory=dict[bytes, dict[bytes, tuple[Origin, float]]]
     )
     """By ticket, then by node: its origin, and the time since which it waits."""
-    _places: OrderedDict[bytes, tuple[float, float]] = field(
-        default_factory=OrderedDict[bytes, tuple[float, float]]
+    _places: RecentDict[bytes, tuple[float, float]] = field(
+        default_factory=lambda: RecentDict(MAX_PLACES)
     )
     """Nodes that asked lately: since when they wait, and when they left."""
-    _turns: OrderedDict[Origin, int] = field(default_factory=OrderedDict[Origin, int])
+    _turns: RecentDict[Origin, int] = field(default_factory=lambda: RecentDict(MAX_PLACES))
     """Number of the last lease by origin, and by ticket alone."""
     _slots: deque[Slot] = field(default_factory=deque[Slot])
     """Slots in the order of their ends."""
@@ -231,7 +232,6 @@ class NewcomerQueue:
         since = self._pop(node, origin)
         if since is not None:
             self._places[node] = (since, now)
-            _bound(self._places)
 
     def serve(self, slot: Slot) -> None:
         """Take note of a lease that was granted to a newcomer."""
@@ -240,8 +240,6 @@ class NewcomerQueue:
         self._served += 1
         for turn in (slot.origin, Origin(slot.origin.ticket)):
             self._turns[turn] = self._served
-            self._turns.move_to_end(turn)
-        _bound(self._turns)
 
     def proved(self, node: bytes) -> None:
         """Free the slots of a node that is no newcomer any more."""
@@ -297,11 +295,6 @@ class NewcomerQueue:
         if ticket not in self.tickets and len(self.tickets) >= MAX_PLACES:
             del self.tickets[next(iter(self.tickets))]
         self.tickets.setdefault(ticket, TicketRecord()).count(came_back)
-
-
-def _bound(remembered: OrderedDict[Any, Any]) -> None:
-    while len(remembered) > MAX_PLACES:
-        remembered.popitem(last=False)
 
 
 def pool(groups_per_batch: int) -> int:

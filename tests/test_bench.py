@@ -23,7 +23,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 PARTS = {
     *("cheats_measure", "children", "models", "report", "trained_model"),
     *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
-    "swarm_links",
+    *("swarm_links", "wan"),
 }
 """What benchmarks share, and the processes that they start."""
 NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset"})

@@ -29,16 +29,14 @@ class ValidatorNode(PeerNode):
         self._role: ValidatorRole | None = None
 
     async def _take_part(self, joined: JoinedRun) -> None:
-        run, services = joined.documents.manifest, joined.services
+        run = joined.documents.manifest
         alone = run.proofs.numerics == "exact" or run.proofs.kv_cache == "kept"
         kind = "vllm" if alone else default_auditor(self._config.engine, exact=False)
         engine = self._config.engine.model_copy(update={"type": kind})
         auditor = self._factories.auditor(engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
         sync = self._make_weights(joined, cache, cache.put)
-        role = ValidatorRole(
-            self.key, run, services.links, services.heads, services.fetcher, sync, cache, auditor
-        )
+        role = ValidatorRole(joined.services, run, sync, cache, auditor)
         if kind == "vllm":
             role.jobs_at_once = VLLM_JOBS
 

@@ -345,7 +345,7 @@ class EnvironmentHost:
                     task.cancel()
             case EnvironmentPing():
                 status = self._environment.status if self._environment else ""
-                self._put(number, EnvironmentPong(status))
+                self._outbox.put(number, EnvironmentPong(status))
             case EnvironmentReply(completion):
                 reply = self._replies.pop(number, None)
                 if reply is not None and not reply.done():
@@ -364,9 +364,6 @@ class EnvironmentHost:
                 _asking.reset(token)
                 self._tasks[number] = task
                 task.add_done_callback(lambda _: self._ended(number))
-
-    def _put(self, number: int, answer: EnvironmentAnswer) -> None:
-        self._outbox.put(ProcessMessage(number, answer))
 
     async def close(self) -> None:
         """Cancel all requests and close the environment."""
@@ -408,7 +405,7 @@ class EnvironmentHost:
             answer = EnvironmentFailure(str(error), FAILED)
         except Exception as error:  # an environment's own code may raise anything
             answer = EnvironmentFailure(named_line(error), FAILED)
-        self._put(number, answer)
+        self._outbox.put(number, answer)
 
     async def _do(self, number: int, request: EnvironmentWork) -> EnvironmentAnswer:
         if isinstance(request, EnvironmentSetUp):
@@ -456,7 +453,7 @@ class EnvironmentHost:
             async with turns:
                 reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
                 self._replies[number] = reply
-                self._put(number, EnvironmentTurn(turn, list(prompt)))
+                self._outbox.put(number, EnvironmentTurn(turn, list(prompt)))
                 try:
                     return await reply
                 finally:
@@ -468,7 +465,7 @@ class EnvironmentHost:
         """Ask the node's judge for a request's code. Raises JudgeRefused."""
         place = next(self._places)
         told = self._told[place] = asyncio.get_running_loop().create_future()
-        self._put(number, EnvironmentAsk(place, request))
+        self._outbox.put(number, EnvironmentAsk(place, request))
         try:
             return await told
         finally:

@@ -12,11 +12,12 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import SandboxConfig
 from ..ops.errors import NodeError, StorageError
@@ -323,7 +324,7 @@ class HostedEnvironment:
         self._starting: EnvironmentChild | None = None
         self._closed = False
         self._replacing = asyncio.Lock()
-        self._looked: OrderedDict[tuple[int, Split], EnvironmentLooked] = OrderedDict()
+        self._looked = RecentDict[tuple[int, Split], EnvironmentLooked](LOOKED_TASKS)
         self._losses = 0
         """Consecutive losses that no request is known to have caused."""
         self._given_up = ""
@@ -426,8 +427,6 @@ class HostedEnvironment:
             return looked
         looked = await self._with_child(index, lambda child: child.look(index, split))
         self._looked[key] = looked
-        if len(self._looked) > LOOKED_TASKS:
-            self._looked.popitem(last=False)
         return looked
 
     # -- the process -------------------------------------------------------------------------------

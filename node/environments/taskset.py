@@ -11,13 +11,13 @@ import hashlib
 import json
 import reprlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from pydantic import ValidationError
 
+from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
 from .allowed import NAME
 from .environment import EnvironmentFailed, Split
@@ -230,7 +230,7 @@ class _Walk:
     def _begin(self) -> None:
         self._rest = iter(())
         self._read = self._found = self._missed = 0
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._kept = RecentDict[int, Any](self._limits.kept)
 
     async def _walk_to(self, place: int) -> None:
         began = time.monotonic()
@@ -276,8 +276,6 @@ class _Walk:
         self._missed = 0
         self._kept[self._found] = task
         self._found += 1
-        if len(self._kept) > self._limits.kept:
-            self._kept.popitem(last=False)
         return True
 
     def _end(self, place: int) -> None:

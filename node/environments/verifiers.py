@@ -8,13 +8,13 @@ score() plays again with the replies that a rollout recorded.
 import asyncio
 import gc
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
 from ..ops.errors import NodeError, named_line
 from .chat import Chat, ChatFormat
@@ -76,7 +76,7 @@ class VerifiersEnvironment:
         self._seed = seed
         self._max_tokens = max_tokens
         self._temperature = temperature
-        self._prepared: OrderedDict[tuple[int, Split], PreparedTask] = OrderedDict()
+        self._prepared = RecentDict[tuple[int, Split], "PreparedTask"](PREPARED_TASKS)
         self._given = chat
         self._judged = judged
         self._chat: Chat | None = None
@@ -253,8 +253,6 @@ class VerifiersEnvironment:
                     f"task {index} cannot be made ({named_line(error)}): mend the taskset"
                 ) from error
             self._prepared[key] = made
-            if len(self._prepared) > PREPARED_TASKS:
-                self._prepared.popitem(last=False)
             return made
         self._prepared.move_to_end(key)
         return self._prepared[key]

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -120,12 +119,7 @@ class OnlineEvaluation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await end_tasks(self._task)
 
     def begin(self, version: int, state: State) -> None:

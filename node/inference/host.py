@@ -195,7 +195,7 @@ class EngineHost:
                     task.cancel()
             case EnginePing():
                 stuck_s = self._core.stuck_s() if self._core else 0.0
-                self._outbox.put(ProcessMessage(number, EnginePong(stuck_s)))
+                self._outbox.put(number, EnginePong(stuck_s))
             case body:
                 task = asyncio.create_task(self._answer(number, body))
                 self._tasks[number] = task
@@ -211,19 +211,17 @@ class EngineHost:
 
     async def _answer(self, number: int, request: EngineRequest) -> None:
         try:
-            self._outbox.put(ProcessMessage(number, await self._do(request)))
+            self._outbox.put(number, await self._do(request))
         except NodeError as error:
             kind = FAULT if isinstance(error, EngineError) else USAGE
             kind = LOST if isinstance(error, EngineLost) else kind
-            self._outbox.put(ProcessMessage(number, EngineFailed(str(error), kind)))
+            self._outbox.put(number, EngineFailed(str(error), kind))
         except Exception as error:  # the engine's libraries may raise anything
             logger.exception("a request failed by an error in the program")
             # a change of the weights that failed halfway leaves them unknown
             harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw | EnginePrefill)
             detail = f"an error in the engine's process ({named_line(error)}): report it"
-            self._outbox.put(
-                ProcessMessage(number, EngineFailed(detail, FAULT if harmless else LOST))
-            )
+            self._outbox.put(number, EngineFailed(detail, FAULT if harmless else LOST))
 
     async def _do(self, request: EngineRequest) -> EngineAnswer:
         if isinstance(request, EngineSetUp):
@@ -271,7 +269,7 @@ class EngineHost:
         sent = EngineStats()
         while True:
             if (stats := core.stats()) != sent:
-                self._outbox.put(ProcessMessage(0, stats))
+                self._outbox.put(0, stats)
                 sent = stats
             await asyncio.sleep(BUSY_S)
 

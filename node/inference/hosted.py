@@ -9,7 +9,6 @@ import logging
 import os
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from ...protocol.manifests import RunManifest
+from ...protocol.recent import RecentDict
 from ..config.engine import EngineConfig
 from ..memory_plan.memory import check_fits
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
@@ -72,7 +72,7 @@ class HostedEngine:
         self._timeouts = timeouts or EngineTimeouts()
         self._replicas: list[EngineReplica] = []
         self._policy = HostedPolicy()
-        self._groups: OrderedDict[bytes, EngineReplica] = OrderedDict()
+        self._groups = RecentDict[bytes, EngineReplica](MOST_GROUPS)
         self._vocab_size = 0
         self._pending: set[asyncio.Task[Any]] = set()
         self._in_turn = asyncio.Lock()
@@ -346,9 +346,6 @@ class HostedEngine:
         replica = min(working, key=lambda one: one.load, default=None)
         if group and replica is not None:
             self._groups[group] = replica
-            self._groups.move_to_end(group)
-            if len(self._groups) > MOST_GROUPS:
-                self._groups.popitem(last=False)
         return replica
 
 

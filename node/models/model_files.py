@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...crypto.hashing import short
-from ..ops.errors import EngineError, StorageError, one_line
-from ..storage.chunk_store import sync
+from ..ops.errors import EngineError, one_line
+from ..storage.partial import whole_directory
 from ..weights.replica import prove
 from ..weights.state import State, Tensor
 from .json_files import read_json
@@ -160,21 +160,11 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
     Previous contents of `directory` are moved aside once the new files are on disk, then deleted. Raises
     StorageError.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with whole_directory(directory) as partial:
         tensors = {name: to_torch(tensor) for name, tensor in state.items()}
         write_tensors(tensors, partial / "model.safetensors")
         for name in contract_files(model_dir):
             shutil.copyfile(model_dir / name, partial / name)
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        _replace(partial, directory)
-    except OSError as error:
-        raise StorageError(
-            f"cannot export to {directory}: {error}: free disk space or change permissions"
-        ) from error
 
 
 def write_tensors(tensors: "dict[str, torch.Tensor]", path: Path) -> None:
@@ -186,13 +176,3 @@ def write_tensors(tensors: "dict[str, torch.Tensor]", path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # the library's word for a full disk
         raise OSError(one_line(error)) from error
-
-
-def _replace(source: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    source.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)

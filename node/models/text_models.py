@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ops.errors import EngineError, StorageError, one_line
-from ..storage.chunk_store import sync
+from ..storage.partial import sync, sync_tree
 from .json_files import read_json
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,7 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
         try:
             try_lock(lock)  # until it is written
             _write(directory, weights, config, partial)
-            for path in (*partial.iterdir(), partial):
-                sync(path)
+            sync_tree(partial)
             partial.rename(target)
             sync(target.parent)
         finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..storage.run_files import write
 from .errors import file_error
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config
@@ -59,9 +60,7 @@ class MetricsLog:
             self.write(step, values)
 
     def _replace(self, lines: list[str]) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        partial.replace(self._path)
+        write(self._path, "".join(line + "\n" for line in lines))
         self._file.close()
         self._file = self._path.open("a", encoding="utf-8")
 

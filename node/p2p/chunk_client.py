@@ -7,7 +7,7 @@ key, for a libp2p peer id is a node id. It is slower (one thread encrypts everyt
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from ...protocol.messages import (
     Message,
     WatchChunks,
 )
+from ...protocol.recent import RecentDict
 from ...protocol.version import ALPN_BLOBS, MIB
 from .connections import ConnectionPool
 from .discovery import StreamCarrier
@@ -269,7 +270,7 @@ class TcpChunks:
         self._peers = peers
         self._bootstrap = tuple(bootstrap)
         self._slots = asyncio.Semaphore(FETCHES)
-        self._failures: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._failures = RecentDict[bytes, tuple[int, float]](KNOWN_FAILURES)
 
     async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
         """Exactly `chunk.size` bytes that claim to be this chunk, from `peer`, within `deadline` seconds.
@@ -312,8 +313,6 @@ class TcpChunks:
         first, longest = BACKOFF_S
         pause = min(longest, first * 2 ** min(count, 10))
         self._failures[peer] = (count + 1, time.monotonic() + pause)
-        if len(self._failures) > KNOWN_FAILURES:
-            self._failures.popitem(last=False)
 
 
 async def _fetch(stream: Stream, chunk: ChunkRef) -> bytes:

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
+from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_ADDRESSES, MIB
 from ..process.tasks import end_tasks
 from .limits import TokenBuckets, network_of
@@ -390,7 +390,7 @@ class IrohTransport:
         self._network_rate = TokenBuckets(
             NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST, limit=4096
         )
-        self._preferred: OrderedDict[str, None] = OrderedDict()
+        self._preferred = RecentDict[str, None](MAX_PREFERRED)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connections: weakref.WeakSet[IrohConnection] = weakref.WeakSet()
         self._incoming: asyncio.Queue[IrohConnection | None] = asyncio.Queue(BACKLOG + 1)
@@ -470,9 +470,6 @@ class IrohTransport:
         address = connection.accepted_from if isinstance(connection, IrohConnection) else ""
         if address:
             self._preferred[address] = None
-            self._preferred.move_to_end(address)
-            if len(self._preferred) > MAX_PREFERRED:
-                self._preferred.popitem(last=False)
 
     async def close(self) -> None:
         """Close every connection, then the endpoint. Takes at most CLOSE_S seconds."""

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from ipaddress import ip_address
 
 from ...crypto.hashing import digest
+from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_GOSSIP
 
 
@@ -19,8 +20,7 @@ class TokenBuckets:
     def __init__(self, rate: float, burst: float, limit: int) -> None:
         self._rate = rate
         self._burst = burst
-        self._limit = limit
-        self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._levels = RecentDict[bytes, tuple[float, float]](limit)
 
     def take(self, key: bytes, now: float) -> bool:
         """Spend one token of `key` at `now` (seconds, monotonic) if it has one."""
@@ -40,9 +40,6 @@ class TokenBuckets:
 
     def _keep(self, key: bytes, level: float, now: float) -> None:
         self._levels[key] = (level, now)
-        self._levels.move_to_end(key)
-        if len(self._levels) > self._limit:
-            self._levels.popitem(last=False)
 
 
 class Pacer:
@@ -90,17 +87,15 @@ class RecentSet:
     """The last `limit` different keys; asking refreshes nothing, so repetition cannot pin a key."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._keys = RecentDict[bytes, None](limit)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
 
     def add(self, key: bytes) -> None:
         """Remember `key`, and forget the oldest beyond the limit."""
-        self._keys[key] = None
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
+        if key not in self._keys:
+            self._keys[key] = None
 
 
 class GossipFilter:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from ...protocol.messages import (
     InLine,
     WatchChunks,
 )
+from ...protocol.recent import RecentDict
 from ..process.tasks import end_tasks
 from ..storage.chunk_store import Store
 from .connections import Handler, answer_stream
@@ -167,7 +168,7 @@ class UploadCounts:
 
     def __init__(self, chance: Random) -> None:
         self._chance = chance
-        self._given: OrderedDict[bytes, SentChunk] = OrderedDict()
+        self._given = RecentDict[bytes, SentChunk](MAX_CHUNKS)
         self._seconds_per_byte = 1.0 / FIRST_RATE
 
     def choose(
@@ -191,13 +192,10 @@ class UploadCounts:
 
     def begun(self, name: bytes, size: int, now: float) -> None:
         """Count a copy of a chunk that goes out."""
-        given = self._given.setdefault(name, SentChunk())
-        self._given.move_to_end(name)
+        given = self._given[name] = self._given.get(name) or SentChunk()
         given.count += 1
         expected = min(4 * size * self._seconds_per_byte, UNDER_WAY_MAX_S)
         given.spreads_until = max(given.spreads_until, now + RELAY_S + expected)
-        if len(self._given) > MAX_CHUNKS:
-            self._given.popitem(last=False)
 
     def ended(self, name: bytes, size: int, seconds: float, now: float) -> None:
         """Record that a copy went out whole, in `seconds`."""

@@ -8,15 +8,16 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from ... import __version__
 from ...crypto.keys import SecretKey
-from ...protocol.envelope import ANYBODY, Purpose, seal
+from ...protocol.envelope import ANYBODY, Opened, Purpose, seal, unseal
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import PeerRecord, Role
-from ...protocol.messages import Accepted, Goodbye
+from ...protocol.messages import Accepted, Goodbye, Message
 from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
@@ -34,6 +35,8 @@ from .serve import BlobServer, ChunkArrivals
 from .transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RECORD_TTL_S = 3600
 EQUIVOCATION = "equivocation"
@@ -87,6 +90,36 @@ class NodeServices:
             expires=int(expires),
             recipient=recipient,
             sequence=sequence,
+        )
+
+    def unseal(
+        self,
+        sealed: bytes,
+        purpose: Purpose,
+        kind: type[T],
+        *,
+        now: float | None = None,
+        signer: bytes | None = None,
+        recipient: bytes | None = None,
+    ) -> Opened[T]:
+        """Open an envelope of this run, by its trainer if no `signer` is given.
+
+        It must not have expired, unless `now` is 0. Raises RemoteProtocolError.
+        """
+        return unseal(
+            sealed,
+            purpose,
+            kind,
+            now=int(time.time() if now is None else now),
+            run=self.run_id,
+            signer=signer or self.trainer,
+            recipient=recipient,
+        )
+
+    async def ask_trainer(self, message: Message, kind: type[T], *, deadline: float) -> T:
+        """Ask the trainer and return its reply; see ConnectionPool.request()."""
+        return await self.links.request(
+            self.trainer, ALPN_CONTROL, message, kind, deadline=deadline
         )
 
     def addresses(self) -> tuple[str, ...]:
@@ -145,9 +178,7 @@ class NodeServices:
         goodbye = Goodbye(why)
         try:
             async with asyncio.timeout(GOODBYE_S):  # a trainer that is gone cannot be connected to
-                await self.links.request(
-                    self.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
-                )
+                await self.ask_trainer(goodbye, Accepted, deadline=GOODBYE_S)
         except (TimeoutError, TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)
 

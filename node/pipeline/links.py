@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from ...crypto.hashing import short
@@ -100,55 +99,6 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-MAX_UNDER_WAY = 4096
-
-
-class Shaper:
-    """Emulates one direction of a WAN link.
-
-    `delay_s` one way; `bytes_per_s` (0: no limit).
-    """
-
-    def __init__(self, delay_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
-        self._delay = delay_s
-        self._rate = bytes_per_s
-        self._under_way: deque[tuple[float, Packet]] = deque()
-        self._changed = Notifier()
-
-    async def carry(self, source: PacketQueue, target: PacketQueue) -> None:
-        """Move packets from `source` to `target` in order, each when it is due.
-
-        Runs until cancelled.
-        """
-        self._under_way.clear()
-        await together(self._enter(source), self._leave(target))
-
-    async def _enter(self, source: PacketQueue) -> None:
-        clock = asyncio.get_running_loop().time
-        free = clock()
-        while True:
-            while len(self._under_way) >= MAX_UNDER_WAY:
-                await self._changed.wait()
-            packet = await source.take()
-            free = max(free, clock())
-            if self._rate:
-                free += packet.size / self._rate
-                await asyncio.sleep(free - clock())
-            self._under_way.append((free + self._delay, packet))
-            self._changed.fire()
-
-    async def _leave(self, target: PacketQueue) -> None:
-        clock = asyncio.get_running_loop().time
-        while True:
-            while not self._under_way:
-                await self._changed.wait()
-            due, packet = self._under_way[0]
-            await asyncio.sleep(due - clock())
-            self._under_way.popleft()
-            self._changed.fire()
-            await target.put(packet)
-
-
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
@@ -174,7 +124,6 @@ class OutboundLink:
         *,
         stall_s: float,
         changed: Changed,
-        shaper: Shaper | None = None,
     ) -> None:
         self.box = PacketQueue()
         self.up = False
@@ -186,7 +135,6 @@ class OutboundLink:
         self._sealed = sealed
         self._stall_s = stall_s
         self._changed = changed
-        self._shaper = shaper
         self._connection: Connection | None = None
         self._epoch = 0
 
@@ -205,7 +153,7 @@ class OutboundLink:
                 stream = await self._open()
                 pause = PAUSE_FIRST_S
                 self._set(True, "")
-                await self._serve(stream)
+                await together(self._listen(stream), self._write(stream))
             except (TransportError, TimeoutError, Refused, RemoteProtocolError) as error:
                 if isinstance(error, TimeoutError):  # the connection may look alive for a while
                     await self._links.drop(self._peer, ALPN_PIPELINE)
@@ -234,18 +182,11 @@ class OutboundLink:
         self._connection = connection
         return stream
 
-    async def _serve(self, stream: Stream) -> None:
-        box = self.box if self._shaper is None else PacketQueue()
-        works = [self._listen(stream), self._write(stream, box)]
-        if self._shaper is not None:
-            works.append(self._shaper.carry(self.box, box))
-        await together(*works)
-
-    async def _write(self, stream: Stream, box: PacketQueue) -> None:
+    async def _write(self, stream: Stream) -> None:
         while True:
             try:
                 async with asyncio.timeout(beat_s(self._stall_s)):
-                    packet = await box.take()
+                    packet = await self.box.take()
             except TimeoutError:
                 await stream.write(BEAT)
                 continue
@@ -373,12 +314,7 @@ class LocalLink:
         self.path.chmod(0o600)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._server is not None:
             # asyncio would leave a connection open that it has just accepted: wait until it is served
             for one in self._server.sockets:

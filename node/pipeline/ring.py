@@ -23,7 +23,7 @@ from ..p2p.rpc import ask, send
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import Notifier
 from .frames import Frame, Head, Kind, Packet, fault_frame, packet, words_of
-from .links import InboundLink, LocalLink, OutboundLink, Shaper
+from .links import InboundLink, LocalLink, OutboundLink
 from .trails import BadTrail, SignedTrails
 
 
@@ -211,7 +211,6 @@ class Ring:
         links: ConnectionPool,
         local: LocalLink,
         stall_s: float = 20.0,
-        shaper: Shaper | None = None,
         trails: SignedTrails | None = None,
     ) -> None:
         self.plan = plan
@@ -229,7 +228,6 @@ class Ring:
             sealed,
             stall_s=stall_s,
             changed=self._out_changed,
-            shaper=shaper,
         )
         self._in: InboundLink | None = None
         self._in_epoch = -1

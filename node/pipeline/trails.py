@@ -9,6 +9,7 @@ import msgspec
 
 from ...crypto.keys import SIGNATURE_BYTES, SecretKey, verify
 from ...protocol.pipelines import PipelinePlan
+from ...protocol.recent import RecentDict
 from .frames import FINGERPRINT_BYTES, PREFIX_BYTES, Kind, Packet
 
 
@@ -55,7 +56,7 @@ class SignedTrails:
         self._rank = rank
         self._about = DOMAIN + run + plan.group + plan.generation.to_bytes(8, "big")
         self._epoch = -1
-        self._waiting: dict[int, tuple[bytes, bytes]] = {}
+        self._waiting = RecentDict[int, tuple[bytes, bytes]](MAX_WAITING)
         """Step number -> (trail as received, the same without signatures)."""
 
     def inward(self, packet: Packet) -> Packet:
@@ -93,8 +94,6 @@ class SignedTrails:
             self._epoch = packet.head.epoch
             self._waiting.clear()
         self._waiting[packet.head.number] = trail, plain
-        if len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
 
     def _verified(self, packet: Packet, trail: bytes) -> bytes:
         """Verify all signatures; return the trail without them. Raises BadTrail."""

@@ -16,10 +16,8 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import msgspec
-
 from ..ops.errors import EngineError
-from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frames
+from .frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length, frame, read_frames
 from .spawn import EXIT_ORPHANED, leave_with_parent
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, ProcessHello, connected
 
@@ -36,11 +34,11 @@ class Outbox:
         self._max_frame = max_frame
         self._frames: list[bytes] = []
 
-    def put(self, message: msgspec.Struct) -> None:
-        """Send a message at the end of this turn."""
+    def put(self, number: int, answer: object) -> None:
+        """Send the answer to request `number` at the end of this turn. Raises ValueError if it is too long."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._frames.append(frame(message, self._max_frame))
+        self._frames.append(frame(ProcessMessage(number, answer), self._max_frame))
 
     def _flush(self) -> None:
         self._write(b"".join(self._frames))
@@ -149,11 +147,11 @@ class ParentSocket:
             return None
         return self._read(body_length(self._read(HEAD_BYTES), self._max_frame))
 
-    def reply(self, message: msgspec.Struct) -> None:
-        """Send a message. Raises ParentGone."""
+    def reply(self, number: int, answer: object) -> None:
+        """Send the answer to request `number`. Raises ParentGone."""
         try:
             with self._sending:
-                self._connection.sendall(frame(message, self._max_frame))
+                self._connection.sendall(frame(ProcessMessage(number, answer), self._max_frame))
         except OSError as error:
             raise ParentGone from error
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ...crypto.hashing import DIGEST_BYTES, digest, short
 from ..ops.errors import StorageError
+from .partial import sync
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +78,6 @@ def chunk_path(directory: Path, name: bytes) -> Path:
     """Return the path of the bytes of digest `name` in a FileStore of `directory`."""
     text = name.hex()
     return directory / text[:2] / text[2:4] / text
-
-
-def sync(path: Path) -> None:
-    """Bring one file, or the names in one directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Disk:

@@ -7,7 +7,7 @@ not get into a batch, and in its metadata the signed head of the policy that the
 import math
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from ..ops.errors import StorageError, file_error
-from .chunk_store import sync
+from .partial import whole_file
+from .run_files import make_directory
 
 FORMAT = 1
 """Format of the files; a higher number where the meaning of columns changed."""
@@ -211,7 +212,8 @@ class RolloutFiles:
 
         schema = _schema().with_metadata({_META: msgspec.json.encode(record)})
         target = self.path(record.step)
-        with _replaced(target, fsync=self._fsync) as partial:
+        make_directory(self.directory)
+        with whole_file(target, fsync=self._fsync) as partial:
             with parquet.ParquetWriter(partial, schema, compression="zstd") as file:
                 source = iter(rows)
                 while tables := list(islice(_tables(source, schema), TABLES_AT_ONCE)):
@@ -275,25 +277,6 @@ class RolloutFiles:
 def as_json(rollout: KeptRollout) -> bytes:
     """Encode a rollout as one line of JSON; numbers that are not finite become null."""
     return msgspec.json.encode(asdict(rollout))
-
-
-@contextmanager
-def _replaced(target: Path, *, fsync: bool) -> Generator[Path]:
-    """Yield a path to write; the file there becomes `target` at the end. Raises StorageError."""
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        if fsync:
-            sync(partial)
-        partial.replace(target)
-        if fsync:
-            sync(target.parent)
-    except OSError as error:
-        raise file_error(error, target) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 @contextmanager

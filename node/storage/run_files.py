@@ -7,11 +7,12 @@ import fcntl
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..ops.control import ask, socket_path
 from ..ops.errors import BusyError, NetworkError, StorageError, UsageError, file_error
+from .partial import whole_file
 
 TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "ticket.txt",
@@ -34,17 +35,10 @@ def holds_run(directory: Path) -> bool:
 
 def write(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace the file at `path` by one that holds `text`, whole or not at all. Raises StorageError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial:
         made = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(made, "w", encoding="utf-8") as file:
             file.write(text)
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise file_error(error, path) from error
 
 
 def write_private(path: Path, text: str) -> None:

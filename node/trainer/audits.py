@@ -31,6 +31,7 @@ from ...protocol.messages import (
     AuditWait,
     OtherPolicies,
 )
+from ...protocol.recent import RecentDict
 from ...protocol.reputation import Outcome
 from ..ops.errors import EngineError, UsageError
 from ..p2p.rpc import send
@@ -168,7 +169,7 @@ class AuditQueue:
         self._timeout_s = timeout_s
         self._clock = clock
         self._jobs: dict[int, AssignedAudit] = {}
-        self._finished: dict[int, None] = {}
+        self._finished = RecentDict[int, None](KEPT_NUMBERS)
         self._numbers = 0
         self._changed = asyncio.Condition()
         self.validators = {node: ValidatorState() for node in validators}
@@ -354,8 +355,6 @@ class AuditQueue:
         if self._jobs.pop(number, None) is None:
             return
         self._finished[number] = None
-        if len(self._finished) > KEPT_NUMBERS:
-            del self._finished[next(iter(self._finished))]
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...crypto.hashing import short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import encode
 from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
@@ -73,21 +73,10 @@ class BoundsBook:
         made: list[ClassBounds] = []
         for sealed in ledger.bounds():
             try:
-                made.append(self._open(sealed))
+                made.append(self._services.unseal(sealed, Purpose.BOUNDS, ClassBounds, now=0).body)
             except RemoteProtocolError as error:
                 logger.error("bounds in the ledger are not this run's: %s", error)
         return rows, made
-
-    def _open(self, sealed: bytes) -> ClassBounds:
-        services = self._services
-        return unseal(
-            sealed,
-            Purpose.BOUNDS,
-            ClassBounds,
-            now=0,
-            run=services.run_id,
-            signer=services.trainer,
-        ).body
 
     # -- submissions -------------------------------------------------------------------------------
 

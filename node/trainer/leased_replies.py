@@ -8,7 +8,7 @@ Invariants:
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
@@ -18,6 +18,7 @@ from msgspec import structs
 
 from ...protocol.leases import Lease, LeaseBook, TaskQueue, prompt_digest
 from ...protocol.manifests import ProofContract, RunManifest
+from ...protocol.recent import RecentDict
 from ...protocol.reputation import BanTest
 from ...protocol.rollouts import (
     BranchRecord,
@@ -67,7 +68,7 @@ class PromptQueue:
         self._fresh: deque[int] = deque()
         """Indices of prompts that were never leased, oldest first."""
         self._by_digest: dict[bytes, WaitingPrompt] = {}
-        self._replies: OrderedDict[bytes, Completion] = OrderedDict()
+        self._replies = RecentDict[bytes, Completion](REPLIES_KEPT)
         self.tasks = TaskQueue(draw=self._draw)
         """Source of the lease book's tasks."""
         self.arrived = asyncio.Event()
@@ -122,9 +123,6 @@ class PromptQueue:
 
     def _answer(self, name: bytes, reply: Completion) -> None:
         self._replies[name] = reply
-        self._replies.move_to_end(name)
-        if len(self._replies) > REPLIES_KEPT:
-            self._replies.popitem(last=False)
         waiting = self._by_digest.pop(name, None)
         if waiting is None:
             return  # an equal prompt, leased before a restart, was answered first

@@ -8,7 +8,6 @@ progress: a single report of another stage cannot take that away.
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from ...protocol.envelope import Purpose, seal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
 from ...protocol.pipelines import PipelinePlan, StageOffer
+from ...protocol.recent import RecentDict
 from ..memory_plan.stages import CutModel
 from ..ops.control import GroupRow
 from ..ops.errors import EngineError
@@ -326,7 +326,7 @@ class PipelineCoordinator:
         self._heard = heard
         self._book = StageCandidates(refused, clock())
         self._groups: dict[bytes, PipelineGroup] = {}
-        self._hopeless: OrderedDict[object, None] = OrderedDict()
+        self._hopeless = RecentDict[object, None](KEPT_POOLS)
         """Pools for which no plan exists: not tried again."""
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
         self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
@@ -496,8 +496,6 @@ class PipelineCoordinator:
         plan = make_plan(pool, costs, terms, group=group, generation=generation, head=head)
         if plan is None:
             self._hopeless[tried] = None
-            if len(self._hopeless) > KEPT_POOLS:
-                self._hopeless.popitem(last=False)
         return plan
 
     def _taken(self, node: bytes) -> bool:

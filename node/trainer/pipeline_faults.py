@@ -5,13 +5,13 @@ accused by only one stage 0 is excluded from pipelines, but not banned.
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...crypto.hashing import short
 from ...protocol.numerics import ClassBounds
 from ...protocol.pipelines import PipelinePlan
+from ...protocol.recent import RecentDict
 from ...protocol.reputation import (
     INCREMENT,
     NAMED_AT,
@@ -55,7 +55,7 @@ class StageFaults:
         self._reputation = reputation
         self._dissolve = dissolve
         self._test = test
-        self._tallies: OrderedDict[tuple[bytes, int], Tally] = OrderedDict()
+        self._tallies = RecentDict[tuple[bytes, int], Tally](PLANS)
 
     def note(self, node: bytes, verified: Verified) -> None:
         """Record the audit results for `node`, which signed a submission, and its other stages."""
@@ -92,10 +92,7 @@ class StageFaults:
         key, count = (plan.group, plan.generation), len(plan.stages)
         rooms = [Room.of(self._test) for _ in range(count)]
         fresh = Tally([0.0] * count, rooms, plan.shape.max_sequences)
-        tally = self._tallies.setdefault(key, fresh)
-        self._tallies.move_to_end(key)
-        if len(self._tallies) > PLANS:
-            self._tallies.popitem(last=False)
+        tally = self._tallies[key] = self._tallies.get(key, fresh)
         return tally
 
     def _part(self, plan: PipelinePlan, tally: Tally) -> None:

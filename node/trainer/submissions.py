@@ -417,16 +417,11 @@ class SubmissionReceiver:
         return receipt
 
     def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
-        submission = unseal(
-            data,
-            Purpose.SUBMISSION,
-            Submission,
-            now=int(now),
-            run=self._services.run_id,
-            signer=peer,
-            recipient=self._services.trainer,
-        ).body
-        lease = open_lease(submission.lease, self._services.run_id, self._services.trainer, peer)
+        run, trainer = self._services.run_id, self._services.trainer
+        opened = self._services.unseal(
+            data, Purpose.SUBMISSION, Submission, now=now, signer=peer, recipient=trainer
+        )
+        lease = open_lease(opened.body.lease, run, trainer, peer)
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease

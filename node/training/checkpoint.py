@@ -6,11 +6,9 @@ torn or altered checkpoint is noticed before anything is resumed from it. Only o
 
 import asyncio
 import logging
-import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -19,57 +17,8 @@ import msgspec
 from ...crypto.hashing import digest_parts
 from ..config.run import ResumeConfig
 from ..ops.errors import NodeError, StorageError, UsageError
-from ..storage.chunk_store import sync
+from ..storage.partial import PARTIAL, REPLACED, sync, sync_tree, whole_directory
 from .backend import TrainBackend
-
-PARTIAL = ".partial"
-"""Suffix of a directory that is being written, or was when the node died."""
-REPLACED = ".replaced"
-"""Suffix of the old directory between the two renames of a replacement."""
-
-
-@contextmanager
-def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None, None]:
-    """Yield an empty directory that becomes `target` if the block ends without an error.
-
-    An older `target` is replaced. Without `fsync` it survives a crash of the process, but maybe not a power
-    cut. Raises StorageError, also for any OSError of the block.
-    """
-    partial = partial_of(target)
-    replaced = target.with_name(target.name + REPLACED)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if fsync:
-            sync_tree(partial)
-        if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            target.rename(replaced)
-        partial.rename(target)
-        if fsync:
-            sync(target.parent)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {target}: {error}; free some disk or permit it"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def partial_of(target: Path) -> Path:
-    """Return the path of `target` while it is being written."""
-    return target.with_name(target.name + PARTIAL)
-
-
-def sync_tree(directory: Path) -> None:
-    """fsync every file and directory below `directory`, itself last."""
-    for root, _, files in os.walk(directory, topdown=False):
-        for name in files:
-            sync(Path(root, name))
-        sync(Path(root))
-
 
 logger = logging.getLogger(__name__)
 

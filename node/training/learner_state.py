@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from ..ops.errors import StorageError
-from .checkpoint import partial_of, whole_directory
+from ..storage.partial import partial_of, whole_directory
 from .world import RankChannel
 
 logger = logging.getLogger(__name__)

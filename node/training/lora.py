@@ -19,10 +19,10 @@ from ..config.training import LoraConfig
 from ..models import model_files
 from ..models.tensors import bf16_state, to_torch
 from ..ops.errors import EngineError
+from ..storage.partial import whole_directory
 from ..weights.adapters import PREFIX, merge
 from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State
-from .checkpoint import whole_directory
 
 if TYPE_CHECKING:
     from ..models.huggingface import PreTrainedModel

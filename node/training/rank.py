@@ -190,7 +190,7 @@ class RankServer:
 
     def _reply(self, number: int, answer: RankAnswer) -> None:
         if self._parent is not None:
-            self._parent.reply(ProcessMessage(number, answer))
+            self._parent.reply(number, answer)
 
     def _close(self) -> None:
         if self._parent is not None:
@@ -214,13 +214,13 @@ def main(build: Build | None = None) -> None:
             world = World.join(config)
         except EngineError as error:
             if parent is not None:
-                parent.reply(ProcessMessage(number, RankError(str(error), of_storage=False)))
+                parent.reply(number, RankError(str(error), of_storage=False))
             raise
         channel = RankChannel.open(config.fsdp.timeout_s)
         here = os.environ.get("GROUP_RANK", "0") == "0"
         pids = channel.gather(os.getpid() if here else 0)
         if parent is not None:
-            parent.reply(ProcessMessage(number, RanksJoined(pids)))
+            parent.reply(number, RanksJoined(pids))
         RankServer(world, config, channel, parent, build or _build).serve()
         world.close()
     except BaseException as error:  # report any error before ending
@@ -277,7 +277,7 @@ def _missing(channel: RankChannel | None, error: BaseException) -> list[int]:
 def _tell(parent: ParentSocket | None, answer: RanksBroken) -> None:
     try:
         if parent is not None:
-            parent.reply(ProcessMessage(0, answer))
+            parent.reply(0, answer)
     except ParentGone:
         pass
 

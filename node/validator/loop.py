@@ -15,7 +15,6 @@ from pathlib import Path
 from msgspec import UNSET
 
 from ...crypto.hashing import digest, short
-from ...crypto.keys import SecretKey
 from ...protocol.audits import (
     MAX_UNREADABLE_DETAIL,
     AuditReport,
@@ -24,7 +23,7 @@ from ...protocol.audits import (
     Place,
     UnreadableRow,
 )
-from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import environment_of, open_lease
 from ...protocol.manifests import RunManifest
@@ -42,10 +41,8 @@ from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
 from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..ops.errors import EngineError, first_cause
-from ..p2p.connections import ConnectionPool
-from ..p2p.download import BlobFetcher
-from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
+from ..p2p.services import NodeServices
 from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..p2p.waiting import LogBackoff
@@ -148,21 +145,16 @@ class ValidatorRole:
 
     def __init__(
         self,
-        key: SecretKey,
+        services: NodeServices,
         run: RunManifest,
-        links: ConnectionPool,
-        heads: HeadStore,
-        fetcher: BlobFetcher,
         sync: WeightSync,
         cache: StateCache,
         auditor: Auditor,
     ) -> None:
         """Take the node's parts; `sync` follows the policy into `cache` during run()."""
-        self._key = key
+        self._services = services
+        self._heads = services.heads
         self._run = run
-        self._links = links
-        self._heads = heads
-        self._fetcher = fetcher
         self._sync = sync
         self._cache = cache
         self._auditor = auditor
@@ -234,7 +226,7 @@ class ValidatorRole:
                 "the trainer takes no audits from this node (%s). Its id, for verification.validators "
                 "of the trainer: %s. Asking again in %.0f s",
                 error.detail,
-                self._key.node_id.hex(),
+                self._services.key.node_id.hex(),
                 REFUSED_PAUSE_S,
             )
             return REFUSED_PAUSE_S
@@ -252,9 +244,9 @@ class ValidatorRole:
         """
         epoch = self._heads.order()[0]
         versions = self._cache.held(self._heads.trusted.heads, epoch)[-MAX_SHELF:]
-        sources = self._fetcher.by_source(self._run.trainer)
+        sources = self._services.fetcher.by_source(self._run.trainer)
         stats = WorkerStats(self._sync.version, chunk_bytes=sources)
-        connection = await self._links.get(self._run.trainer, ALPN_CONTROL)
+        connection = await self._services.links.get(self._run.trainer, ALPN_CONTROL)
         stream = await connection.open_stream()
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -267,7 +259,7 @@ class ValidatorRole:
         except TimeoutError as error:
             raise TooSlow("the trainer does not say what to audit") from error
         except TransportError:
-            await self._links.drop(self._run.trainer, ALPN_CONTROL)
+            await self._services.links.drop(self._run.trainer, ALPN_CONTROL)
             raise
         finally:
             await stream.abort()
@@ -311,25 +303,21 @@ class ValidatorRole:
         if states is None:
             raise RemoteProtocolError(Reason.NOT_FOUND, "a version of the job is not held any more")
         items = await asyncio.to_thread(
-            job_items, job, sealed, run=self._run, run_id=self._heads.trusted.run
+            job_items, job, sealed, run=self._run, run_id=self._services.run_id
         )
         others = {one.claimed: one.others for one in job.others}
         found = await self._auditor.audit(items, states, others)
         return make_report(job, found)
 
     async def _report(self, report: AuditReport) -> None:
-        sealed = seal(
-            self._key,
+        sealed = self._services.seal(
             Purpose.AUDIT,
-            self._heads.trusted.run,
             report,
             recipient=self._run.trainer,
             sequence=report.job,
-            expires=int(time.time()) + REPORT_TTL_S,
+            expires=time.time() + REPORT_TTL_S,
         )
-        await self._links.request(
-            self._run.trainer, ALPN_CONTROL, AuditDone(sealed), Accepted, deadline=ASK_TIMEOUT_S
-        )
+        await self._services.ask_trainer(AuditDone(sealed), Accepted, deadline=ASK_TIMEOUT_S)
 
 
 async def read_submission(stream: Stream, job: AuditJob) -> bytes:

@@ -119,7 +119,7 @@ class AuditServer:
         loop = asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._worker, self._try, request.body)
-            self._outbox.put(ProcessMessage(request.number, answer))
+            self._outbox.put(request.number, answer)
         except Exception:  # a bug: an answer would never be sent, so the process ends
             traceback.print_exc()
             os._exit(1)

@@ -19,6 +19,7 @@ import msgspec
 
 from ...crypto.hashing import digest
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
+from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_CHUNK
 from .blocks import BLOCK, SKIP, max_body, read_varint, varint
 from .state import BITS, CodecError, State, numel
@@ -236,7 +237,7 @@ class NeededChunks:
 
     def __init__(self, share: TensorShare) -> None:
         self._share = share
-        self._known: dict[tuple[bytes, Artifact], tuple[ChunkRef, ...]] = {}
+        self._known = RecentDict[tuple[bytes, Artifact], tuple[ChunkRef, ...]](MAX_REMEMBERED)
 
     def __call__(self, manifest: PolicyManifest, artifact: Artifact) -> tuple[ChunkRef, ...]:
         """The chunks needed of an artifact that reaches `manifest`. Raises CodecError."""
@@ -245,8 +246,6 @@ class NeededChunks:
         key = (manifest.state, artifact)
         if key not in self._known:
             wanted = wanted_of(manifest.tensors, self._share)
-            while len(self._known) >= MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
             self._known[key] = chunks_for(artifact, manifest.tensors, wanted)
         return self._known[key]
 

@@ -8,11 +8,11 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from contextlib import suppress
 
 from ...crypto.hashing import short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, environment_of
 from ...protocol.manifests import RunManifest
@@ -28,9 +28,9 @@ from ...protocol.messages import (
     WorkerStats,
 )
 from ...protocol.numerics import ClassBounds, NumericsClass
+from ...protocol.recent import RecentDict
 from ...protocol.reputation import Trust
 from ...protocol.rollouts import Submission, Verdict
-from ...protocol.version import ALPN_CONTROL
 from ..config.engine import EngineConfig
 from ..environments.environment import Environment, EnvironmentGivenUp
 from ..inference.concurrency import Concurrency
@@ -69,7 +69,7 @@ class VerdictLog:
         self._services = services
         self._explain = explain
         self._refusals = 0
-        self._leases: OrderedDict[int, str] = OrderedDict()
+        self._leases = RecentDict[int, str](MAX_LEASES_KNOWN)
         """Environment of each lease that is not judged yet, by name."""
         self._trusts: dict[str, Trust] = {}
         self.accepted = 0
@@ -80,8 +80,6 @@ class VerdictLog:
     def leased(self, lease: int, environment: str) -> None:
         """Note of which environment a lease is: a verdict names only the lease."""
         self._leases[lease] = environment
-        if len(self._leases) > MAX_LEASES_KNOWN:
-            self._leases.popitem(last=False)
 
     def trusts(self) -> dict[str, float]:
         """Return the trust that the trainer derives from verdicts on noted leases, by environment."""
@@ -96,16 +94,9 @@ class VerdictLog:
             RemoteProtocolError: it is not the trainer's verdict on our work.
         """
         # An old verdict still counts: its expiry does not matter here.
-        verdict = unseal(
-            sealed,
-            Purpose.VERDICT,
-            Verdict,
-            now=0,
-            run=self._services.run_id,
-            signer=self._services.trainer,
-            recipient=self._services.key.node_id,
-        ).body
         ledger, node = self._services.ledger, self._services.key.node_id
+        opened = self._services.unseal(sealed, Purpose.VERDICT, Verdict, now=0, recipient=node)
+        verdict = opened.body
         try:
             news = await ledger.beside(ledger.add_verdict, node, sealed)
         except StorageError as error:
@@ -125,22 +116,11 @@ class VerdictLog:
             return
         services = self._services
         try:
-            reply = await services.links.request(
-                services.trainer,
-                ALPN_CONTROL,
-                GetBounds(),
-                MeasuredBounds,
-                deadline=VERDICT_TIMEOUT_S,
+            reply = await services.ask_trainer(
+                GetBounds(), MeasuredBounds, deadline=VERDICT_TIMEOUT_S
             )
             for sealed in reply.bounds:
-                bounds = unseal(
-                    sealed,
-                    Purpose.BOUNDS,
-                    ClassBounds,
-                    now=int(time.time()),
-                    run=services.run_id,
-                    signer=services.trainer,
-                ).body
+                bounds = services.unseal(sealed, Purpose.BOUNDS, ClassBounds).body
                 if bounds.numerics == numerics and self.bounds is None:
                     self.bounds = bounds
         except (TransportError, Refused, RemoteProtocolError) as error:
@@ -152,12 +132,8 @@ class VerdictLog:
         after = int.from_bytes(services.ledger.get(CURSOR) or b"", "big")
         try:
             for _ in range(MAX_ROUNDS):
-                reply = await services.links.request(
-                    services.trainer,
-                    ALPN_CONTROL,
-                    GetVerdicts(after),
-                    Verdicts,
-                    deadline=VERDICT_TIMEOUT_S,
+                reply = await services.ask_trainer(
+                    GetVerdicts(after), Verdicts, deadline=VERDICT_TIMEOUT_S
                 )
                 for sealed in reply.verdicts:
                     await self.take(sealed)
@@ -266,14 +242,7 @@ class InferenceRole:
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
-        self._uploads = UploadQueue(
-            key=services.key,
-            run_id=services.run_id,
-            trainer=run.trainer,
-            ledger=services.ledger,
-            upload=self._upload,
-            refused=verdicts.count_refusal,
-        )
+        self._uploads = UploadQueue(services, self._upload, verdicts.count_refusal)
         self._active: dict[int, int] = {}
         """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
@@ -415,9 +384,7 @@ class InferenceRole:
         self._asked, self._given_up = time.monotonic(), False
         working, generating = self._clock.read(time.monotonic())
         stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
-        reply = await self._services.links.request(
-            self._run.trainer,
-            ALPN_CONTROL,
+        reply = await self._services.ask_trainer(
             LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable()),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
@@ -437,15 +404,8 @@ class InferenceRole:
         return tuple(sorted({*self._active, *self._uploads.leases()})[-MAX_HELD:])
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
-        lease = unseal(
-            sealed,
-            Purpose.LEASE,
-            Lease,
-            now=int(time.time()),
-            run=self._services.run_id,
-            signer=self._run.trainer,
-            recipient=self._services.key.node_id,
-        ).body
+        own = self._services.key.node_id
+        lease = self._services.unseal(sealed, Purpose.LEASE, Lease, recipient=own).body
         name = environment_of(self._run, lease).name
         self.verdicts.leased(lease.lease_id, name)
         if lease.environment not in self._environments:

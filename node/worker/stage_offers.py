@@ -14,11 +14,11 @@ from pathlib import Path
 from msgspec import structs
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
-from ...protocol.version import ALPN_CONTROL
+from ...protocol.recent import RecentDict
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
@@ -123,7 +123,7 @@ class StageOffers:
         self._allow = allow
         self._clock = clock
         self._lost: tuple[bytes, ...] = ()
-        self._newest: dict[bytes, PipelinePlan] = {}
+        self._newest = RecentDict[bytes, PipelinePlan](KNOWN_GROUPS)
         self._ways: dict[bytes, tuple[float, PathQuality]] = {}
         self._renewed = clock()
         self._lines = LogBackoff()
@@ -176,9 +176,7 @@ class StageOffers:
         message = OfferStage(self._measured(), group, generation, lost)
         try:
             await self._renew()
-            reply = await self._services.links.request(
-                self._services.trainer,
-                ALPN_CONTROL,
+            reply = await self._services.ask_trainer(
                 message,
                 StageWait | StagePlanned,  # type: ignore[arg-type]
                 deadline=ASK_TIMEOUT_S,
@@ -205,9 +203,7 @@ class StageOffers:
         if self._clock() - self._renewed < RECORD_S:
             return
         message = SyncRecords((self._services.record(),))
-        await self._services.links.request(
-            self._services.trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
-        )
+        await self._services.ask_trainer(message, SyncRecords, deadline=ASK_TIMEOUT_S)
         self._renewed = self._clock()
 
     def _measured(self) -> StageOffer:
@@ -235,14 +231,7 @@ class StageOffers:
 
         Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced.
         """
-        opened = unseal(
-            sealed,
-            Purpose.PIPELINE,
-            PipelinePlan,
-            now=int(time.time()),
-            run=self._services.run_id,
-            signer=self._services.trainer,
-        )
+        opened = self._services.unseal(sealed, Purpose.PIPELINE, PipelinePlan)
         plan = opened.body
         check_plan(plan)
         rank = plan.rank_of(self._node)
@@ -253,10 +242,7 @@ class StageOffers:
             raise RemoteProtocolError(
                 Reason.ROLLBACK, f"generation {plan.generation}, {known.generation} was known"
             )
-        self._newest.pop(plan.group, None)
         self._newest[plan.group] = plan
-        if len(self._newest) > KNOWN_GROUPS:
-            del self._newest[next(iter(self._newest))]
         return AssignedPlan(plan, sealed, rank)
 
     async def _set(self, planned: AssignedPlan | None) -> None:

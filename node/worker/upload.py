@@ -11,15 +11,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ...crypto.hashing import digest
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.rollouts import Receipt, Submission
 from ..p2p.rpc import Refused
+from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
-from ..storage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +55,11 @@ class UploadQueue:
     """Queue of the submissions that the trainer does not have yet."""
 
     def __init__(
-        self,
-        *,
-        key: SecretKey,
-        run_id: bytes,
-        trainer: bytes,
-        ledger: Ledger,
-        upload: Upload,
-        refused: Callable[[Reason], None],
+        self, services: NodeServices, upload: Upload, refused: Callable[[Reason], None]
     ) -> None:
         """`refused` is called with the reason for which a submission was refused for good."""
-        self._key = key
-        self._run_id = run_id
-        self._trainer = trainer
-        self._ledger = ledger
+        self._services = services
+        self._ledger = services.ledger
         self._upload = upload
         self._refused = refused
         self._kept: dict[bytes, SpooledSubmission] = {}
@@ -101,14 +91,12 @@ class UploadQueue:
                 tasks.create_task(self._uploads())
 
     def _write(self, lease: Lease, submission: Submission) -> bytes:
-        bundle = seal(
-            self._key,
+        bundle = self._services.seal(
             Purpose.SUBMISSION,
-            self._run_id,
             submission,
-            recipient=self._trainer,
+            recipient=self._services.trainer,
             sequence=lease.lease_id,
-            expires=int(time.time()) + SUBMISSION_TTL_S,
+            expires=time.time() + SUBMISSION_TTL_S,
         )
         name = digest(bundle)
         self._ledger.spool(name, lease.lease_id, lease.deadline, bundle)
@@ -162,13 +150,6 @@ class UploadQueue:
             logger.warning("lease %d was refused: %s", lease_id, refusal)
             self._refused(refusal.reason)
             return
-        opened = unseal(
-            receipt,
-            Purpose.RECEIPT,
-            Receipt,
-            now=int(time.time()),
-            run=self._run_id,
-            signer=self._trainer,
-        )
+        opened = self._services.unseal(receipt, Purpose.RECEIPT, Receipt)
         if opened.body.submission != name:
             raise RemoteProtocolError(Reason.WRONG_DIGEST, "a receipt for something else")

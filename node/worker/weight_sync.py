@@ -55,12 +55,8 @@ class Upstreams:
         """Send the trainer our own record, and learn which peers have chunks."""
         services = self._services
         try:
-            reply = await services.links.request(
-                services.trainer,
-                ALPN_CONTROL,
-                SyncRecords((services.record(),)),
-                SyncRecords,
-                deadline=RECORDS_TIMEOUT_S,
+            reply = await services.ask_trainer(
+                SyncRecords((services.record(),)), SyncRecords, deadline=RECORDS_TIMEOUT_S
             )
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.info("no peer records from the trainer: %s", error)

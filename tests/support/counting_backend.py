@@ -17,8 +17,8 @@ from support.waiting import ended
 from primerl.crypto.hashing import digest
 from primerl.node.models.model_files import contract_files
 from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.storage.partial import whole_directory
 from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
-from primerl.node.training.checkpoint import whole_directory
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor
 

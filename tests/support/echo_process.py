@@ -57,7 +57,7 @@ class Echo:
                 print(argument, flush=True)
             case "descend":
                 process = await asyncio.create_subprocess_exec("sleep", "600")
-                self._outbox.put(ProcessMessage(request.number, str(process.pid)))
+                self._outbox.put(request.number, str(process.pid))
                 await process.wait()
             case "garbage":
                 self._write((5).to_bytes(HEAD_BYTES, "little") + b"hello")
@@ -65,7 +65,7 @@ class Echo:
                 self._write(b"\xff" * HEAD_BYTES)
             case _:
                 pass
-        self._outbox.put(ProcessMessage(request.number, request.body))
+        self._outbox.put(request.number, request.body)
 
 
 def answer_at_socket() -> None:
@@ -81,7 +81,7 @@ def answer_at_socket() -> None:
                 return
             if request.body == "hang":
                 time.sleep(600)
-            parent.reply(request)
+            parent.reply(request.number, request.body)
     except ParentGone:
         parent.abandon()
 

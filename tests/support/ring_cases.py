@@ -17,19 +17,20 @@ from support.memory_network import MemoryNetwork
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import EngineError
-from primerl.node.p2p.connections import ConnectionPool, Router
+from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.transport import Transport
 from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.acceptor import LinkAcceptor
 from primerl.node.pipeline.frames import Frame, FrameLimits, Kind
-from primerl.node.pipeline.links import LocalLink, Shaper
+from primerl.node.pipeline.links import LocalLink
 from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, SocketPort, add_waited
 from primerl.node.pipeline.ring import Ring
 from primerl.node.pipeline.trails import SignedTrails
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from primerl.protocol.version import ALPN_PIPELINE
+from primerl.scripts.bench.wan import DelayedPool
 
 SHAPE = PipelineShape(
     engine="vllm",
@@ -217,7 +218,7 @@ class Node:
     key: SecretKey
     transport: Transport
     peers: PeerTable
-    links: ConnectionPool
+    links: DelayedPool
     acceptor: LinkAcceptor
 
 
@@ -236,7 +237,10 @@ class Chain:
         self.computes: dict[int, Adder] = {}
         self.ports: dict[int, SocketPort] = {}
         self.stall_s = STALL_S
-        self.shapers: dict[int, Shaper] = {}
+        self.delays: dict[int, float] = {}
+        """Seconds by which a stage's link delays its frames."""
+        self.rates: dict[int, float] = {}
+        """Bytes per second of a stage's link."""
         self.signs = False
         """Whether trails are signed."""
         self._make = make
@@ -247,7 +251,7 @@ class Chain:
         """A node that answers ALPN_PIPELINE."""
         transport = await self._make(key)
         peers = PeerTable()
-        links = ConnectionPool(transport, peers, connect_timeout_s=5.0)
+        links = DelayedPool(transport, peers, connect_timeout_s=5.0)
         acceptor = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
         router = Router(
             transport,
@@ -286,6 +290,8 @@ class Chain:
 
     async def ring(self, rank: int, node: Node) -> Ring:
         """Run the ring of one node."""
+        node.links.delay_s = self.delays.get(rank, 0.0)
+        node.links.bytes_per_s = self.rates.get(rank, 0.0)
         ring = Ring(
             sealed(self.plan),
             self.plan,
@@ -293,7 +299,6 @@ class Chain:
             links=node.links,
             local=self.locals[rank],
             stall_s=self.stall_s,
-            shaper=self.shapers.get(rank),
             trails=SignedTrails(node.key, RUN, self.plan, rank) if self.signs else None,
         )
         await self._stack.enter_async_context(ring.running())

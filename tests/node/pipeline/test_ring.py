@@ -10,7 +10,6 @@ from support.memory_network import MemoryNetwork
 from support.ring_cases import SHAPE, Chain, chain, soon, step
 
 from primerl.node.pipeline.frames import FINGERPRINT_BYTES, Frame, Kind, words_of
-from primerl.node.pipeline.links import Shaper
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -174,8 +173,7 @@ async def idle_while(made: Chain, lanes: int, trips: int) -> float:
 
 
 async def test_a_delay_does_not_make_frames_wait_for_each_other() -> None:
-    shapers = {0: Shaper(0.1), 1: Shaper(0.1)}
-    async with chain(2, shapers=shapers) as made:
+    async with chain(2, delays={0: 0.1, 1: 0.1}) as made:
         took = await idle_while(made, lanes=16, trips=32)
         assert 0.4 <= took < 6.0  # one after the other: 6.4 s
         assert made.rings[1].stats().stall_share > 0.2
@@ -183,7 +181,7 @@ async def test_a_delay_does_not_make_frames_wait_for_each_other() -> None:
 
 async def test_a_narrow_line_takes_its_time() -> None:
     frame_bytes = SHAPE.max_step_tokens * SHAPE.hidden_size * 4
-    async with chain(2, shapers={0: Shaper(0.0, 10 * frame_bytes)}) as made:
+    async with chain(2, rates={0: 10 * frame_bytes}) as made:
         epoch = await made.begin()
         begin = time.monotonic()
         for number in range(8):

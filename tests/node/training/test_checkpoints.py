@@ -12,7 +12,8 @@ from support.counting_backend import CountingBackend
 from support.training_cases import batch
 
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.checkpoint import COMPLETE, Checkpoints, whole_directory
+from primerl.node.storage.partial import whole_directory
+from primerl.node.training.checkpoint import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 
 PARTS = {"buffer": b"\x00\xff", "ledger.msgpack": b""}
@@ -137,7 +138,7 @@ async def test_a_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Pat
 async def test_a_full_disk_leaves_the_older_checkpoint_of_the_step(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     await checkpoints.write(4, PARTS, await counting(tmp_path, 0))
-    with pytest.raises(StorageError, match="free some disk"):
+    with pytest.raises(StorageError, match="free disk space"):
         await checkpoints.write(4, {}, FullDisk())
     assert await checkpoints.read(4) == PARTS
     assert sorted(os.listdir(tmp_path)) == ["step_4"]

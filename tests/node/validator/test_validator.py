@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.audits import CLEAN, VALIDATOR, Told
+from support.bare_services import bare_services
 from support.protocol_cases import (
     BRANCH,
     LEASE,
@@ -367,8 +368,9 @@ def validator(
         cache.put(policy(version), None)
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
-    fakes: list[Any] = [links, book, Idle(), Caught(), cache, auditor or Measuring()]
-    return ValidatorRole(VALIDATOR, MANIFEST, *fakes), book, ledger
+    services = bare_services(VALIDATOR, links=links, heads=book, fetcher=Idle())
+    fakes: list[Any] = [Caught(), cache, auditor or Measuring()]
+    return ValidatorRole(services, MANIFEST, *fakes), book, ledger
 
 
 async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) -> list[AuditReport]:

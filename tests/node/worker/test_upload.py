@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from support.bare_services import bare_services
 from support.lease_cases import granted, policy
 from support.waiting import until
 
@@ -64,14 +65,8 @@ class World:
         self.ledger = ledger
         self.trainer = FakeTrainer()
         self.refused: list[Reason] = []
-        self.spool = UploadQueue(
-            key=WORKER,
-            run_id=RUN,
-            trainer=TRAINER.node_id,
-            ledger=ledger,
-            upload=self.trainer.take,
-            refused=self.refused.append,
-        )
+        services = bare_services(WORKER, run_id=RUN, trainer=TRAINER.node_id, ledger=ledger)
+        self.spool = UploadQueue(services, self.trainer.take, self.refused.append)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
