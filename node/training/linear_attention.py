@@ -48,7 +48,7 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
         if not packed:
             _compute_without_kernels(modules[0])
     for module in modules:
-        read: Any = _InOneCall(module) if packed else _SequenceBySequence(module.forward)
+        read: Any = InOneCall(module) if packed else SequenceBySequence(module.forward)
         module.forward = torch.compiler.disable(read)  # reads the layout in Python
 
 
@@ -73,7 +73,7 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
     rng = torch.Generator(device).manual_seed(0)
     shape = (sum(CHECKED), copied.out_proj.out_features)
     row, grad = (torch.randn(shape, generator=rng, device=device).to(dtype) for _ in range(2))
-    read = _InOneCall(copied)
+    read = InOneCall(copied)
 
     def results(row: Tensor, grad: Tensor) -> Tensor:
         lengths = CHECKED if len(row) == sum(CHECKED) else [len(row)]
@@ -96,20 +96,22 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
     return True
 
 
-class _SequenceBySequence:
+class SequenceBySequence:
     """A module's forward [S, L, d] -> [S, L, d] as a function of a packed row [1, T, d]."""
 
     def __init__(self, inner: Callable[..., Tensor]) -> None:
         self._inner = inner
 
     def __call__(self, hidden_states: Tensor, *, sequence_ends: Tensor, **_: Any) -> Tensor:
+        """Compute the layer's output [1, T, d]."""
+
         def read(rows: list[Tensor]) -> Tensor:
             return self._inner(hidden_states=rows[0])
 
         return sequence_by_sequence(read, [hidden_states[0]], sequence_ends)[None]
 
 
-class _InOneCall:
+class InOneCall:
     """A module's forward on a packed row [1, T, d] in one call.
 
     The kernels start each sequence from an empty state. The convolution knows nothing of sequences: each ends
@@ -121,6 +123,7 @@ class _InOneCall:
         self._zeros = int(module.conv_kernel_size) - 1
 
     def __call__(self, hidden_states: Tensor, *, sequence_offsets: Tensor, **_: Any) -> Tensor:
+        """Compute the layer's output [1, T, d]."""
         row = hidden_states[0]
         spread = _spread(sequence_offsets, len(row), self._zeros)
         padded = row.new_zeros(spread.size, row.shape[1]).index_copy(0, spread.places, row)

@@ -193,7 +193,8 @@ def test_linear_attention_reads_a_packed_row_in_one_call_as_the_mathematics_does
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
+    make: Any = Qwen3_5TextConfig
+    config = make(
         hidden_size=256,
         num_hidden_layers=1,
         layer_types=["linear_attention"],
@@ -212,14 +213,14 @@ def test_linear_attention_reads_a_packed_row_in_one_call_as_the_mathematics_does
         out = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
         return pulled(out, [row])
 
-    mine = results(linear_attention._InOneCall(half), row.bfloat16())
-    plain_code = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
-    monkeypatch.setattr(
-        modeling,
-        "torch_chunk_gated_delta_rule",
-        lambda *rows, cu_seqlens, **named: plain_code(*rows, **named),
-    )
-    wanted = results(linear_attention._SequenceBySequence(module.forward), row)
+    mine = results(linear_attention.InOneCall(half), row.bfloat16())
+    plain_code: Any = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+
+    def without_kernels(*rows: Tensor, cu_seqlens: None, **named: Any) -> Any:
+        return plain_code(*rows, **named)
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", without_kernels)
+    wanted = results(linear_attention.SequenceBySequence(module.forward), row)
     assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 2
 
 

@@ -24,7 +24,8 @@ def layer(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    config = Qwen3_5TextConfig(
+    make: Any = Qwen3_5TextConfig
+    config = make(
         hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"], **sizes, **heads
     )
     return modeling.Qwen3_5GatedDeltaNet(config, 0)
@@ -63,7 +64,7 @@ def test_a_row_is_read_in_one_call_as_if_each_sequence_were_alone(
     installed(monkeypatch, kernel)
     assert reads_packed_rows(module, CPU, torch.float32)
     kernel.calls.clear()
-    read = linear_attention._InOneCall(module)
+    read = linear_attention.InOneCall(module)
     found = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
     assert kernel.calls == [sum(LENGTHS) + 3 * len(LENGTHS)]  # three zeros after each sequence
@@ -76,8 +77,8 @@ def test_gradients_of_one_call_are_those_of_each_sequence_alone(
     installed(monkeypatch, Kernel())
     found: list[dict[str, Tensor]] = []
     for read in (
-        linear_attention._InOneCall(module),
-        linear_attention._SequenceBySequence(module.forward),
+        linear_attention.InOneCall(module),
+        linear_attention.SequenceBySequence(module.forward),
     ):
         row = torch.randn(1, sum(LENGTHS), 32, generator=torch.Generator().manual_seed(1))
         row.requires_grad_(True)
@@ -124,9 +125,12 @@ def test_kernels_that_fail_are_left_for_the_code_of_transformers(
         return Broken.apply(rows[2]), None  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", broken)
-    monkeypatch.setattr(linear_attention, "find_spec", lambda name: name)
-    on_cpu = functools.partial(reads_packed_rows, device=CPU, dtype=torch.float32)
-    monkeypatch.setattr(linear_attention, "reads_packed_rows", lambda one, *_: on_cpu(one))
+    monkeypatch.setattr(linear_attention, "find_spec", str)
+
+    def on_cpu(module: Any, *_: object) -> bool:
+        return reads_packed_rows(module, CPU, torch.float32)
+
+    monkeypatch.setattr(linear_attention, "reads_packed_rows", on_cpu)
     causal = torch.nn.Module()
     causal.linear_attn = module
     linear_attention.reset_between_sequences(causal, torch.device(device), torch.bfloat16)
