@@ -457,7 +457,11 @@ async def test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains(tmp_p
     parts = await role.checkpoints.read(1)
     made.progress.verified_up_to, made.progress.used = 0, {}
     lease = SimpleNamespace(environment=0, tasks=())
-    cast(Any, made.queue).open = lambda _: (None, lease)
+
+    def opened(_: object) -> tuple[None, object]:
+        return None, lease
+
+    cast(Any, made.queue).open = opened
     await TrainerRole(*made.role_parts).restore(1, parts)
     assert made.progress.verified_up_to == arrivals[0]
     assert made.progress.used == {arrivals[2]: B}
