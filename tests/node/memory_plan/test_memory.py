@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.memory_plan.memory import (
+    AUDIT_TOKENS,
     BLOCK_TOKENS,
     GIB,
     PADDING,
@@ -24,6 +28,7 @@ from primerl.node.memory_plan.memory import (
     MemoryItem,
     check_fits,
     gib,
+    plan_auditor,
     plan_engine,
     plan_learner,
     plan_trainer,
@@ -480,6 +485,61 @@ def test_linear_attention_without_kernels_keeps_what_autograd_keeps(
     real = saved_bytes(module, lambda: module(hidden_states=row)) - row.nbytes
     planned = read_shape(config).linear.kept_bytes(dtype.itemsize, kernels=False)
     assert tokens * planned == pytest.approx(real, rel=0.04)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside that are in memory, and the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor):
+                self._count(one.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if address and address not in self._sizes:
+            self._sizes[address] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.most = max(self.most, self._now)
+            weakref.finalize(storage, self._forget, address)
+
+    def _forget(self, address: int) -> None:
+        self._now -= self._sizes.pop(address)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "widths"), [((2, 4), (64, 64)), ((4, 4), (128, 64))])
+def test_linear_attention_without_backward_stays_below_what_is_planned_for_an_audit(
+    heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    sizes = {"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    sizes |= {"linear_key_head_dim": widths[0], "linear_value_head_dim": widths[1]}
+    config = hybrid(LINEAR, FULL, **sizes)
+    module, row = linear_module(config, dtype), torch.randn(1, 1024, 256, dtype=dtype)
+    with torch.no_grad(), LiveBytes() as live:
+        module(hidden_states=row)
+    planned = 1024 * read_shape(config).linear.kept_bytes(2, kernels=False)
+    assert 0.5 * planned < live.most < planned
+
+
+def test_an_hf_auditor_of_linear_attention_needs_memory_for_one_layer_of_it() -> None:
+    config = RunConfig.model_validate({"name": "r", "verification": {"auditor": "hf"}})
+    shape = read_shape(hybrid(*[LINEAR] * 3, FULL))
+    lines = {one.name: one.nbytes for one in plan_auditor(config, shape, 1)}
+    assert (
+        lines["of linear attention, at most"] == AUDIT_TOKENS["hf"] * shape.linear.forward_bytes()
+    )
+    plain = read_shape(qwen(256, 2, 4, 512))
+    assert len(plan_auditor(config, plain, 1)) == 2
 
 
 def test_sequences_padded_to_the_longest_keep_at_most_the_padding_that_is_planned() -> None:
