@@ -26,6 +26,8 @@ from primerl.node.models.model_files import read_state
 from primerl.scripts.bench.children import Event, Wire, cpu_seconds
 
 WARM_LIMIT_S = 60.0
+MOST_WINDOWS = 4
+"""Windows measured at most, where only ended completions count: those of a batch end together."""
 
 Draw = Callable[[Event, int], Coroutine[Any, Any, int]]
 """Draws the completion of a command and a number; returns its token count."""
@@ -44,9 +46,10 @@ class Alone:
         self._completions = self._ended_tokens = self._wanted = 0
         self._warm = asyncio.Event()
         self._tokens = tokens or (lambda: self._ended_tokens)
+        self._windows = 1 if tokens else MOST_WINDOWS
 
     async def measure(self, command: Event) -> Event:
-        """Count tokens in a window, after a warm-up, with `sequences` in flight.
+        """Count tokens in a window or a few, after a warm-up, with `sequences` in flight.
 
         The warm-up lasts `warm_s` and until `warm_completions` have ended, but at most WARM_LIMIT_S longer:
         kernels are compiled, and sequences of different lengths no longer begin together.
@@ -56,7 +59,10 @@ class Alone:
             await self._warm_up(command["warm_s"], command["warm_completions"])
             began, tokens, completions = time.perf_counter(), self._tokens(), self._completions
             cpu = cpu_seconds(os.getpid())
-            await asyncio.sleep(command["window_s"])
+            for _ in range(self._windows):
+                await asyncio.sleep(command["window_s"])
+                if self._completions - completions >= 2 * command["sequences"]:
+                    break
             tokens, completions = self._tokens() - tokens, self._completions - completions
             seconds = time.perf_counter() - began
             cpu = cpu_seconds(os.getpid()) - cpu
