@@ -211,6 +211,12 @@ class PeerNode(Node):
         model_dir = rundir.write_model_files(run, services.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(services)
+        if run.adapters is not None:
+            # the first version is fetched at the same time, and may make room for itself
+            services.keep_chunks.add(run.adapters.base.digest)
+            with suppress(NodeError, RemoteProtocolError):  # the table is not here yet
+                pinned = rundir.pinned(run, services.store)
+                services.keep_chunks.update(pinned)
         base = self._fetch_base(services, run, model_dir, upstreams)
         task = asyncio.create_task(base, name="base weights")
         return JoinedRun(services, documents, model_dir, upstreams, task)

@@ -78,8 +78,9 @@ class HostedEngine:
         self._in_turn = asyncio.Lock()
         self._fault = UNSTARTED
         self._run: RunManifest | None = None
-        self._fetched: Awaitable[None] | None = None
         """Run whose adapters the engines merge; None if they merge none."""
+        self._fetched: Awaitable[None] | None = None
+        """Done when the base of these adapters is in the model's directory; None if it is there."""
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 

@@ -5,10 +5,11 @@ held twice. The merged weights have the bits of weights/adapters.merge().
 """
 
 import json
+import logging
 import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from ..weights.adapters import PREFIX, WEIGHT, A, B, add_product
 from ..weights.state import memory_threads
 from .handover import ADAPTERS
 
+logger = logging.getLogger(__name__)
+
 ALIGN = 256
 """Bytes to which the tensors of a kept base are aligned."""
 PINNED_SHARE = 0.5
-"""Share of this machine's free memory for a base that every version is merged into."""
+"""Share of this machine's free memory for a base that every version is merged into, of all ranks together."""
 
 
 class PolicyFile:
@@ -123,11 +126,11 @@ class KeptBase:
         self._tensors: dict[str, Tensor] | None = None
 
     @classmethod
-    def for_device(cls, device: torch.device) -> "KeptBase | None":
-        """Make one with as much room as this machine can spare; None without a GPU."""
+    def for_device(cls, device: torch.device, ranks: int) -> "KeptBase | None":
+        """Make one with as much room as this machine can spare for each of `ranks`; None without a GPU."""
         if device.type != "cuda":
             return None
-        return cls(int(PINNED_SHARE * machine_memory().available))
+        return cls(int(PINNED_SHARE * machine_memory().available) // ranks)
 
     def read(self, files: Sequence[str], names: Collection[str]) -> Mapping[str, Tensor]:
         """Return the tensors of these names, which are read once; none where there is no room for all."""
@@ -147,8 +150,8 @@ class KeptBase:
             sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in mapped.values()]
             if not 0 < sum(sizes) <= self._room:
                 return {}
-            memory = mmap.mmap(-1, sum(sizes))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(AttributeError, OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             starts = accumulate(sizes[:-1], initial=0)
@@ -158,14 +161,23 @@ class KeptBase:
             }
             with ThreadPoolExecutor(memory_threads()) as pool:  # pages are made as they are written
                 list(pool.map(Tensor.copy_, kept.values(), mapped.values()))
-        pin(flat)
-        return kept
+        return kept if pin(flat) else {}
 
 
-def pin(flat: Tensor) -> None:
-    """Lock memory that torch did not allocate, and let GPUs read it, as long as this process runs."""
+def pin(flat: Tensor) -> bool:
+    """Lock memory that torch did not allocate, and let GPUs read it, as long as this process runs.
+
+    Returns whether that was possible.
+    """
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)))
+    try:
+        torch.cuda.check_error(int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)))
+    except RuntimeError as error:
+        logger.warning("the base of adapters is read from its files each time: %s", error)
+        with suppress(RuntimeError):  # CUDA tells its error once more to whoever calls it next
+            torch.zeros(1, device="cuda").add_(1)
+        return False
+    return True
 
 
 def _add_product(weight: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:

@@ -430,7 +430,8 @@ class WorkerExtension:
 
     def _primerl_policy(self, path: str) -> PolicyFile:
         if self._primerl_base is None:
-            self._primerl_base = KeptBase.for_device(self.model_runner.device)
+            ranks = self.vllm_config.parallel_config.world_size
+            self._primerl_base = KeptBase.for_device(self.model_runner.device, ranks)
         return PolicyFile(path, self._primerl_base)
 
 

@@ -180,7 +180,7 @@ def planned_shares(
         smaller = smaller_learner(config.training, shape, gpu=True)
         raise UsageError(
             "trainer and vLLM worker do not fit on one GPU (`primerl-node doctor` has the plan): use two, "
-            f"a smaller model, or training.optimizer_offload; or {smaller}; to try it all the same, set "
+            f"a smaller model, or training.optimizer_offload. Or {smaller}. To try it all the same, set "
             "engine.vllm.gpu_memory_utilization"
         )
     # torch counts its own memory only

@@ -8,9 +8,10 @@ with real runs.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +64,8 @@ LOGITS_BUFFERS = (
     3  # logits of a chunk, their gradient, and as much for what packed steps need beside them
 )
 ALLOCATOR_SLACK = 0.05
+LINEAR_TRITON = (3, 7, 1)
+"""Earlier ones compile flash-linear-attention wrongly on Hopper, so it refuses; torch 2.12.1 brings this."""
 PADDING = 2
 """Most tokens per token of a row, its sequences padded to the longest (LOOSE in training/attention.py)."""
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
@@ -501,7 +504,8 @@ def plan_learner(
     half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
     element = 2 if half else 4
     tokens = -(-config.seq_len // config.context_parallel)
-    kept, layer = _kept(config, shape, element, gpu=gpu, kernels=has_linear_kernels(gpu, kernels))
+    kernels = has_linear_kernels(gpu and half, kernels)
+    kept, layer = _kept(config, shape, element, gpu=gpu, kernels=kernels)
     rows = min(tokens, config.head_chunk)
     logits = LOGITS_BUFFERS * rows * shape.vocabulary * element
     if not gpu:
@@ -529,12 +533,25 @@ def plan_learner(
     )
 
 
-def has_linear_kernels(gpu: bool, kernels: bool | None = None) -> bool:
-    """Return whether flash-linear-attention, which needs a GPU, computes linear attention.
+def has_linear_kernels(half: bool, kernels: bool | None = None) -> bool:
+    """Return whether flash-linear-attention computes linear attention.
 
-    `kernels`: it is installed; None: look for it here.
+    `half`: in 16 bits on a GPU, else it does not. `kernels`: it is installed there; None: look for it here,
+    with a Triton that it accepts on every GPU.
     """
-    return gpu and (find_spec("fla") is not None if kernels is None else kernels)
+    if not half or kernels is not None:
+        return half and bool(kernels)
+    triton = re.match(r"(\d+)\.(\d+)\.(\d+)", _installed("triton"))
+    recent = triton is not None and tuple(map(int, triton.groups())) >= LINEAR_TRITON
+    return bool(_installed("fla-core")) and (recent or bool(_installed("tilelang")))
+
+
+def _installed(package: str) -> str:
+    """Return the version of a package that is installed here; "" if it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _kept(
@@ -663,8 +680,9 @@ def smaller_learner(
     if found := stronger.get(config.activation_checkpointing):
         ways.insert(0, f"training.activation_checkpointing to {found}")
     advice = f"set {' or '.join(ways)}"
-    if gpu and shape.linear.layers and not has_linear_kernels(gpu, kernels):
-        advice += ", or install the extra `flash`"
+    half = gpu and config.dtype != "float32"
+    if half and shape.linear.layers and not has_linear_kernels(half, kernels):
+        advice += ", or install the extra `flash` with torch 2.12.1 or later"
     return advice
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..storage.run_files import write
 from .errors import file_error
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config
@@ -60,6 +59,8 @@ class MetricsLog:
             self.write(step, values)
 
     def _replace(self, lines: list[str]) -> None:
+        from ..storage.run_files import write  # loads much that few processes need
+
         write(self._path, "".join(line + "\n" for line in lines))
         self._file.close()
         self._file = self._path.open("a", encoding="utf-8")

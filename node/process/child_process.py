@@ -156,7 +156,7 @@ class ChildProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._follow(process, process.stderr)
+        await self._follow(process, process.stderr)
         self._talk(process.stdout, process.stdin)
 
     async def spawn_at_socket(self, path: Path, unconnected: str) -> None:
@@ -173,7 +173,7 @@ class ChildProcess:
             except OSError as error:
                 raise self._unstartable(error) from error
             assert process.stdout is not None
-            self._follow(process, process.stdout)
+            await self._follow(process, process.stdout)
             ended = asyncio.create_task(process.wait())
             try:
                 await asyncio.wait({accepted, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,10 +193,14 @@ class ChildProcess:
             f"the process for {self._title} cannot be started ({error}): free memory or processes"
         )
 
-    def _follow(self, process: asyncio.subprocess.Process, log: asyncio.StreamReader) -> None:
+    async def _follow(self, process: asyncio.subprocess.Process, log: asyncio.StreamReader) -> None:
+        """Watch a new process. Raises Error if this was closed while the process was being started."""
         self._process = process
         self._log = LogTail(log, self._note)
         self._log.start()
+        if self._closing:
+            await self.kill()
+            raise self._failed()
 
     def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer

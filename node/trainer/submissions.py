@@ -94,7 +94,7 @@ class VerificationQueue:
         self._begun_up_to = 0
         """Arrival number of the last submission whose verification began."""
         self.grown = asyncio.Condition()
-        """Notified whenever work was used."""
+        """Notified when work was used or judged, and from time to time."""
         self.epoch = ChainEpoch()
 
     def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
@@ -121,9 +121,8 @@ class VerificationQueue:
 
     async def run(self) -> None:
         """Verify the submissions left from before, then new ones, until cancelled."""
-        begun: asyncio.Queue[PendingVerification] = asyncio.Queue(
-            UNJUDGED - 2
-        )  # one is judged, one is put
+        # beside those in the queue, one waits to be judged and one for room
+        begun: asyncio.Queue[PendingVerification] = asyncio.Queue(UNJUDGED - 2)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._judge_all(begun))

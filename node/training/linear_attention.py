@@ -13,7 +13,7 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -32,6 +32,9 @@ LAYER = "linear_attn"
 RULE = "torch_chunk_gated_delta_rule"
 """Function of transformers' that calls the kernels where they are installed, and wraps its own code."""
 
+CHOSEN = "chunk_gated_delta_rule"
+"""Attribute of a module that is the kernel where there is one (transformers 5.0 to 5.15)."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,20 +49,24 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
         suits = device.type == "cuda" and dtype in HALF
         packed = suits and reads_packed_rows(modules[0], device, dtype)
         if not packed:
-            _compute_without_kernels(modules[0])
+            _compute_without_kernels(modules)
     for module in modules:
         read: Any = InOneCall(module) if packed else SequenceBySequence(module.forward)
         module.forward = torch.compiler.disable(read)  # reads the layout in Python
 
 
-def _compute_without_kernels(module: nn.Module) -> None:
-    """Let transformers compute the layers of this kind of `module` by its own code, in this process.
+def _compute_without_kernels(modules: Sequence[Any]) -> None:
+    """Let transformers compute these modules by its own code, and others of their kind in this process.
 
     Kernels may refuse: flash-linear-attention 0.6 does on a CPU, and in backward on Hopper with Triton 3.4 to
     3.7.0, which compile it wrongly.
     """
-    code = sys.modules[type(module).__module__]
-    setattr(code, RULE, inspect.unwrap(getattr(code, RULE)))
+    code = sys.modules[type(modules[0]).__module__]
+    plain = inspect.unwrap(getattr(code, RULE))
+    setattr(code, RULE, plain)
+    for module in modules:
+        if hasattr(module, CHOSEN):
+            setattr(module, CHOSEN, plain)
 
 
 @torch.enable_grad()

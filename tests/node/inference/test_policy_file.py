@@ -88,7 +88,12 @@ def test_a_base_is_kept_once_in_pinned_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
     pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(policy_file, "pin", pinned.append)
+
+    def pin(flat: torch.Tensor) -> bool:
+        pinned.append(flat)
+        return True
+
+    monkeypatch.setattr(policy_file, "pin", pin)
     base, adapters = make_base(), make_adapters()
     write(tmp_path, base, adapters, files)
     paths = sorted(map(str, (tmp_path / "model").glob("*.safetensors")))
@@ -104,6 +109,8 @@ def test_a_base_is_kept_once_in_pinned_memory(
     assert {one.data_ptr() % policy_file.ALIGN for one in found.values()} == {0}
     assert kept.read([], []) is found
     assert KeptBase(memory.nbytes - 1).read(paths, names) == {}, "there is no room for it"
+    monkeypatch.setattr(policy_file, "pin", lambda _: False)  # pyright: ignore[reportUnknownLambdaType]
+    assert KeptBase(1 << 20).read(paths, names) == {}, "this machine does not lock it"
 
 
 def test_a_file_of_a_whole_policy_is_read_as_it_is(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.memory_plan import memory
 from primerl.node.memory_plan.memory import (
     AUDIT_TOKENS,
     BLOCK_TOKENS,
@@ -28,6 +29,7 @@ from primerl.node.memory_plan.memory import (
     MemoryItem,
     check_fits,
     gib,
+    has_linear_kernels,
     plan_auditor,
     plan_engine,
     plan_learner,
@@ -590,6 +592,24 @@ def test_recomputed_linear_attention_is_in_memory_for_one_layer_at_a_time() -> N
         assert end["of linear attention"] == end["of its padding, at most"] == module
 
 
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        ({}, False),
+        ({"fla-core": "0.6.0", "triton": "3.6.0"}, False),
+        ({"fla-core": "0.6.0", "triton": "3.6.0", "tilelang": "0.1.15"}, True),
+        ({"fla-core": "0.6.0", "triton": "3.7.1+git1"}, True),
+        ({"triton": "3.8.0"}, False),
+    ],
+)
+def test_kernels_of_linear_attention_count_where_they_work(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], found: bool
+) -> None:
+    monkeypatch.setattr(memory, "_installed", lambda name: installed.get(name, ""))  # type: ignore[misc]
+    assert has_linear_kernels(True) is found
+    assert not has_linear_kernels(False)
+
+
 def test_flash_linear_attention_keeps_less_and_needs_no_padding() -> None:
     shape = read_shape(hybrid(LINEAR, FULL))
     config = TrainingConfig(seq_len=4096)
@@ -613,7 +633,7 @@ def test_flash_linear_attention_keeps_less_and_needs_no_padding() -> None:
             [LINEAR, FULL],
             False,
             'set training.activation_checkpointing to "selective" or "full" or training.seq_len lower, or '
-            "install the extra `flash`",
+            "install the extra `flash` with torch 2.12.1 or later",
         ),
         (
             "selective",

@@ -195,6 +195,19 @@ async def test_a_cancelled_end_still_kills_the_child() -> None:
             await pending
 
 
+async def test_a_child_that_is_killed_while_it_is_being_started_does_not_stay() -> None:
+    child = Child()
+    starting = asyncio.create_task(child.spawn())
+    await asyncio.sleep(0)
+    await child.kill()
+    assert child.pid is None, "it is not there yet"
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineError):
+            await starting
+    assert child.pid is not None
+    assert not psutil.pid_exists(child.pid)
+
+
 async def test_a_program_that_cannot_be_started_is_an_error(tmp_path: Path) -> None:
     for socket in (False, True):
         child = Child((str(tmp_path / "nothing"),))
