@@ -46,7 +46,7 @@ async def test_a_run_with_several_environments_learns_from_all_of_them(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(
-        tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=6, evaluation={"prompts": 2}
+        tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=12, evaluation={"prompts": 2}
     ) as swarm:
         swarm.environments["w2"] = {"word-game": Missing()}
         await swarm.start_trainer()
@@ -62,12 +62,13 @@ async def test_a_run_with_several_environments_learns_from_all_of_them(
             await worker.ended()
         sizes = [len(batch.samples) for batch in swarm.backend.batches]
         lines = [line for line in swarm.metrics() if "reward/mean" in line]
-    assert len(sizes) == len(lines) == 6
+    assert len(sizes) == len(lines) == 12
     accepted = {name: lines[-1][f"accepted/{name}"] for name in NAMES}
     assert all(accepted.values())
     assert sum(accepted.values()) == lines[-1]["rollouts/accepted"]
     assert sum(lines[-1][f"rejected/{name}"] for name in NAMES) == lines[-1]["rollouts/rejected"]
-    # of four groups a batch, one is of 2, two are of 4 and one is of 6, in some order
+    # of four groups a batch, one is of 2, two are of 4 and one is of 6, in some order; those that take longest to
+    # verify are the last to come
     groups = Counter(
         {name: accepted[name] / size for name, size in zip(NAMES, (2, 4, 6), strict=True)}
     )

@@ -102,7 +102,9 @@ async def test_a_ticket_file_that_cannot_be_written_does_not_end_the_run(
         assert (await swarm.trainer.status())["phase"] == "running"
         file.rmdir()
         await until(file.is_file)
-        assert file.read_text().strip() == (await asked(swarm, "ticket"))["ticket"]
+        before = file.read_text().strip()
+        told = (await asked(swarm, "ticket"))["ticket"]
+        assert told in (before, file.read_text().strip())  # it may be renewed just now
 
 
 async def test_an_admitted_data_directory_joins_with_an_expired_ticket_and_with_none(
