@@ -67,8 +67,8 @@ async def test_a_run_with_several_environments_learns_from_all_of_them(
     assert all(accepted.values())
     assert sum(accepted.values()) == lines[-1]["rollouts/accepted"]
     assert sum(lines[-1][f"rejected/{name}"] for name in NAMES) == lines[-1]["rollouts/rejected"]
-    # of four groups a batch, one is of 2, two are of 4 and one is of 6, in some order; those that take longest to
-    # verify are the last to come
+    # of four groups a batch, one is of 2, two are of 4 and one is of 6, in some order; those that take longest
+    # to verify come last
     groups = Counter(
         {name: accepted[name] / size for name, size in zip(NAMES, (2, 4, 6), strict=True)}
     )
