@@ -6,8 +6,8 @@ The roles' own parts are in `worker.py` and `validator.py`.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +77,7 @@ PUBLIC_OF_NODE = {
 """Keys of a worker's config that its monitors get."""
 MAX_WORDS = 400
 """Longest text of a node's `waits_for`, characters."""
+FETCHING_BASE = "fetching the base weights"
 Questions = WatchHeads | GetHeads | Hello
 
 
@@ -91,6 +92,15 @@ class JoinedRun:
     upstreams: Upstreams
     base: asyncio.Task[None]
     """Brings the weights of the base into model_dir, if policies are adapters; await it before reading them."""
+
+
+@contextmanager
+def _joinable() -> Generator[None]:
+    """Raise TicketError for what is wrong with the base of a run."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
 
 class RunOver(Exception):
@@ -211,14 +221,10 @@ class PeerNode(Node):
         model_dir = rundir.write_model_files(run, services.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(services)
-        if run.adapters is not None:
-            # the first version is fetched at the same time, and may make room for itself
-            services.keep_chunks.add(run.adapters.base.digest)
-            with suppress(NodeError, RemoteProtocolError):  # the table is not here yet
-                pinned = rundir.pinned(run, services.store)
-                services.keep_chunks.update(pinned)
-        base = self._fetch_base(services, run, model_dir, upstreams)
-        task = asyncio.create_task(base, name="base weights")
+        # before versions are fetched, which may make room for themselves
+        base = await self._find_base(services, run)
+        bringing = self._fetch_base(services, run, model_dir, upstreams, base)
+        task = asyncio.create_task(bringing, name="base weights")
         return JoinedRun(services, documents, model_dir, upstreams, task)
 
     @asynccontextmanager
@@ -257,23 +263,34 @@ class PeerNode(Node):
             await log()
             await asyncio.to_thread(monitors.close)
 
-    async def _fetch_base(
-        self, services: NodeServices, run: RunManifest, model_dir: Path, upstreams: Upstreams
-    ) -> None:
-        """Fetch the base model of an adapter run, from other workers where they have it."""
+    async def _find_base(self, services: NodeServices, run: RunManifest) -> list[ChunkRef]:
+        """Return the chunks of the base model of an adapter run, and keep them; of another run none."""
         if run.adapters is None:
-            return
-        what = "fetching the base weights"
-        await self._fetch(services, [run.adapters.base], what)
-        try:
+            return []
+        services.keep_chunks.add(run.adapters.base.digest)
+        await self._fetch(services, [run.adapters.base], FETCHING_BASE)
+        with _joinable():
             chunks = await asyncio.to_thread(base_weights.chunks, run, services.store)
-            services.keep_chunks.update(chunk.digest for chunk in chunks)
-            await upstreams.ask()
-            await self._fetch(services, chunks, what, upstreams.nodes)
-            self._fetching = "writing the base weights"
-            await asyncio.to_thread(base_weights.write, run, services.store, model_dir)
-        except RemoteProtocolError as error:
-            raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
+        services.keep_chunks.update(chunk.digest for chunk in chunks)
+        return chunks
+
+    async def _fetch_base(
+        self,
+        services: NodeServices,
+        run: RunManifest,
+        model_dir: Path,
+        upstreams: Upstreams,
+        chunks: Sequence[ChunkRef],
+    ) -> None:
+        """Fetch the base of _find_base(), from other workers where they have it, and write it."""
+        if not chunks:
+            return
+        await upstreams.ask()
+        await self._fetch(services, chunks, FETCHING_BASE, upstreams.nodes)
+        self._fetching = "writing the base weights"
+        try:
+            with _joinable():
+                await asyncio.to_thread(base_weights.write, run, services.store, model_dir)
         finally:
             self._fetching = ""
 

@@ -501,7 +501,7 @@ def plan_learner(
 
     `exports`: it publishes versions. `kernels`: flash-linear-attention is installed there; None: as here.
     """
-    half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
+    half = _is_half(config, gpu)
     element = 2 if half else 4
     tokens = -(-config.seq_len // config.context_parallel)
     kernels = has_linear_kernels(gpu and half, kernels)
@@ -531,6 +531,11 @@ def plan_learner(
         + layer
         + MemoryBreakdown.of([slack(layer.total)]),
     )
+
+
+def _is_half(config: TrainingConfig, gpu: bool) -> bool:
+    """Return whether a learner computes in bfloat16."""
+    return config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
 
 
 def has_linear_kernels(half: bool, kernels: bool | None = None) -> bool:
@@ -615,7 +620,7 @@ def _reference(config: TrainingConfig, shape: ModelShape) -> int:
 def _resident(
     config: TrainingConfig, shape: ModelShape, gpu: bool, ranks: int, exports: bool
 ) -> MemoryBreakdown:
-    half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
+    half = _is_half(config, gpu)
     element = 2 if half else 4
     count, trained = shape.parameters, _trained(config, shape)
     weights = MemoryItem("weights", 2 * count if half else 0, "bf16")
@@ -680,7 +685,7 @@ def smaller_learner(
     if found := stronger.get(config.activation_checkpointing):
         ways.insert(0, f"training.activation_checkpointing to {found}")
     advice = f"set {' or '.join(ways)}"
-    half = gpu and config.dtype != "float32"
+    half = gpu and _is_half(config, gpu)
     if half and shape.linear.layers and not has_linear_kernels(half, kernels):
         advice += ", or install the extra `flash` with torch 2.12.1 or later"
     return advice

@@ -61,7 +61,7 @@ def next_batch(
     config: RunConfig, scheduler: LeaseScheduler, submissions: SubmissionQueue, now: float
 ) -> str:
     """Describe what the next batch lacks; `now` in Unix seconds."""
-    buffer, unjudged = submissions.buffer, submissions.waiting()
+    buffer, unverified = submissions.buffer, submissions.waiting()
     wanted = config.rollouts.groups_per_batch
     on_lease = scheduler.book.leased()
     said = f"{len(buffer)} of {wanted} groups are in"
@@ -72,13 +72,13 @@ def next_batch(
         said += f", {replaced} in a row were not admitted by training.curriculum"
     if on_lease:
         said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
-    if unjudged:
-        said += f", {unjudged} submission{'s' * (unjudged > 1)} in verification"
+    if unverified:
+        said += f", {unverified} submission{'s' * (unverified > 1)} in verification"
     if fault := submissions.verifier.judge_fault:
         said += f"; {fault}"
     if len(buffer) >= wanted:
         said += "; waiting for groups of other workers (rollouts.max_peer_share)"
-    elif not unjudged and all(scheduler.registry.refusal(node) for node in on_lease):
+    elif not unverified and all(scheduler.registry.refusal(node) for node in on_lease):
         said += f"; {_workers(scheduler, now)}"
     return "; ".join([*_no_progress(config, submissions.progress), said])
 

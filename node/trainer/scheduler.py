@@ -81,7 +81,7 @@ class LeaseDemand:
 
     def waiting_groups(self) -> int:
         """Count the groups that have come back: in the buffer, in verification, in the queue."""
-        return len(self._buffer) + self._unjudged().total()
+        return len(self._buffer) + self._unverified().total()
 
     def capacity(self, node: bytes | None) -> int:
         """Count the groups that may be leased to `node` now; None for all newcomers together."""
@@ -90,8 +90,8 @@ class LeaseDemand:
         if remaining <= 0:
             return 0
         book = self._book
-        unjudged = self._unjudged()
-        waiting = len(self._buffer) + unjudged.total()
+        unverified = self._unverified()
+        waiting = len(self._buffer) + unverified.total()
         needed = remaining * self._config.rollouts.groups_per_batch
         last = needed - waiting - book.lead.expected(book.outstanding_groups())
         if node is None:
@@ -104,7 +104,7 @@ class LeaseDemand:
             return 0
         rollouts = self._config.rollouts
         # not coming(), which has a count for each worker, and there may be thousands
-        own = sum(group.node == node for group in self._buffer.groups()) + unjudged[node]
+        own = sum(group.node == node for group in self._buffer.groups()) + unverified[node]
         own_leased, leased = book.leased_to(node, newcomers=not book.staffed(time.time()))
         room = peer_room(
             rollouts.groups_per_batch,
@@ -122,9 +122,9 @@ class LeaseDemand:
         Those of newcomers do not count while proven workers are present.
         """
         book = self._book
-        return book.leased(newcomers=not book.staffed(time.time())) + self._unjudged()
+        return book.leased(newcomers=not book.staffed(time.time())) + self._unverified()
 
-    def _unjudged(self) -> Counter[bytes]:
+    def _unverified(self) -> Counter[bytes]:
         """Count at most the groups not verified yet, by worker; newcomers as in coming()."""
         used = Counter(self._progress.used.values())
         staffed = self._book.staffed(time.time())

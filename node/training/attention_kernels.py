@@ -5,6 +5,7 @@ with plain attention; its kernels are compiled on their first call, in seconds. 
 """
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -254,20 +255,34 @@ def flash4_agrees(
     rules = Rules(width**-0.5, 100 if windows else 0, cap)
     out, lse = MATHEMATICS.forward(q, k, v, layout, rules)
     wanted = (out, lse, *MATHEMATICS.backward(grad, q, k, v, out, lse, layout, rules))
-    try:
+
+    def compute() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
         out, lse = FLASH4.forward(q, k, v, layout, rules)
-        found = (out, lse, *FLASH4.backward(grad, q, k, v, out, lse, layout, rules))
-    except Exception as error:  # the compiler is young and may raise anything
-        logger.warning("FlashAttention-4 is not used: %s: %s", type(error).__name__, error)
+        return (out, lse, *FLASH4.backward(grad, q, k, v, out, lse, layout, rules)), wanted
+
+    return agree("FlashAttention-4", "it is %.2g off plain attention", compute)
+
+
+def agree(
+    library: str, fault: str, compute: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]]
+) -> bool:
+    """Return whether `compute` gives results of the kernels of `library` near those that are wanted.
+
+    Logs why they are not used: `fault` with the error, or what the kernels raise.
+    """
+    try:
+        found, wanted = compute()
+    except Exception as error:  # kernels are compiled here, and young compilers may raise anything
+        logger.warning("%s is not used: %s: %s", library, type(error).__name__, error)
         return False
-    worst = max(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
+    worst = max(_relative_error(one, other) for one, other in zip(found, wanted, strict=True))
     if not worst < NEAR:
-        logger.warning("FlashAttention-4 is not used: it is %.2g off plain attention", worst)
+        logger.warning("%s is not used: " + fault, library, worst)
         return False
     return True
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def _relative_error(found: Tensor, wanted: Tensor) -> float:
     """Return the root mean square of the difference over that of `wanted`."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 

@@ -11,7 +11,6 @@ gives; otherwise they are not used.
 
 import copy
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import HALF, sequence_by_sequence
-from .attention_kernels import CHECKED, NEAR, Layout, relative_error
+from .attention_kernels import CHECKED, Layout, agree
 
 KIND = "linear_attention"
 """Layer type in config.json."""
@@ -31,11 +30,8 @@ LAYER = "linear_attn"
 """Attribute of transformers' decoder layers that holds a module of that kind."""
 RULE = "torch_chunk_gated_delta_rule"
 """Function of transformers' that calls the kernels where they are installed, and wraps its own code."""
-
 CHOSEN = "chunk_gated_delta_rule"
 """Attribute of a module that is the kernel where there is one (transformers 5.0 to 5.15)."""
-
-logger = logging.getLogger(__name__)
 
 
 def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -51,8 +47,8 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
         if not packed:
             _compute_without_kernels(modules)
     for module in modules:
-        read: Any = InOneCall(module) if packed else SequenceBySequence(module.forward)
-        module.forward = torch.compiler.disable(read)  # reads the layout in Python
+        forward: Any = in_one_call(module) if packed else sequence_for_sequence(module)
+        module.forward = torch.compiler.disable(forward)  # reads the layout in Python
 
 
 def _compute_without_kernels(modules: Sequence[Any]) -> None:
@@ -80,7 +76,7 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
     rng = torch.Generator(device).manual_seed(0)
     shape = (sum(CHECKED), copied.out_proj.out_features)
     row, grad = (torch.randn(shape, generator=rng, device=device).to(dtype) for _ in range(2))
-    read = InOneCall(copied)
+    read = in_one_call(copied)
 
     def results(row: Tensor, grad: Tensor) -> Tensor:
         lengths = CHECKED if len(row) == sum(CHECKED) else [len(row)]
@@ -89,53 +85,41 @@ def reads_packed_rows(module: nn.Module, device: torch.device, dtype: torch.dtyp
         (of_row,) = torch.autograd.grad(out, given, grad[None])
         return torch.cat([out.detach(), of_row])
 
-    try:
-        found = results(row, grad)
+    def compute() -> tuple[Tensor, Tensor]:
         parts = zip(row.split(CHECKED), grad.split(CHECKED), strict=True)
-        wanted = torch.cat([results(*part) for part in parts], 1)
-    except Exception as error:  # kernels are compiled here, which may raise anything
-        logger.warning("flash-linear-attention is not used: %s: %s", type(error).__name__, error)
-        return False
-    worst = max(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
-    if not worst < NEAR:
-        logger.warning("flash-linear-attention is not used: packed rows are %.2g off", worst)
-        return False
-    return True
+        return results(row, grad), torch.cat([results(*part) for part in parts], 1)
+
+    return agree("flash-linear-attention", "packed rows are %.2g off", compute)
 
 
-class SequenceBySequence:
-    """A module's forward [S, L, d] -> [S, L, d] as a function of a packed row [1, T, d]."""
+def sequence_for_sequence(module: Any) -> Callable[..., Tensor]:
+    """Return a module's forward [S, L, d] -> [S, L, d] as a function of a packed row [1, T, d]."""
+    inner = module.forward
 
-    def __init__(self, inner: Callable[..., Tensor]) -> None:
-        self._inner = inner
+    def read(rows: list[Tensor]) -> Tensor:
+        return inner(hidden_states=rows[0])
 
-    def __call__(self, hidden_states: Tensor, *, sequence_ends: Tensor, **_: Any) -> Tensor:
-        """Compute the layer's output [1, T, d]."""
-
-        def read(rows: list[Tensor]) -> Tensor:
-            return self._inner(hidden_states=rows[0])
-
+    def forward(hidden_states: Tensor, *, sequence_ends: Tensor, **_: Any) -> Tensor:
         return sequence_by_sequence(read, [hidden_states[0]], sequence_ends)[None]
 
+    return forward
 
-class InOneCall:
-    """A module's forward on a packed row [1, T, d] in one call.
+
+def in_one_call(module: Any) -> Callable[..., Tensor]:
+    """Return a module's forward as a function of a packed row [1, T, d], which kernels read as it is.
 
     The kernels start each sequence from an empty state. The convolution knows nothing of sequences: each ends
     with as many zeros as it reads of earlier tokens. What these add to the state of a sequence, no token reads.
     """
+    inner, zeros = module.forward, int(module.conv_kernel_size) - 1
 
-    def __init__(self, module: Any) -> None:
-        self._inner = module.forward
-        self._zeros = int(module.conv_kernel_size) - 1
-
-    def __call__(self, hidden_states: Tensor, *, sequence_offsets: Tensor, **_: Any) -> Tensor:
-        """Compute the layer's output [1, T, d]."""
+    def forward(hidden_states: Tensor, *, sequence_offsets: Tensor, **_: Any) -> Tensor:
         row = hidden_states[0]
-        spread = _spread(sequence_offsets, len(row), self._zeros)
+        spread = _spread(sequence_offsets, len(row), zeros)
         padded = row.new_zeros(spread.size, row.shape[1]).index_copy(0, spread.places, row)
-        out = self._inner(hidden_states=padded[None], cu_seq_lens_q=spread.offsets)
-        return out[:, spread.places]
+        return inner(hidden_states=padded[None], cu_seq_lens_q=spread.offsets)[:, spread.places]
+
+    return forward
 
 
 @dataclass(frozen=True)
@@ -150,9 +134,8 @@ class _Spread:
     """int32 [S + 1]: where each sequence starts, and the end."""
 
 
-@lru_cache(
-    maxsize=1
-)  # all layers read the same row, and flash-linear-attention waits for new offsets
+# all layers read the same row, and flash-linear-attention waits for the device when offsets are new
+@lru_cache(maxsize=1)
 def _spread(offsets: Tensor, tokens: int, zeros: int) -> _Spread:
     """Place `zeros` after each sequence of a row of `tokens`; `offsets` [S + 1] are its starts and its end."""
     position = torch.arange(tokens, device=offsets.device)

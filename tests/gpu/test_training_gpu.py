@@ -213,14 +213,14 @@ def test_linear_attention_reads_a_packed_row_in_one_call_as_the_mathematics_does
         out = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
         return pulled(out, [row])
 
-    mine = results(linear_attention.InOneCall(half), row.bfloat16())
+    mine = results(linear_attention.in_one_call(half), row.bfloat16())
     plain_code: Any = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
 
     def without_kernels(*rows: Tensor, cu_seqlens: None, **named: Any) -> Any:
         return plain_code(*rows, **named)
 
     monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", without_kernels)
-    wanted = results(linear_attention.SequenceBySequence(module.forward), row)
+    wanted = results(linear_attention.sequence_for_sequence(module), row)
     assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 2
 
 

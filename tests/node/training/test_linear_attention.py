@@ -64,7 +64,7 @@ def test_a_row_is_read_in_one_call_as_if_each_sequence_were_alone(
     installed(monkeypatch, kernel)
     assert reads_packed_rows(module, CPU, torch.float32)
     kernel.calls.clear()
-    read = linear_attention.InOneCall(module)
+    read = linear_attention.in_one_call(module)
     found = read(row, sequence_ends=layout.ends, sequence_offsets=layout.offsets)
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
     assert kernel.calls == [sum(LENGTHS) + 3 * len(LENGTHS)]  # three zeros after each sequence
@@ -77,8 +77,8 @@ def test_gradients_of_one_call_are_those_of_each_sequence_alone(
     installed(monkeypatch, Kernel())
     found: list[dict[str, Tensor]] = []
     for read in (
-        linear_attention.InOneCall(module),
-        linear_attention.SequenceBySequence(module.forward),
+        linear_attention.in_one_call(module),
+        linear_attention.sequence_for_sequence(module),
     ):
         row = torch.randn(1, sum(LENGTHS), 32, generator=torch.Generator().manual_seed(1))
         row.requires_grad_(True)
