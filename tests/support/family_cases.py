@@ -148,10 +148,18 @@ def make_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> St
 
     `changes` of its config.
     """
+    model = random_family(name, directory, seed, **changes)
+    model.float().save_pretrained(directory)
+    return huggingface.policy_state(model)
+
+
+def random_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family in bf16, on torch's default device; its config and tokenizer in `directory`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = SHAPE.model_copy(update={"num_hidden_layers": 1})
-    huggingface.create(directory, small, seed)  # for the tokenizer
+    with torch.device("cpu"):
+        huggingface.create(directory, small, seed)  # for the tokenizer
     make: Any = AutoConfig.for_model
     config = make(name, **{**SIZES, **FAMILIES[name].changes, **changes})
     with torch.random.fork_rng(devices=[]):
@@ -160,8 +168,9 @@ def make_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> St
         for parameter in model.parameters():
             if parameter.ndim == 1:  # all alike in a new model
                 parameter.data += 0.1 * torch.randn_like(parameter)
-    model.to(torch.bfloat16).float().save_pretrained(directory)
-    return huggingface.policy_state(model)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    return model.to(torch.bfloat16)
 
 
 def stepped(old: State, new: State) -> tuple[State, Changed]:
