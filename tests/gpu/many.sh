@@ -28,7 +28,8 @@
 #   fp8       1, 2   pytest of FP8 weights; on a second GPU 4B with them beside bf16
 #   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
 #   parallel  4      the same, tp 4, tp 2 x pp 2 and tp 2 x dp 2 only, beside one GPU
-#   stages    4      a pipeline of four nodes beside vLLM's own
+#   stages    4      a pipeline of four nodes beside vLLM's own, 4B
+#   stages-tp 4      the same with two GPUs in each of two nodes, shared with the other two, without vLLM's own
 #
 # A part ends within ten minutes: what is not done by then is stopped, and what it printed is kept. OUT gets a text and,
 # but for pytest, a JSON of every program. Needs CUDA, vLLM and what scripts/install.sh installs.
@@ -63,6 +64,7 @@ long="--mean 2000 --most 4096 --groups 8"
 mps="--set launch.mps true"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
+stages="--shape 4b --rtt 0 50 --rates"
 case $part in
     tests)
         bench 0 tests-engines pytest $few tests/gpu/test_vllm_gpu.py tests/gpu/test_hosted_gpu.py tests/gpu/test_adapters_gpu.py
@@ -128,8 +130,9 @@ case $part in
     parallel)
         for row in default tp-4 tp-pp tp-dp; do bench "$all" "parallel-$row" gpu_options "$row"; done
         ;;
-    stages) bench 0,1,2,3 stages pipeline --stages 4 --rtt 0 50 --local ;;
-    *) sed -n '4,34p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    stages) bench 0,1,2,3 stages pipeline --stages 4 $stages --memory 0.8 --local ;;
+    stages-tp) bench 0,1,2,3 stages-tp pipeline --stages 4 --tp 2 2 1 1 $stages --memory 0.4 ;;
+    *) sed -n '4,35p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 
