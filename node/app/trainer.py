@@ -290,8 +290,6 @@ class TrainerNode(IssuingNode):
             documents = await run_manifest.documents(
                 self._config, self.key, ledger, store, model_dir
             )
-            run, own = documents.manifest, self.data_dir / "model"
-            model_dir = await asyncio.to_thread(rundir.trained_model, run, store, model_dir, own)
         async with self.open_run(
             self._config, ledger, store, documents, self._factories
         ) as services:
@@ -309,6 +307,13 @@ class TrainerNode(IssuingNode):
                     cleanup.push_async_callback(environment.close)
                 cleanup.push_async_callback(asyncio.to_thread, metrics.close)
                 self._teachers = await self._open_teachers(model_dir, cleanup)
+                run, own = documents.manifest, self.data_dir / "model"
+                with self._clock.phase(
+                    "start"
+                ):  # while workers that have the ticket start their engines
+                    model_dir = await asyncio.to_thread(
+                        rundir.trained_model, run, store, model_dir, own
+                    )
                 await self._train(services, documents, environments, metrics, model_dir)
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:

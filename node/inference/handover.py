@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
-from ..models.model_files import read_base
+from ..models.model_files import base_layout
 from ..ops.errors import EngineError, EngineLost, StorageError
 from ..weights.adapters import LowRank, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
@@ -76,8 +76,7 @@ def read_adapter_base(directory: Path, run: RunManifest) -> AdapterBase | None:
     """
     if run.adapters is None:
         return None
-    base = read_base(directory, run.model.base_state)
-    return AdapterBase(directory, run.adapters, layout(base))
+    return AdapterBase(directory, run.adapters, base_layout(directory, run.model.base_state))
 
 
 @dataclass(frozen=True)

@@ -706,7 +706,9 @@ ENVIRONMENT = (
         "the engine process is then the worker too: one process and 6 s of start-up less, and no "
         "pinning of threads to cores, which would pin two nodes of one machine to the same core",
     ),
-    Variable("OMP_NUM_THREADS", "1", "both", "threads that spin on shared cores cost 10x; raise it"),
+    Variable(
+        "OMP_NUM_THREADS", "1", "both", "threads that spin on shared cores cost 10x; raise it"
+    ),
     Variable(
         "NUMBA_NUM_THREADS",
         "1",

@@ -31,6 +31,7 @@ from ..weights.codec import CODEC, encode_full
 from ..weights.payload import cut
 from ..weights.replica import WeightReplica, prove
 from ..weights.state import WeightsError
+from .tensors import bf16_state
 
 FILE = "model.safetensors"
 MAX_THREADS = 16
@@ -46,7 +47,8 @@ def publish(
     from . import huggingface
 
     # as an engine names and a policy holds them: files may repeat tied weights, or have others than the model
-    state = huggingface.policy_state(huggingface.load_model(model_dir, dtype="bfloat16"))
+    model = huggingface.load_model(model_dir, dtype="bfloat16")
+    state = bf16_state(huggingface.policy_tensors(model).items(), view=True)
     adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
     policy = prove(0, state, threads=_threads())
     payload = encode_full(state, threads=_threads())

@@ -5,6 +5,7 @@ Code that comes with a model is never read; weights are safetensors only.
 
 import os
 import shutil
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,10 @@ from ...crypto.hashing import short
 from ..ops.errors import EngineError, one_line
 from ..storage.partial import whole_directory
 from ..weights.replica import prove
-from ..weights.state import State, Tensor
+from ..weights.state import State
+from ..weights.state_history import TensorLayout, layout
 from .json_files import read_json
-from .tensors import from_torch, to_torch
+from .tensors import bf16_state, from_torch, to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -116,27 +118,41 @@ def tensor_names(directory: Path) -> set[str]:
 
 def read_state(directory: Path) -> State:
     """Read all tensors of a directory's safetensors files, bit for bit. Raises EngineError."""
+    return {name: from_torch(tensor) for name, tensor in _stored(directory)}
+
+
+def view_state(directory: Path, *, bf16: bool = False) -> State:
+    """Map the tensors of a directory's safetensors files into memory: they are read where they are used.
+
+    With `bf16` floating-point tensors of another dtype are cast, which copies them. The files must not change
+    while the result is used. Raises EngineError.
+    """
+    if bf16:
+        return bf16_state(_stored(directory), view=True)
+    return {name: from_torch(tensor, view=True) for name, tensor in _stored(directory)}
+
+
+def _stored(directory: Path) -> "Iterator[tuple[str, torch.Tensor]]":
     from safetensors import SafetensorError, safe_open
 
-    state: dict[str, Tensor] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise EngineError(
             f"{directory} has no *.safetensors: convert the model to safetensors first"
         )
+    known: set[str] = set()
     for path in files:
         try:
             with safe_open(path, framework="pt") as reader:
-                names = list(reader.keys())
-                tensors = {name: from_torch(reader.get_tensor(name)) for name in names}
+                for name in reader.keys():
+                    if name in known:
+                        raise EngineError(f"{path} repeats {name!r}: remove the stale weight file")
+                    known.add(name)
+                    yield name, reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise EngineError(
                 f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error
-        if twice := state.keys() & tensors.keys():
-            raise EngineError(f"{path} repeats {min(twice)!r}: remove the stale weight file")
-        state |= tensors
-    return state
 
 
 def read_base(directory: Path, digest: bytes) -> State:
@@ -144,7 +160,15 @@ def read_base(directory: Path, digest: bytes) -> State:
 
     Raises EngineError.
     """
-    state = read_state(directory)
+    return _checked(read_state(directory), directory, digest)
+
+
+def base_layout(directory: Path, digest: bytes) -> dict[str, TensorLayout]:
+    """Check the weights of a model directory as read_base() does; return only their layouts, by name."""
+    return layout(_checked(view_state(directory), directory, digest))
+
+
+def _checked(state: State, directory: Path, digest: bytes) -> State:
     found = prove(0, state, threads=os.cpu_count() or 1).digest
     if found != digest:
         raise EngineError(

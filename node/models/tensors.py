@@ -1,7 +1,7 @@
 """Convert between the tensors of a `State` and torch tensors, bit for bit.
 
 The result of to_torch() may share memory with its State and must not be modified. The result of from_torch()
-always owns its memory, so that a training step cannot change a published state.
+owns its memory unless a view is asked for, so that a training step cannot change a published state.
 """
 
 from collections.abc import Iterable
@@ -78,24 +78,29 @@ def to_torch(
     return flat.reshape(tensor.shape).to(device=device, dtype=dtype)
 
 
-def from_torch(t: "torch.Tensor", dtype: str | None = None) -> Tensor:
+def from_torch(t: "torch.Tensor", dtype: str | None = None, *, view: bool = False) -> Tensor:
     """Copy `t` to a state's tensor, cast to the named `dtype` if given (to nearest even).
 
-    Raises EngineError for dtypes that a state cannot hold (complex, float8, quantized).
+    With `view` the result shares the memory of a contiguous CPU tensor that has this dtype already. Raises
+    EngineError for dtypes that a state cannot hold (complex, float8, quantized).
     """
     import torch
 
     name = dtype or dtype_name(t.dtype)
     converted = t.detach().to(torch_dtype(name))
-    owned = converted.to("cpu", copy=converted.data_ptr() == t.data_ptr()).contiguous()
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[owned.element_size()]
-    bits = owned.reshape(-1).view(signed).numpy().view(BITS[name])
+    shared = converted.data_ptr() == t.data_ptr()
+    found = converted.to("cpu", copy=shared and not view).contiguous()
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    bits = found.reshape(-1).view(signed).numpy().view(BITS[name])
     return Tensor(name, tuple(t.shape), bits)
 
 
-def bf16_state(named: Iterable[tuple[str, "torch.Tensor"]]) -> State:
-    """Make a state of named tensors, floating-point ones cast to bf16, others unchanged."""
+def bf16_state(named: Iterable[tuple[str, "torch.Tensor"]], *, view: bool = False) -> State:
+    """Make a state of named tensors, floating-point ones cast to bf16, others unchanged.
+
+    `view`: see from_torch().
+    """
     return {
-        name: from_torch(tensor, "BF16" if tensor.is_floating_point() else None)
+        name: from_torch(tensor, "BF16" if tensor.is_floating_point() else None, view=view)
         for name, tensor in named
     }

@@ -1,6 +1,7 @@
 """Make the signed manifest of a new run, or check that the config of a resumed one fits it."""
 
 import asyncio
+import os
 import secrets
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ from ..environments.allowed import environment_contracts, options_of
 from ..inference.numerics import check_keeps, check_quantized
 from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
-from ..models.model_files import position_count
+from ..models.model_files import contract_files, position_count, view_state
 from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
 from ..storage.ledger import MANIFEST, Ledger
@@ -53,7 +54,7 @@ async def documents(
 ) -> RunDocuments:
     """Return the run's manifest, from the ledger or new; put model files into the store."""
     known = ledger.get(MANIFEST)
-    contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
+    files = await asyncio.to_thread(_model_files, store, model_dir)
     lora = config.training.lora
     if known is not None:
         found = known_documents(known, key.node_id)
@@ -68,11 +69,13 @@ async def documents(
         check_quantized(config.engine, shape)
         check_keeps(config.engine, shape)
     adapters = None
-    if lora is not None:
+    if lora is None:
+        base = await asyncio.to_thread(_base_digest, model_dir)
+    else:
         base, adapters = await asyncio.to_thread(
             base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
         )
-        contract = structs.replace(contract, base_state=base)
+    contract = await asyncio.to_thread(_model_contract, config, files, base, model_dir)
     environments = await asyncio.to_thread(environment_contracts, config)
     longest = longest_sequence(config, position_count(model_dir))
     new = _new_manifest(config, key, contract, environments, longest)
@@ -210,20 +213,29 @@ def _routes(config: RunConfig, model_dir: Path) -> RouteShape | None:
     return shape
 
 
-def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelContract:
-    from ..models import huggingface, tensors
-
-    files = tuple(
+def _model_files(store: Store, model_dir: Path) -> tuple[FileRef, ...]:
+    """Put the model's files but its weights into the store."""
+    return tuple(
         FileRef(name, ChunkRef(store.put(data), len(data)))
-        for name in huggingface.contract_files(model_dir)
+        for name in contract_files(model_dir)
         if (data := (model_dir / name).read_bytes())
     )
-    weights = ((name, tensors.to_torch(t)) for name, t in huggingface.read_state(model_dir).items())
-    base = prove(0, tensors.bf16_state(weights))
+
+
+def _base_digest(model_dir: Path) -> bytes:
+    """Return the digest of the model's weights in bf16. Raises EngineError."""
+    return prove(0, view_state(model_dir, bf16=True), threads=os.cpu_count() or 1).digest
+
+
+def _model_contract(
+    config: RunConfig, files: tuple[FileRef, ...], base: bytes, model_dir: Path
+) -> ModelContract:
+    from ..models import huggingface
+
     return ModelContract(
         name=config.model.name,
         files=files,
-        base_state=base.digest,
+        base_state=base,
         vocab_size=huggingface.vocab_size(model_dir),
         stop_token_ids=huggingface.stop_token_ids(model_dir),
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from support.counting_environment import EvenEnvironment
 from support.sharp_model import make_sharp
 from support.swarm import Running, Swarm
 
-from primerl.node.app import factories
+from primerl.node.app import factories, rundir
 from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
 from primerl.node.environments.environment import Environment
 from primerl.node.inference.engine import Engine
@@ -189,6 +190,24 @@ async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
                 await asyncio.sleep(0.02)
         summary = await swarm.finished()
     assert summary["rejected"].keys() <= {"stale"}
+
+
+async def test_workers_may_join_while_the_trainer_still_writes_its_copy_of_the_base(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, write = threading.Event(), threading.Event(), rundir.trained_model
+
+    def slowly(*arguments: Any) -> Path:
+        begun.set()
+        assert go_on.wait(60.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(rundir, "trained_model", slowly)
+    async with AdaptedSwarm(tmp_path, tiny) as swarm:
+        await swarm.start_trainer()  # returns once there is a ticket
+        assert await asyncio.to_thread(begun.wait, 60.0)
+        go_on.set()
+        await swarm.wait_step(0, 60.0)
 
 
 async def test_a_run_goes_on_with_the_adapters_that_it_began_with(

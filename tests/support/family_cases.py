@@ -154,7 +154,10 @@ def make_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> St
 
 
 def random_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family in bf16, on torch's default device; its config and tokenizer in `directory`."""
+    """A random model of a family in bf16, on torch's default device.
+
+    Its config and tokenizer are in `directory`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = SHAPE.model_copy(update={"num_hidden_layers": 1})

@@ -15,6 +15,7 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import UsageError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer import run_manifest
+from primerl.node.weights.state import digests, state_digest
 from primerl.protocol.manifests import RunManifest
 
 
@@ -60,6 +61,26 @@ async def test_a_run_has_no_more_steps_than_it_began_with(tmp_path: Path) -> Non
         assert [await last(20), await last(10), await last(20)] == [20, 20, 20]
         with pytest.raises(UsageError, match=r"max_steps 20, .* now it is 21: lower it"):
             await last(21)
+    finally:
+        ledger.close()
+
+
+async def test_the_digest_of_a_run_s_model_is_that_of_its_weights_in_bf16(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    huggingface.create(directory, ModelCreateConfig(num_hidden_layers=1), 0)
+    key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
+    ledger = Ledger(tmp_path / "ledger.db")
+    state = huggingface.policy_state(huggingface.load_model(directory))
+
+    async def manifest() -> RunManifest:
+        found = await run_manifest.documents(RunConfig(), key, ledger, store, directory)
+        return found.manifest
+
+    try:
+        begun = await manifest()
+        assert begun.model.base_state == state_digest(digests(state))
+        (directory / "model.safetensors").unlink()  # a run that goes on does not hash it again
+        assert await manifest() == begun
     finally:
         ledger.close()
 

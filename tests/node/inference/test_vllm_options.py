@@ -171,6 +171,7 @@ def test_the_operator_s_environment_wins_over_the_table(environment: pytest.Monk
 def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatch) -> None:
     set_environment(cpu=False)
     assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ["OMP_NUM_THREADS"] == "1"
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert os.environ["TRITON_CACHE_DIR"] == str(Path.home() / ".triton" / "cache")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"

@@ -12,9 +12,10 @@ from support.training_cases import make_model
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.config.training import LoraConfig
 from primerl.node.models import base_weights, huggingface
-from primerl.node.models.model_files import read_base
+from primerl.node.models.model_files import base_layout, read_base
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.state import digests, state_digest
+from primerl.node.weights.state_history import layout
 from primerl.protocol.errors import RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef, PolicyManifest, RunManifest, TensorInfo, encode
 
@@ -53,6 +54,17 @@ def test_a_worker_gets_the_weights_that_the_trainer_has(model_dir: Path, tmp_pat
     assert digests(read_base(tmp_path, run.model.base_state)) == digests(state)
     assert run.adapters is not None
     assert (run.adapters.rank, run.adapters.alpha) == (4, 8.0)
+
+
+def test_the_layout_of_a_base_is_told_once_its_weights_are_checked(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    run, store = published(model_dir)
+    base_weights.write(run, store, tmp_path)
+    state = read_base(tmp_path, run.model.base_state)
+    assert base_layout(tmp_path, run.model.base_state) == layout(state)
+    with pytest.raises(EngineError, match=r"have digest \w+, but the run needs"):
+        base_layout(tmp_path, bytes(32))
 
 
 def test_every_chunk_of_the_base_is_named(model_dir: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from primerl.node.models.tensors import bf16_state, from_torch, to_torch
 from primerl.node.ops.errors import EngineError
-from primerl.node.weights.state import BITS, Tensor
+from primerl.node.weights.state import BITS, Tensor, digests
 
 
 def bits(name: str, count: int) -> Tensor:
@@ -50,6 +50,22 @@ def test_what_comes_from_torch_is_its_own_copy() -> None:
     taken = from_torch(source)
     source.zero_()
     assert set(taken.data.tolist()) == {0x3F800000}
+
+
+def test_a_view_shares_memory_where_nothing_has_to_be_converted() -> None:
+    source = torch.arange(16.0).reshape(4, 4)
+    assert np.shares_memory(from_torch(source, view=True).data, source.numpy())
+    for other in (source.T, source[:, 1]):
+        assert not np.shares_memory(from_torch(other, view=True).data, source.numpy())
+        assert from_torch(other, view=True).data.tolist() == from_torch(other).data.tolist()
+    assert (
+        from_torch(source, "BF16", view=True).data.tolist()
+        == from_torch(source, "BF16").data.tolist()
+    )
+    halves = bf16_state([("a", source), ("b", source.bfloat16()), ("c", source.int())], view=True)
+    assert digests(halves) == digests(
+        bf16_state([("a", source), ("b", source), ("c", source.int())])
+    )
 
 
 def test_views_are_taken_in_their_own_order() -> None:
