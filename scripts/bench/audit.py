@@ -53,6 +53,7 @@ from primerl.protocol.manifests import (
     RunManifest,
     SamplingContract,
 )
+from primerl.scripts.bench.kernels import kernel_seconds
 from primerl.scripts.bench.models import SHAPES, moved, random_policy
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser, show_figures
 from primerl.tests.support.prefill_core import PrefillCore
@@ -190,21 +191,15 @@ async def audited(bench: Bench, auditor: Auditor, items: list[AuditItem]) -> dic
 
 async def busy_seconds(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
     """Return the seconds of a GPU's kernels, or a CPU's operations, by kind."""
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    with profile(activities=activities) as seen:
+    with kernel_seconds() as seconds:
         await work()
-        clock()
     found: dict[str, float] = {}
-    rows: Any = seen.key_averages()
-    for row in rows:
-        spent = row.self_device_time_total if cuda else row.self_cpu_time_total
-        name = row.key.lower()
-        kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+    for name, spent in seconds.items():
+        kinds = (
+            kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)
+        )
         kind = next(kinds, "between")
-        found[kind] = found.get(kind, 0.0) + spent / 1e6
+        found[kind] = found.get(kind, 0.0) + spent
     return found
 
 

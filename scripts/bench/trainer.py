@@ -1,7 +1,7 @@
 """Measure the cost of a training step by option: tokens/s, MFU, memory, and scaling.
 
     python scripts/bench/trainer.py [--shape tiny|50m|0.6b|4b|8b|moe|hybrid] [--tokens N ...] [--rows NAME ...]
-        [--ranks N ...] [--steps N] [--quick] [--json FILE]
+        [--ranks N ...] [--steps N] [--kernels N] [--quick] [--json FILE]
 
 Fake data, random weights: the model has the shape's config, a step is one packed row of `--tokens` tokens a
 rank (one sequence, or as many as a row says), and everything else is as in a run: the same learner, losses,
@@ -11,7 +11,8 @@ without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
-With `--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak scaling.
+With `--kernels 20` one more step of each row is profiled, and its 20 longest kernels are printed. With
+`--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak scaling.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from primerl.node.training.backend import Objective, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.meter import cost_of, peak_flops
 from primerl.node.training.world import World
+from primerl.scripts.bench.kernels import kernel_seconds, show_kernels
 from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
@@ -190,9 +192,9 @@ def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(
-    row: Row, model_dir: Path, tokens: int, steps: int, world: World | None
+    row: Row, model_dir: Path, tokens: int, steps: int, world: World | None, kernels: int = 0
 ) -> dict[str, Any]:
-    """Measure one row of the table; every rank returns the same figures."""
+    """Measure one row of the table; every rank returns the same figures. `kernels`: how many to print."""
     lengths = row.lengths(tokens)
     changes: dict[str, Any] = {"seq_len": tokens, "threads": 0 if ON_CUDA else 1, **row.options}
     config = TrainingConfig().model_copy(update=changes)
@@ -208,14 +210,15 @@ def measure(
     vocabulary = learner.vocabulary
     batches = [
         TrainBatch(step, fake_batch(lengths * ranks, vocabulary, seed=step), row.objective)
-        for step in range(1, steps + 3)
+        for step in range(1, steps + 4)
     ]
     try:
         began = time.perf_counter()
         learner.step(batches[0])
         first = time.perf_counter() - began
         learner.step(batches[1])  # varying shapes are compiled once more
-        found = [learner.step(batch).values for batch in batches[2:]]
+        found = [learner.step(batch).values for batch in batches[2:-1]]
+        _profile(lambda: learner.step(batches[-1]), kernels)
     finally:
         learner.close(keep_world=world is not None)
         attention_kernels.flash4_agrees = agrees
@@ -238,8 +241,10 @@ def measure(
     }
 
 
-def measure_plain(name: str, model_dir: Path, tokens: int, steps: int) -> dict[str, Any]:
-    """Measure the plain loop."""
+def measure_plain(
+    name: str, model_dir: Path, tokens: int, steps: int, kernels: int
+) -> dict[str, Any]:
+    """Measure the plain loop. `kernels`: how many to print."""
     gc.collect()
     if ON_CUDA:
         torch.cuda.empty_cache()
@@ -251,6 +256,7 @@ def measure_plain(name: str, model_dir: Path, tokens: int, steps: int) -> dict[s
     first = time.perf_counter() - began
     loop.step(sample.token_ids)
     seconds = sorted(_timed(lambda: loop.step(sample.token_ids)) for _ in range(steps))[steps // 2]
+    _profile(lambda: loop.step(sample.token_ids), kernels)
     cost = cost_of(loop.config, loop.parameters)
     peak = peak_flops(torch.cuda.get_device_name()) if ON_CUDA else None
     return {
@@ -272,6 +278,13 @@ def _timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def _profile(step: Callable[[], Any], kernels: int) -> None:
+    if kernels:
+        with kernel_seconds() as seconds:
+            step()
+        show_kernels(seconds, kernels)
 
 
 def agreement(model_dir: Path) -> float:
@@ -297,13 +310,13 @@ def run_alone(options: argparse.Namespace, model_dir: Path) -> list[dict[str, An
         found.append(_guarded(name, tokens, work))
         show(found[-1])
 
-    steps = options.steps
+    steps, kernels = options.steps, options.kernels
     for tokens in options.tokens:
         for row in chosen(options.rows, tokens):
-            add(row.name, tokens, partial(measure, row, model_dir, tokens, steps, None))
+            add(row.name, tokens, partial(measure, row, model_dir, tokens, steps, None, kernels))
         for name in PLAIN:
             if not options.rows or name in options.rows:
-                add(name, tokens, partial(measure_plain, name, model_dir, tokens, steps))
+                add(name, tokens, partial(measure_plain, name, model_dir, tokens, steps, kernels))
     return found
 
 
@@ -462,6 +475,7 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="longest ones to print")
     parser.add_argument("--as-rank", metavar="DIR", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.tokens = options.tokens or ([16384] if ON_CUDA else [512])
