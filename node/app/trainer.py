@@ -282,39 +282,46 @@ class TrainerNode(IssuingNode):
             check_ledger(open_checkpoints(self._config), ledger)
         if self._config.training.sft is not None:
             check_mixed(self._config.training.sft)
-        with self._clock.phase("start"):
-            model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
-            await rundir.prepare_teacher(self._config.training)
-            # The manifest names the run, and the run names the discovery topic: so it comes first.
-            store = open_store(self._config, self.data_dir)
-            documents = await run_manifest.documents(
-                self._config, self.key, ledger, store, model_dir
-            )
-        async with self.open_run(
-            self._config, ledger, store, documents, self._factories
-        ) as services:
-            self._services = services
-            self._announce(self.issued.current().text)
-            environments = self._environments = self._factories.mixture(self._config, model_dir)
-            group = group_of(documents.manifest.name, documents.run_id)
-            monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
-            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
-            # a cancellation while one part closes must not keep the others open
-            async with AsyncExitStack() as cleanup:
-                cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
-                cleanup.push_async_callback(self._close_backend)
+        # a cancellation while one part closes must not keep the others open
+        async with AsyncExitStack() as cleanup:
+            with self._clock.phase("start"):
+                model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
+                await rundir.prepare_teacher(self._config.training)
+                environments = self._environments = self._factories.mixture(self._config, model_dir)
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
-                cleanup.push_async_callback(asyncio.to_thread, metrics.close)
-                self._teachers = await self._open_teachers(model_dir, cleanup)
-                run, own = documents.manifest, self.data_dir / "model"
-                with self._clock.phase(
-                    "start"
-                ):  # while workers that have the ticket start their engines
-                    model_dir = await asyncio.to_thread(
-                        rundir.trained_model, run, store, model_dir, own
-                    )
-                await self._train(services, documents, environments, metrics, model_dir)
+                starting = asyncio.create_task(self._start_environments(environments))
+                cleanup.push_async_callback(end_tasks, starting)
+                # The manifest names the run, and the run names the discovery topic: so it comes first.
+                store = open_store(self._config, self.data_dir)
+                documents = await run_manifest.documents(
+                    self._config, self.key, ledger, store, model_dir
+                )
+                await starting
+            async with self.open_run(
+                self._config, ledger, store, documents, self._factories
+            ) as services:
+                self._services = services
+                self._announce(self.issued.current().text)
+                await self._open(services, documents, environments, model_dir)
+
+    async def _open(
+        self,
+        services: NodeServices,
+        documents: RunDocuments,
+        environments: Sequence[Environment],
+        model_dir: Path,
+    ) -> None:
+        """Open what outlives the ranks of a learner, and train."""
+        group = group_of(documents.manifest.name, documents.run_id)
+        monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
+        metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
+        async with AsyncExitStack() as cleanup:
+            cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
+            cleanup.push_async_callback(self._close_backend)
+            cleanup.push_async_callback(asyncio.to_thread, metrics.close)
+            self._teachers = await self._open_teachers(model_dir, cleanup)
+            await self._train(services, documents, environments, metrics, model_dir)
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:
         """Start all of them. Raises UsageError with the name of one that does not start."""
@@ -379,21 +386,34 @@ class TrainerNode(IssuingNode):
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
             cleanup.push_async_callback(engine.close)
+            run, own = documents.manifest, self.data_dir / "model"
+            writing = asyncio.create_task(
+                asyncio.to_thread(rundir.trained_model, run, services.store, model_dir, own)
+            )
+
+            async def start(one: Callable[[Path], Awaitable[None]]) -> None:
+                await one(await writing)
+
             # awaited when workers can be admitted: they start their engines meanwhile
-            starting = asyncio.create_task(self._start_backend(model_dir))
-            cleanup.push_async_callback(end_tasks, starting)
-            # its error counts only once it is awaited, and is not logged if something else fails before
-            starting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            starting = [
+                asyncio.create_task(start(one)) for one in (verification.start, self._start_backend)
+            ]
+            for task in (writing, *starting):
+                cleanup.push_async_callback(end_tasks, task)
+                # its error counts only once it is awaited, and is not logged if something else fails before
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+            async def started() -> None:
+                for one in starting:
+                    await one
+
             with self._clock.phase("start"):
-                rows = asyncio.to_thread(
+                self._mixed = await asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"
-                )
-                _, _, self._mixed = await asyncio.gather(
-                    self._start_environments(environments), verification.start(model_dir), rows
                 )
             self._hints = await self._open_hints(environments, model_dir)
             if self._config.evaluates:
-                await engine.start(model_dir)
+                await engine.start(await writing)
             eval_tasks = await open_eval_tasks(
                 self._config, self._factories, environments, model_dir, cleanup
             )
@@ -414,7 +434,7 @@ class TrainerNode(IssuingNode):
                 settings=step_settings(self._config),
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
-            run = TrainingRun(
+            opened = TrainingRun(
                 services,
                 documents,
                 environments,
@@ -426,7 +446,7 @@ class TrainerNode(IssuingNode):
             )
             await until_done(
                 lambda again: self._learn(
-                    run, self._backend.start(model_dir) if again else starting, again
+                    opened, self._backend.start(writing.result()) if again else started(), again
                 ),
                 Restarts(self._config.training.fsdp.max_restarts),
                 newest=open_checkpoints(self._config).latest,
@@ -452,7 +472,7 @@ class TrainerNode(IssuingNode):
     async def _learn(self, run: TrainingRun, started: Awaitable[None], again: bool) -> None:
         """Do all of `run` or, with `again`, the rest of it after the newest checkpoint.
 
-        `started` ends when the backend has started.
+        `started` ends when the backend has started and, the first time, the auditor.
         """
         config, services, documents = self._config, run.services, run.documents
         evaluation = self._evaluation = OnlineEvaluation(

@@ -521,8 +521,11 @@ class VllmAuditor:
     ) -> None:
         """Take the config of an engine that generates here.
 
-        `timeout_s` is for a portion under one version.
+        `timeout_s` is for a portion under one version. Raises EngineError if vLLM is missing or too old.
         """
+        if program is PROGRAM and not is_installed():
+            raise EngineError(NEEDS_VLLM)
+        check_installed()
         self._config = config
         self._timeout_s = timeout_s
         self._program = program
@@ -549,9 +552,6 @@ class VllmAuditor:
         """See Auditor. vLLM starts in the background, 15 s or more; the first audit waits for it."""
         if self._run is not None:
             raise EngineError("the auditor was started before: make another one")
-        if self._program is PROGRAM and not is_installed():
-            raise EngineError(NEEDS_VLLM)
-        check_installed()
         check_exact(self._config, run)
         await check_model_routes(model_dir, run)
         self._vocabulary = await asyncio.to_thread(vocab_size, model_dir)
