@@ -204,10 +204,14 @@ async def test_workers_may_join_while_the_trainer_still_writes_its_copy_of_the_b
 
     monkeypatch.setattr(rundir, "trained_model", slowly)
     async with AdaptedSwarm(tmp_path, tiny) as swarm:
-        await swarm.start_trainer()  # returns once there is a ticket
+        await swarm.start_trainer()
         assert await asyncio.to_thread(begun.wait, 60.0)
+        engine: Any = noting()
+        worker = swarm.add_worker("w", engine=engine)
+        await swarm.until_row(worker, lambda row: row["role"] == "inference", 60.0)
+        assert not (tmp_path / "r" / "trainer" / "model").exists()
         go_on.set()
-        await swarm.wait_step(0, 60.0)
+        await swarm.wait_step(1, 60.0)
 
 
 async def test_a_run_goes_on_with_the_adapters_that_it_began_with(
