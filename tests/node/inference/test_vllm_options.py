@@ -5,10 +5,13 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.inference import vllm
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.vllm import VllmCore, sampling_arguments
 from primerl.node.inference.vllm_arguments import (
@@ -166,6 +169,24 @@ def test_the_operator_s_environment_wins_over_the_table(environment: pytest.Monk
     set_environment(cpu=True)
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "asked", "threads"), [("13.0", "", 1), ("13.0", "7", None), (None, "", None)]
+)
+def test_torch_which_is_imported_before_uses_one_thread_on_a_gpu(
+    environment: pytest.MonkeyPatch, cuda: str | None, asked: str, threads: int | None
+) -> None:
+    found: list[int] = []
+    environment.setattr(torch.version, "cuda", cuda)
+    environment.setattr(torch, "set_num_threads", found.append)
+    environment.setattr(vllm, "check_installed", lambda: None)
+    environment.setattr(vllm, "_library", Mock(side_effect=EngineError("not this test's")))
+    if asked:
+        environment.setenv("OMP_NUM_THREADS", asked)
+    with pytest.raises(EngineError, match="not this test's"):
+        vllm.prepare_library(EngineConfig(type="vllm"), Path("m"), SHAPE, proven=True)
+    assert found == ([] if threads is None else [threads])
 
 
 def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatch) -> None:
