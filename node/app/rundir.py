@@ -94,13 +94,11 @@ def pinned(run: RunManifest, store: Store) -> set[bytes]:
 
 
 def trained_model(run: RunManifest, store: Store, model_dir: Path, directory: Path) -> Path:
-    """Return the model directory of a trainer: `model_dir` or, for adapters, the base that workers have, too.
+    """Return the model directory of a trainer: `model_dir` or, for adapters, `directory` with the same files.
 
-    That is written to `directory`. Raises StorageError, RemoteProtocolError.
+    base_weights.write() brings the base that workers have into that, too. Raises StorageError.
     """
-    if run.adapters is None:
-        return model_dir
-    return base_weights.write(run, store, write_model_files(run, store, directory))
+    return model_dir if run.adapters is None else write_model_files(run, store, directory)
 
 
 def _check_checkpoint(config: RunConfig) -> None:

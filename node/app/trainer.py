@@ -23,6 +23,7 @@ from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
+from ..models import base_weights
 from ..ops import summary
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
@@ -381,39 +382,35 @@ class TrainerNode(IssuingNode):
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
-        engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
+        manifest, store = documents.manifest, services.store
+        model_dir = rundir.trained_model(manifest, store, model_dir, self.data_dir / "model")
         verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
-            cleanup.push_async_callback(engine.close)
-            run, own = documents.manifest, self.data_dir / "model"
-            writing = asyncio.create_task(
-                asyncio.to_thread(rundir.trained_model, run, services.store, model_dir, own)
+            base = asyncio.create_task(
+                asyncio.to_thread(base_weights.write, manifest, store, model_dir)
             )
+            engine = adapted(self._factories.evaluation_engine(self._config.engine), manifest, base)
+            cleanup.push_async_callback(engine.close)
 
-            async def start(one: Callable[[Path], Awaitable[None]]) -> None:
-                await one(await writing)
+            async def start() -> None:
+                await base
+                await verification.start(model_dir)
+                await self._start_backend(model_dir)
 
             # awaited when workers can be admitted: they start their engines meanwhile
-            starting = [
-                asyncio.create_task(start(one)) for one in (verification.start, self._start_backend)
-            ]
-            for task in (writing, *starting):
+            starting = asyncio.create_task(start())
+            for task in (base, starting):
                 cleanup.push_async_callback(end_tasks, task)
                 # its error counts only once it is awaited, and is not logged if something else fails before
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-            async def started() -> None:
-                for one in starting:
-                    await one
-
             with self._clock.phase("start"):
                 self._mixed = await asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"
                 )
             self._hints = await self._open_hints(environments, model_dir)
             if self._config.evaluates:
-                await engine.start(await writing)
+                await engine.start(model_dir)
             eval_tasks = await open_eval_tasks(
                 self._config, self._factories, environments, model_dir, cleanup
             )
@@ -422,7 +419,7 @@ class TrainerNode(IssuingNode):
                 EvalSampling(
                     self._config.sampling.max_tokens,
                     self._config.sampling.temperature,
-                    documents.manifest.model.stop_token_ids,
+                    manifest.model.stop_token_ids,
                 ),
                 at_once=2 * self._config.engine.max_batch,
             )
@@ -434,7 +431,7 @@ class TrainerNode(IssuingNode):
                 settings=step_settings(self._config),
             )
             cleanup.push_async_callback(asyncio.to_thread, kept.close)
-            opened = TrainingRun(
+            run = TrainingRun(
                 services,
                 documents,
                 environments,
@@ -446,7 +443,7 @@ class TrainerNode(IssuingNode):
             )
             await until_done(
                 lambda again: self._learn(
-                    opened, self._backend.start(writing.result()) if again else started(), again
+                    run, self._backend.start(model_dir) if again else starting, again
                 ),
                 Restarts(self._config.training.fsdp.max_restarts),
                 newest=open_checkpoints(self._config).latest,

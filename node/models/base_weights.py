@@ -31,7 +31,6 @@ from ..weights.codec import CODEC, encode_full
 from ..weights.payload import cut
 from ..weights.replica import WeightReplica, prove
 from ..weights.state import WeightsError
-from .tensors import bf16_state
 
 FILE = "model.safetensors"
 MAX_THREADS = 16
@@ -48,7 +47,7 @@ def publish(
 
     # as an engine names and a policy holds them: files may repeat tied weights, or have others than the model
     model = huggingface.load_model(model_dir, dtype="bfloat16")
-    state = bf16_state(huggingface.policy_tensors(model).items(), view=True)
+    state = huggingface.policy_state(model, view=True)
     adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
     policy = prove(0, state, threads=_threads())
     payload = encode_full(state, threads=_threads())
@@ -102,14 +101,14 @@ def chunks(run: RunManifest, store: Store) -> list[ChunkRef]:
     return [run.adapters.base, *read_table(run, store).artifacts[0].chunks]
 
 
-def write(run: RunManifest, store: Store, directory: Path) -> Path:
-    """Write the base of `run`, if it has one, as safetensors beside the model's files; returns `directory`.
+def write(run: RunManifest, store: Store, directory: Path) -> None:
+    """Write the base of `run`, if it has one, as safetensors beside the model's files in `directory`.
 
     Everything is hashed on the way. Raises as read_table(), and RemoteProtocolError for a base that is not
     what its table says.
     """
     if run.adapters is None:
-        return directory
+        return
     table = read_table(run, store)
     payload = (_stored(store, chunk) for chunk in table.artifacts[0].chunks)
     try:
@@ -117,7 +116,6 @@ def write(run: RunManifest, store: Store, directory: Path) -> Path:
     except WeightsError as error:
         raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
     write_checkpoint(directory / FILE, base.state, metadata={"format": "pt"})
-    return directory
 
 
 def _stored(store: Store, chunk: ChunkRef) -> bytes:

@@ -492,9 +492,9 @@ def layers_of(causal: Any) -> "list[torch.nn.Module]":
     return found
 
 
-def policy_state(model: "PreTrainedModel") -> State:
-    """Copy the model's weights to bf16, under the names of policy_tensors()."""
-    return bf16_state(policy_tensors(model).items())
+def policy_state(model: "PreTrainedModel", *, view: bool = False) -> State:
+    """Copy the model's weights to bf16, under the names of policy_tensors(). `view`: see from_torch()."""
+    return bf16_state(policy_tensors(model).items(), view=view)
 
 
 def policy_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":

@@ -3,7 +3,6 @@
 Code that comes with a model is never read; weights are safetensors only.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -14,7 +13,7 @@ from ...crypto.hashing import short
 from ..ops.errors import EngineError, one_line
 from ..storage.partial import whole_directory
 from ..weights.replica import prove
-from ..weights.state import State
+from ..weights.state import State, memory_threads
 from ..weights.state_history import TensorLayout, layout
 from .json_files import read_json
 from .tensors import bf16_state, from_torch, to_torch
@@ -169,7 +168,7 @@ def base_layout(directory: Path, digest: bytes) -> dict[str, TensorLayout]:
 
 
 def _checked(state: State, directory: Path, digest: bytes) -> State:
-    found = prove(0, state, threads=os.cpu_count() or 1).digest
+    found = prove(0, state, threads=memory_threads()).digest
     if found != digest:
         raise EngineError(
             f"the weights in {directory} have digest {short(found)}, but the run needs {short(digest)}: "

@@ -1,7 +1,6 @@
 """Make the signed manifest of a new run, or check that the config of a resumed one fits it."""
 
 import asyncio
-import os
 import secrets
 import time
 from pathlib import Path
@@ -39,6 +38,7 @@ from ..storage.chunk_store import Store
 from ..storage.ledger import MANIFEST, Ledger
 from ..verification.bounds import proof_contract
 from ..weights.replica import prove
+from ..weights.state import memory_threads
 
 MANIFEST_TTL_S = 10 * 365 * 86400
 MAX_RUN = MAX_SEALED - KIB
@@ -224,7 +224,7 @@ def _model_files(store: Store, model_dir: Path) -> tuple[FileRef, ...]:
 
 def _base_digest(model_dir: Path) -> bytes:
     """Return the digest of the model's weights in bf16. Raises EngineError."""
-    return prove(0, view_state(model_dir, bf16=True), threads=os.cpu_count() or 1).digest
+    return prove(0, view_state(model_dir, bf16=True), threads=memory_threads()).digest
 
 
 def _model_contract(

@@ -102,7 +102,7 @@ def state_bytes(state: State) -> int:
 
 
 MEMORY_THREADS = 8
-"""Threads that copy, compare and merge states; more wait for memory."""
+"""Threads that copy, hash, compare and merge states; more wait for memory."""
 
 
 def memory_threads() -> int:

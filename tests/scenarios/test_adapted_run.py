@@ -13,12 +13,12 @@ from support.counting_environment import EvenEnvironment
 from support.sharp_model import make_sharp
 from support.swarm import Running, Swarm
 
-from primerl.node.app import factories, rundir
+from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
 from primerl.node.environments.environment import Environment
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import HfEngine
-from primerl.node.models import model_files
+from primerl.node.models import base_weights, model_files
 from primerl.node.ops.errors import UsageError
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.local_backend import LocalBackend
@@ -195,21 +195,21 @@ async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
 async def test_workers_may_join_while_the_trainer_still_writes_its_copy_of_the_base(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, write = threading.Event(), threading.Event(), rundir.trained_model
+    begun, go_on, write = threading.Event(), threading.Event(), base_weights.write
 
-    def slowly(*arguments: Any) -> Path:
+    def slowly(*arguments: Any) -> None:
         begun.set()
         assert go_on.wait(60.0)
-        return write(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(rundir, "trained_model", slowly)
+    monkeypatch.setattr(base_weights, "write", slowly)
     async with AdaptedSwarm(tmp_path, tiny) as swarm:
         await swarm.start_trainer()
         assert await asyncio.to_thread(begun.wait, 60.0)
         engine: Any = noting()
         worker = swarm.add_worker("w", engine=engine)
         await swarm.until_row(worker, lambda row: row["role"] == "inference", 60.0)
-        assert not (tmp_path / "r" / "trainer" / "model").exists()
+        assert not (tmp_path / "r" / "trainer" / "model" / base_weights.FILE).exists()
         go_on.set()
         await swarm.wait_step(1, 60.0)
 
