@@ -60,6 +60,7 @@ from ..training.buffer import RolloutBuffer, buffer_capacity
 from ..training.curriculum import Curriculum
 from ..training.restarts import Restarts, until_done
 from ..verification.auditor import LocalAudits
+from ..verification.batched_auditor import BatchedAuditor
 from ..verification.duplicates import CopyDetector
 from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Verifier
@@ -191,7 +192,7 @@ class Verification:
         """Make a verifier for the versions that `publisher` holds; `clock` counts what audits take."""
         run = self._documents.manifest
         audits = RemoteAuditors(
-            LocalAudits(self._auditor, clock),
+            LocalAudits(BatchedAuditor(self._auditor, clock)),
             self.queue,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),

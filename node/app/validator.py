@@ -7,6 +7,7 @@ from ...crypto.keys import SecretKey
 from ..config.run import JoinConfig, default_auditor
 from ..ops.control import Status
 from ..validator.loop import StateCache, ValidatorRole
+from ..verification.batched_auditor import BatchedAuditor
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 
@@ -33,7 +34,7 @@ class ValidatorNode(PeerNode):
         alone = run.proofs.numerics == "exact" or run.proofs.kv_cache == "kept"
         kind = "vllm" if alone else default_auditor(self._config.engine, exact=False)
         engine = self._config.engine.model_copy(update={"type": kind})
-        auditor = self._factories.auditor(engine, AUDIT_TIMEOUT_S)
+        auditor = BatchedAuditor(self._factories.auditor(engine, AUDIT_TIMEOUT_S))
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
         sync = self._make_weights(joined, cache, cache.put)
         role = ValidatorRole(joined.services, run, sync, cache, auditor)

@@ -256,6 +256,7 @@ class TrainerRole:
         """Seconds of audits, up to the newest step."""
         self._line: dict[str, float | None] = {}
         """Metrics of the newest step, without those of saving and publishing it."""
+        self._compiling = False
         self._publishing: asyncio.Task[None] | None = None
         """Publication of the newest version, while it is in progress."""
 
@@ -265,6 +266,8 @@ class TrainerRole:
             return ""
         if self.progress.step >= self._config.max_steps:
             return "the last version and checkpoint are being written"
+        if self._compiling and len(self._buffer) >= self._config.rollouts.groups_per_batch:
+            return "the training step is being compiled"
         return next_batch(self._config, self.scheduler, self.submissions, time.time())
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
@@ -312,8 +315,7 @@ class TrainerRole:
             ]
             await self.scheduler.work_changed()
             try:
-                with self._clock.phase("compile"):
-                    await self._backend.compile_step()  # while workers draw the first batch
+                await self._compile()
                 while self.progress.step < self._config.max_steps:
                     await self._turn(tasks)
                 await self._published()
@@ -325,6 +327,15 @@ class TrainerRole:
                 await self.publisher.close()
             for helper in helpers:
                 helper.cancel()
+
+    async def _compile(self) -> None:
+        """Compile the training step, while workers draw the first batch. Raises EngineError."""
+        self._compiling = True
+        try:
+            with self._clock.phase("compile"):
+                await self._backend.compile_step()
+        finally:
+            self._compiling = False
 
     async def _turn(self, tasks: asyncio.TaskGroup) -> None:
         """Run one step: wait for a batch, train, checkpoint, publish."""

@@ -34,7 +34,6 @@ from ...protocol.rollouts import Evidence, Submission
 from ..config.engine import Quantization
 from ..environments.environment import Branch
 from ..ops.errors import EngineError
-from ..ops.metrics import PhaseClock
 from ..weights.state import State
 from ..weights.state_history import HeldState
 from .checks import CheckedRollout, sampled_runs
@@ -159,6 +158,11 @@ def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
 
 class Auditor(Protocol):
     """Recomputation of workers' claims."""
+
+    @property
+    def loading_s(self) -> float:
+        """Seconds so far in which a held policy was replaced by another; 0 if several are held at a time."""
+        ...
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """Read the architecture from `model_dir` (no weights there). Raises EngineError."""
@@ -430,67 +434,13 @@ class AuditService(Protocol):
 
 
 class LocalAudits:
-    """An AuditService with this node's own auditor.
+    """An AuditService with this node's own auditor."""
 
-    Waiting calls are audited together: each policy version that several of them need is loaded once.
-    """
-
-    def __init__(self, auditor: Auditor, clock: PhaseClock | None = None) -> None:
-        """Take the auditor; `clock` counts the seconds of audits as phase "audit"."""
+    def __init__(self, auditor: Auditor) -> None:
         self._auditor = auditor
-        self._clock = clock or PhaseClock()
-        self._waiting: list[_WaitingCall] = []
-        self._turn = asyncio.Lock()
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
         """See AuditService."""
-        own = _WaitingCall(call)
-        self._waiting.append(own)
-        try:
-            async with self._turn:
-                if own.answer is None:
-                    await self._audit_beside(own)
-        finally:  # also when cancelled
-            if own in self._waiting:
-                self._waiting.remove(own)
-        if isinstance(own.answer, AuditAnswer):
-            return own.answer
-        raise own.answer or EngineError("the auditor gave no answer")
-
-    async def _audit_beside(self, first: "_WaitingCall") -> None:
-        """Answer `first`, and all waiting calls that have the same states for their versions."""
-        states, others = dict(first.call.states), dict(first.call.others)
-        together = [first]
-        for one in self._waiting:
-            held = one.call.states
-            if one is not first and all(_same(states.get(v, held[v]), held[v]) for v in held):
-                together.append(one)
-                states |= held
-                for version, more in one.call.others.items():
-                    others[version] = sorted({*others.get(version, ()), *more})
-        chosen = [target for one in together for target in one.call.chosen]
-        items = [item for target in chosen for item in target.items]
-        try:
-            with self._clock.phase("audit"):
-                measured = iter(await self._auditor.audit(items, states, others))
-        except EngineError as error:
-            for one in together:
-                one.answer = error
-            return
-        for one in together:
-            one.answer = AuditAnswer(
-                [[next(measured) for _ in target.items] for target in one.call.chosen]
-            )
-
-
-def _same(one: State, other: State) -> bool:
-    """Return whether two states consist of the same objects."""
-    return one is other or SameState(one).matches(other)
-
-
-class _WaitingCall:
-    """A call, and its answer or its error."""
-
-    def __init__(self, call: AuditCall) -> None:
-        self.call = call
-        self.answer: AuditAnswer | EngineError | None = None
+        items = [item for target in call.chosen for item in target.items]
+        measured = iter(await self._auditor.audit(items, call.states, call.others))
+        return AuditAnswer([[next(measured) for _ in target.items] for target in call.chosen])

@@ -145,6 +145,8 @@ class HfAuditor:
         self._busy = asyncio.Lock()
         self._portions = Portions(timeout_s)
         self._closed = False
+        self.loading_s = 0.0
+        """See Auditor: the process holds several."""
 
     @property
     def pid(self) -> int | None:

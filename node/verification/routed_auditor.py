@@ -22,6 +22,11 @@ class RoutedAuditor:
         self._staged = staged
         self._both = False
 
+    @property
+    def loading_s(self) -> float:
+        """See Auditor."""
+        return self._whole.loading_s + self._staged.loading_s
+
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor."""
         await self._whole.start(model_dir, run)

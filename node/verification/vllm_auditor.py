@@ -2,7 +2,7 @@
 
 vLLM holds one set of weights at a time. An audit visits each version that its items need once, in order, from
 the end nearer to the held one; between two versions it hands over the differences (inference/handover.py), and
-under each it reads the items that need it, portion by portion. Audits that wait meanwhile are made together.
+under each it reads the items that need it, portion by portion.
 Claimed text is read as a prompt without its last token, whose successor is not needed; rollouts of a group
 share their prompt in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import os
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,8 +93,6 @@ SEQUENCES = 256
 """Texts in a batch."""
 PART_TOKENS = 2**14
 """Tokens of the texts in one request to the engine."""
-TOGETHER_TOKENS = 2**18
-"""Tokens of audits that are made together, if there is more than one."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 
@@ -197,6 +196,11 @@ class AuditingEngine:
         self._held: _Held | None = None
         self.is_unsure = False
         """Whether the weights are unknown: during an update, and after one was interrupted."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it was given no policy yet, or its weights are unknown."""
+        return self._held is None
 
     def holds(self, version: int, state: State) -> bool:
         """Return whether the engine computes with this policy now."""
@@ -389,11 +393,6 @@ class _Text:
         assert found is not None  # it is_read
         return found
 
-    def reset(self) -> None:
-        """Drop what was measured."""
-        self.rows.clear()
-        self.kept = self.fault = self.sums = None
-
 
 class _KeptPart(NamedTuple):
     """Tokens of a reply that were drawn under one of its several versions."""
@@ -484,31 +483,6 @@ def _by_tokens(ones: Sequence[T], tokens: Callable[[T], int], most: int) -> Iter
         yield part
 
 
-@dataclass(eq=False)
-class _Audit:
-    """The readable texts of one call of audit()."""
-
-    texts: Sequence[_Text]
-    states: Mapping[int, State]
-    is_done: bool = False
-    is_alone: bool = False
-    """Whether it is made alone: it was made together with others, and some text had a fault."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of its texts."""
-        return sum(len(text.item.token_ids) for text in self.texts)
-
-    def agrees(self, states: Mapping[int, State]) -> bool:
-        """Return whether versions that both need have the same state."""
-        return all(states.get(version, state) is state for version, state in self.states.items())
-
-    def reset(self) -> None:
-        """Drop what was measured."""
-        for text in self.texts:
-            text.reset()
-
-
 class VllmAuditor:
     """An Auditor with one vLLM engine in its own process."""
 
@@ -536,12 +510,12 @@ class VllmAuditor:
         self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
-        self._waiting: list[_Audit] = []
-        """Audits that are not done, in the order of their calls."""
         self._portions = Portions(timeout_s)
         self._salts = itertools.count(1)
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
+        self.loading_s = 0.0
+        """See Auditor."""
 
     @property
     def pid(self) -> int | None:
@@ -569,7 +543,7 @@ class VllmAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """See Auditor. Audits that wait for another are made together."""
+        """See Auditor. One audit runs at a time, the others wait."""
         run = self._require_started()
         shape, keeps = run.routes, run.proofs.kv_cache == "kept"
         check_versions(items, states, others)
@@ -579,14 +553,8 @@ class VllmAuditor:
         texts = await asyncio.to_thread(
             lambda: [_Text.of(item, others, size, keeps=keeps) for item in sound]
         )
-        audit = _Audit(texts, states)
-        self._waiting.append(audit)
-        try:
-            async with self._busy:
-                if not audit.is_done:
-                    await self._measure_with_others(audit)
-        finally:
-            self._waiting.remove(audit)
+        async with self._busy:
+            await self._measure(texts, states)
         found = iter([await self._found(text) for text in texts])
         return [fault or next(found) for fault in faults]
 
@@ -628,40 +596,6 @@ class VllmAuditor:
 
     # -- one audit ---------------------------------------------------------------------------------
 
-    async def _measure_with_others(self, audit: _Audit) -> None:
-        """Measure an audit, together with others that wait if all of them succeed.
-
-        After any fault each is measured alone: texts of one worker must not harm those of another.
-        """
-        together, states = [audit], dict(audit.states)
-        tokens = audit.tokens
-        for other in () if audit.is_alone else self._waiting:
-            if other is audit or other.is_done or other.is_alone or not other.agrees(states):
-                continue
-            tokens += other.tokens
-            if tokens > TOGETHER_TOKENS:
-                break
-            together.append(other)
-            states |= other.states
-        if len(together) > 1:
-            texts = [text for one in together for text in one.texts]
-            for one in together:
-                one.reset()  # an audit that was cancelled may have left faults
-            try:
-                await self._measure(texts, states)
-            except EngineError as error:
-                logger.warning("%d audits together: %s; each is made alone", len(together), error)
-            else:
-                if all(text.fault is None for text in texts):
-                    for one in together:
-                        one.is_done = True
-                    return
-            for one in together:
-                one.is_alone = True
-        audit.reset()
-        await self._measure(audit.texts, audit.states)
-        audit.is_done = True
-
     async def _measure(self, texts: Sequence[_Text], states: Mapping[int, State]) -> None:
         """Read texts under all versions that they need, and summarize them."""
         if not texts:
@@ -692,7 +626,7 @@ class VllmAuditor:
     async def _attempt(self, version: int, state: State, texts: Sequence[_Text]) -> list[None]:
         """Read texts at once under one version."""
         async with self._working() as engine:
-            await engine.hold(version, state)
+            await self._hold(engine, version, state)
             await self._read(engine, version, texts)
         self._sum_up(texts)
         return [None] * len(texts)
@@ -713,6 +647,14 @@ class VllmAuditor:
             sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
             for number, text in enumerate(done):
                 text.sums = _Sum(sums, number)
+
+    async def _hold(self, engine: AuditingEngine, version: int, state: State) -> None:
+        """Have the engine hold this policy; count the time if it held another. Raises the errors of hold()."""
+        is_first, began = engine.is_empty, time.monotonic()
+        try:
+            await engine.hold(version, state)
+        finally:
+            self.loading_s += 0.0 if is_first else time.monotonic() - began
 
     @contextlib.asynccontextmanager
     async def _working(self) -> AsyncGenerator[AuditingEngine]:
@@ -745,7 +687,7 @@ class VllmAuditor:
                 work.setdefault(part.version, []).append((number, part, salt))
         found = [np.zeros((len(text.places), COLUMNS), np.float32) for text in texts]
         for version in sorted(work):
-            await engine.hold(version, states[version])
+            await self._hold(engine, version, states[version])
             requests = [texts[one].request_kept(part, salt) for one, part, salt in work[version]]
             for (one, part, _), rows in zip(
                 work[version], await self._ask(engine, requests), strict=True

@@ -162,6 +162,8 @@ def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, T
 class BenchAuditor:
     """An auditor in a thread, in a dtype of choice, that keeps the models of all versions."""
 
+    loading_s = 0.0
+
     def __init__(self, world: World, dtype: str) -> None:
         """`dtype` "" is that of the run."""
         common = audit_terms(world.model_dir, world.run, world.engine.device)

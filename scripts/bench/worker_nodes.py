@@ -114,6 +114,8 @@ class IdleBackend(CountingBackend):
 class ContentAuditor:
     """Auditor that confirms every branch: audits are the trainer's load, not the worker's."""
 
+    loading_s = 0.0
+
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """Do nothing."""
 

@@ -15,7 +15,7 @@
 #   run2      2      a whole run of 0.6B, a GPU each
 #   run2-long 2      the same with replies of 2,000
 #   run2-kept 2      the same with keys and values kept across versions
-#   run2-4b   2      the same with 4B and adapters
+#   run2-4b   2      the same with 4B and adapters, the trainer's audits beside its steps by MPS
 #   turns     1      an 83M model learns a task of several turns and one with a tool, with vLLM
 #   kernels   1, 2   a step of the trainer with FlashAttention-4, with torch's flash kernel, and a plain loop; 0.6B, and
 #                    Qwen3.5's 0.8B on a second GPU
@@ -102,7 +102,7 @@ case $part in
     run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
     run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole $long --logs "$out/run2-long" ;;
     run2-kept) bench 0,1 run2-kept run --gpus 2 --shape 0.6b $whole $long --set engine.keep_kv_cache true --logs "$out/run2-kept" ;;
-    run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters --logs "$out/run2-4b" ;;
+    run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters $mps --logs "$out/run2-4b" ;;
     turns) bench 0 turns gpu_run --turns --out "$out" --limit 540 ;;
     kernels)
         bench 0 kernels trainer --shape 0.6b --tokens 16384 65536 --steps 4 --rows none "selective recompute" \

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class PrefillCore:
     """An Auditor in a thread."""
 
+    loading_s = 0.0
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._thread: ComputeThread | None = None

@@ -483,6 +483,8 @@ class ScriptedHead:
 class ScriptedAuditor:
     """Implements Auditor for rollouts of ScriptedHead's pipelines."""
 
+    loading_s = 0.0
+
     def __init__(self) -> None:
         self._run: RunManifest | None = None
 

@@ -211,6 +211,8 @@ class WitnessEngine:
 class WitnessAuditor:
     """An Auditor for WitnessEngine: it can compute the output of every state and seed."""
 
+    loading_s = 0.0
+
     def __init__(self, fakes: Fakes) -> None:
         self._fakes = fakes
         self._run: RunManifest | None = None

@@ -54,9 +54,11 @@ class Recorder:
         self.given: list[list[int]] = []
         """Tokens of demonstrations, by batch."""
         self.advantages: list[list[float]] = []
+        self.compiled = asyncio.Event()
+        self.compiled.set()
 
     async def compile_step(self) -> None:
-        pass
+        await self.compiled.wait()
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         self.trained = batch.step
@@ -333,6 +335,21 @@ async def test_with_a_small_bound_nothing_is_trained_before_the_version_is_out(
         swarm.publisher.may_end.release()
         await until(lambda: swarm.publisher.begun == [1, 2])
         assert len(swarm.recorder.batches) == 2
+
+
+async def test_a_full_batch_waits_for_the_compiler_and_for_no_workers(tmp_path: Path) -> None:
+    swarm = World(tmp_path, 0.5, 600.0, 8)
+    swarm.recorder.compiled.clear()
+    try:
+        async with training(swarm.role, 0):
+            swarm.deliver(A, WANTED)
+            await swarm.judged()
+            assert swarm.role.waits_for() == "the training step is being compiled"
+            swarm.recorder.compiled.set()
+            await swarm.judged()
+            assert len(swarm.recorder.batches) == 1
+    finally:
+        swarm.close()
 
 
 async def test_after_the_last_step_it_waits_for_no_workers(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ class Letters:
 class HereAuditor:
     """The auditor's core without its process; what it found can be changed by `bend`."""
 
+    loading_s = 0.0
+
     def __init__(self, bend: Callable[[list[Answer]], list[Answer]] = list) -> None:
         self._bend = bend
 

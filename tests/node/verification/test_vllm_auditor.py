@@ -31,6 +31,7 @@ from primerl.node.verification.auditor import (
     SampledSpan,
     Unreadable,
 )
+from primerl.node.verification.batched_auditor import ENOUGH_AUDITS, BatchedAuditor
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.measures import FEWEST
 from primerl.node.verification.portions import MOST_DEADLY
@@ -332,46 +333,45 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_audits_that_wait_are_made_together(shared: VllmAuditor, swapped: list[int]) -> None:
     await shared.audit([item(FINE)], STATES, {})
     swapped.clear()
-    calls = [[item(FINE, version) for version in (1, 2, 3)] for _ in range(4)]
+    batched, loading_s = BatchedAuditor(shared), shared.loading_s
+    calls = [[item(FINE, version) for version in (1, 2, 3)] for _ in range(ENOUGH_AUDITS + 1)]
     calls[2][1] = item(FINE, 2, shown=3)
-    found = await asyncio.gather(*(shared.audit(items, STATES, {}) for items in calls))
-    assert [well(one) for one in found] == [[True] * 3] * 2 + [[True, False, True], [True] * 3]
-    assert len(swapped) == 4, "two by the first alone, two by the three that waited for it"
+    found = await asyncio.gather(*(batched.audit(items, STATES, {}) for items in calls))
+    assert [well(one) for one in found] == [
+        [True, number != 2, True] for number in range(ENOUGH_AUDITS + 1)
+    ]
+    assert len(swapped) == 4, "two by the first alone, two by those that waited for it"
+    assert shared.loading_s > loading_s
 
 
 async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
     auditor: VllmAuditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured_together: list[int] = []
+    made: list[int] = []
     measure = VllmAuditor._measure  # pyright: ignore[reportPrivateUsage]
 
     async def noted(self: VllmAuditor, texts: Sequence[Any], states: Mapping[int, State]) -> None:
-        measured_together.append(len(texts))
+        made.append(len(texts))
         await measure(self, texts, states)
 
     monkeypatch.setattr(VllmAuditor, "_measure", noted)
+    batched = BatchedAuditor(auditor)
     deadly = [item(fake.DIES, 2, mark=number) for number in range(MOST_DEADLY + 1)]
-    calls = [[item(FINE, version) for version in (1, 2)] for _ in range(3)]
+    calls = [[item(FINE, version) for version in (1, 2)] for _ in range(ENOUGH_AUDITS)]
     calls.append([item(FINE, 2), *deadly])
-    *honest, bad = await asyncio.gather(*(auditor.audit(items, STATES, {}) for items in calls))
+    *honest, bad = await asyncio.gather(*(batched.audit(items, STATES, {}) for items in calls))
     assert any(isinstance(one, Unreadable) for one in bad)
-    assert [well(one) for one in honest] == [[True, True]] * 3
-    sizes = [len(items) for items in calls]
-    together, *alone = measured_together
-    assert together == sum(sizes)
-    assert sorted(alone) == sorted(sizes)
+    assert [well(one) for one in honest] == [[True, True]] * ENOUGH_AUDITS
+    first, together, *alone = made
+    assert first == 2
+    assert together == sum(map(len, calls[1:]))
+    assert sorted(alone) == sorted(map(len, calls[1:]))
 
 
 @beside_others
-async def test_a_version_with_another_state_is_not_audited_together(shared: VllmAuditor) -> None:
-    other = {**STATES, 2: make_state(25)}  # the trainer went back: the number has another meaning
-    calls = [(2, STATES), (2, STATES), (25, other), (2, STATES)]
-    audits = (shared.audit([item(FINE, 2, shown=shown)], states, {}) for shown, states in calls)
-    assert [well(one) for one in await asyncio.gather(*audits)] == [[True]] * 4
-
-
-@beside_others
-async def test_a_cancelled_audit_leaves_those_beside_it(shared: VllmAuditor) -> None:
+async def test_audits_are_made_one_after_the_other_and_a_cancelled_one_leaves_the_rest(
+    shared: VllmAuditor,
+) -> None:
     audits = [
         asyncio.create_task(shared.audit([item(FINE, version)], STATES, {}))
         for version in (1, 2, 3, 2)
@@ -556,6 +556,8 @@ async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: 
 
     class Staged:
         """Says which items it was given."""
+
+        loading_s = 0.0
 
         def __init__(self) -> None:
             self.items: list[AuditItem] = []
