@@ -42,7 +42,6 @@ from ..memory_plan.stages import cut_model
 from ..models.model_files import vocab_size
 from ..ops.control import PeerRow, Status
 from ..ops.errors import UsageError
-from ..ops.metrics import PhaseClock
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger
@@ -254,7 +253,7 @@ class JudgeNode(IssuingNode):
         supply = PromptSupply(prompts, book)
         demand = PromptDemand(config, registry, prompts, progress)
         scheduler = self._scheduler = LeaseScheduler(registry, [supply], publisher, demand)
-        verifier = verification.verifier([LeasedPrompts()], publisher, PhaseClock())
+        verifier = verification.verifier([LeasedPrompts()], publisher, progress)
         submissions = ReplyQueue(
             scheduler, verifier, run.proofs, verification.test, progress, prompts
         )

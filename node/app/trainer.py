@@ -187,12 +187,18 @@ class Verification:
         await self._auditor.close()
 
     def verifier(
-        self, environments: Sequence[Environment], publisher: Publisher, clock: PhaseClock
+        self, environments: Sequence[Environment], publisher: Publisher, progress: Progress
     ) -> Verifier:
-        """Make a verifier for the versions that `publisher` holds; `clock` counts what audits take."""
+        """Make a verifier for the versions that `publisher` holds.
+
+        Audits are urgent while `progress` trains nothing; its clock counts the time that they take.
+        """
         run = self._documents.manifest
+        batched = BatchedAuditor(
+            self._auditor, progress.clock, is_urgent=lambda: not progress.training
+        )
         audits = RemoteAuditors(
-            LocalAudits(BatchedAuditor(self._auditor, clock)),
+            LocalAudits(batched),
             self.queue,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
@@ -519,7 +525,7 @@ class TrainerNode(IssuingNode):
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            run.verification.verifier(run.environments, publisher, self._clock),
+            run.verification.verifier(run.environments, publisher, progress),
             documents.manifest.proofs,
             run.verification.test,
             buffer,

@@ -2,7 +2,7 @@
 
 An auditor that holds one version at a time loads several for almost every audit, as replies cross versions: 0.3
 seconds of a GPU for each of 4B, where the reply itself is read in milliseconds. So after such loads the next
-audit waits some time for others, unless many wait already.
+audit waits some time for others, unless many wait already or its result is urgent.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ BATCH_TOKENS = 2**18
 PAUSE_PER_LOAD = 4.0
 """Seconds of waiting for each second in which the last batch loaded versions."""
 MAX_PAUSE_S = 10.0
+LOOK_S = 0.1
+"""Interval of the looks whether an audit has become urgent."""
 
 Others = Mapping[int, Sequence[int]]
 
@@ -42,11 +44,16 @@ class BatchedAuditor:
         auditor: Auditor,
         clock: PhaseClock | None = None,
         *,
+        is_urgent: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the auditor; `clock` counts the seconds of audits as phase "audit"."""
+        """Take the auditor; `clock` counts the seconds of audits as phase "audit".
+
+        While `is_urgent` returns True no audit waits for others.
+        """
         self._auditor = auditor
         self._clock = clock or PhaseClock()
+        self._is_urgent = is_urgent
         self._now = now
         self._calls: list[_Call] = []
         """Audits without an answer, in order of arrival."""
@@ -95,11 +102,11 @@ class BatchedAuditor:
         """Wait for more audits, as long as that pays."""
         while (left := self._pause_until - self._now()) > 0 and not self._closed:
             tokens = sum(one.tokens for one in self._calls)
-            if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS:
+            if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._is_urgent():
                 return
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(min(left, LOOK_S)):
                     await self._arrived.wait()
 
     async def _make(self, first: "_Call") -> None:

@@ -203,6 +203,17 @@ async def test_many_tokens_are_not_kept_waiting() -> None:
     assert await answer(task) == [1]
 
 
+async def test_an_audit_that_becomes_urgent_waits_no_longer() -> None:
+    auditor, urgent = Auditor(), [False]
+    service = BatchedAuditor(auditor, is_urgent=lambda: urgent[0])
+    await loaded(1e3, service, auditor)
+    [task] = await begun(service, plain(1))
+    await asyncio.sleep(0.02)
+    assert auditor.asked == [[0]]
+    urgent[0] = True
+    assert await answer(task) == [1]
+
+
 @pytest.mark.parametrize(("load_s", "pause_s"), [(0.5, 0.5 * PAUSE_PER_LOAD), (1e3, MAX_PAUSE_S)])
 async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     load_s: float, pause_s: float
@@ -214,7 +225,7 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     tasks = await begun(service, plain(1))
     await asyncio.sleep(0)
     assert auditor.asked == [[0]]
-    time[0] += 0.03
+    time[0] += 0.03  # which it sees at its next look
     assert await answer(tasks[0]) == [1]
 
 
