@@ -434,12 +434,14 @@ class LeadTime:
         lead  = turnaround / step + 1
         depth = max(1, min(lead, max(1.25 + S / 4, S - 3), S + 1 - (1 while a batch is trained)))
 
-    turnaround is the mean time from a group's lease to its verdict, step the mean time that training and
-    publishing a batch take. By Little's law the trainer then waits for nothing, with a batch in reserve: leases
-    are granted, and come back, in bursts of up to a batch. Where the trainer is the limit, the lead and with it
-    staleness stay small; where generation is, workers hold all that S admits. Groups do not return in order and
-    a batch waits for its slowest reply, so three versions of S, or most of a small S, are left for stragglers:
-    in simulations of long-tailed replies none came too late then. With S = 0 nothing is generated while a batch
+    turnaround is the time from a group's lease to its verdict, step the time that training and publishing a
+    batch take: means that follow at once what calls for more groups, and slowly what calls for fewer. An
+    engine with few sequences returns them faster, so a mean that followed that would keep it short of groups.
+    By Little's law the trainer then waits for nothing, with a batch in reserve: leases are granted, and come
+    back, in bursts of up to a batch. Where the trainer is the limit, the lead and with it staleness stay
+    small; where generation is, workers hold all that S admits. Groups do not return in order and a batch waits
+    for its slowest reply, so three versions of S, or most of a small S, are left for stragglers: in
+    simulations of long-tailed replies none came too late then. With S = 0 nothing is generated while a batch
     is trained.
     """
 
@@ -451,9 +453,14 @@ class LeadTime:
     """Share of the groups that come back and are trained: the others' places are leased again."""
 
     def returned(self, groups: int, per_batch: int, seconds: float) -> None:
-        """Count groups that were judged `seconds` after they were leased; the mean is over about one batch."""
+        """Count groups that were judged `seconds` after they were leased.
+
+        The mean rises over about one batch and falls over about four.
+        """
+        seconds = max(0.0, seconds)
         weight = min(1.0, groups / per_batch) if self.turnaround_s else 1.0
-        self.turnaround_s += weight * (max(0.0, seconds) - self.turnaround_s)
+        weight *= PACE_STEP if seconds < self.turnaround_s else 1.0
+        self.turnaround_s += weight * (seconds - self.turnaround_s)
 
     def trained(self, seconds: float) -> None:
         """Count a batch that took `seconds` to train and publish.

@@ -24,7 +24,7 @@ ENOUGH_AUDITS = 8
 """Audits that are made without waiting for more."""
 BATCH_TOKENS = 2**18
 """Tokens of audits that are made together, if there is more than one."""
-PAUSE_PER_LOAD = 4.0
+PAUSE_PER_LOAD = 2.0
 """Seconds of waiting for each second in which the last batch loaded versions."""
 MAX_PAUSE_S = 10.0
 LOOK_S = 0.1

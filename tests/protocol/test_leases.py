@@ -93,16 +93,18 @@ def test_more_groups_are_leased_where_some_are_not_admitted() -> None:
     assert book.capacity(waiting_groups=3, training=False) == full
 
 
-def test_turnaround_is_the_mean_over_about_one_batch() -> None:
+def test_turnaround_rises_over_one_batch_and_falls_over_four() -> None:
     lead = LeadTime()
     lead.returned(4, 16, 8.0)
     assert lead.turnaround_s == 8.0  # the first counts in full
     lead.returned(4, 16, 16.0)
     assert lead.turnaround_s == 10.0
-    lead.returned(32, 16, 3.0)
-    assert lead.turnaround_s == 3.0
+    lead.returned(32, 16, 18.0)
+    assert lead.turnaround_s == 18.0
+    lead.returned(16, 16, 10.0)
+    assert lead.turnaround_s == 16.0
     lead.returned(16, 16, -5.0)  # a clock was set back
-    assert lead.turnaround_s == 0.0
+    assert lead.turnaround_s == 12.0
 
 
 def test_a_slow_first_step_does_not_keep_later_ones_short_of_groups() -> None:
