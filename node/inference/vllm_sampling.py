@@ -21,6 +21,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,21 +126,13 @@ class RequestSlots:
         self._free = list(range(2 * self.size - 1, self.size - 1, -1))
         self.size *= 2
 
-    def in_step(self, slots: Ints, drawn: Ints, more: Ints) -> Ints:
-        """Return how many of the `more` tokens that each request has drawn it may have.
-
-        No request may get ahead of one of its group that began before it; each may have at least one token.
-        `drawn`: tokens that each request had before.
-        """
-        allowed = more.copy()
-        least: dict[bytes, int] = {}
+    def groups_of(self, slots: Ints) -> list[list[int]]:
+        """Return the indices of the requests `slots` that are in a group of several, by group, oldest first."""
+        found: dict[bytes, list[int]] = {}
         for at in np.argsort(self.keys[slots]).tolist():
             if group := self.groups[int(slots[at])]:
-                before, length = int(drawn[at]), int(drawn[at] + more[at])
-                allowed[at] = max(1, min(length, least.get(group, length)) - before)
-                length = before + int(allowed[at])
-                least[group] = min(length, least.get(group, length))
-        return allowed
+                found.setdefault(group, []).append(at)
+        return [members for members in found.values() if len(members) > 1]
 
     def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
         """Begin a span for each request whose token at `rows` is its first under `version`."""
@@ -168,6 +161,42 @@ MOST_PENDING = 64
 """Most copies on their way to the host; vLLM itself is never more than a few steps ahead."""
 
 
+class DraftLayout(NamedTuple):
+    """Rows of a step with drafts, and its requests, on the device."""
+
+    requests: Tensor
+    """Number of each row's request [n]."""
+    drafts: Tensor
+    """SampledStep.drafts [n]."""
+    first: Tensor
+    """Each request's first row [requests]."""
+    prompts: Tensor
+    """Lengths of the prompts [requests]."""
+    members: Tensor
+    """Requests that draw and are in a group of several [members]."""
+    places: Tensor
+    """Their places in a table [groups, most], whose rows are in the order in which they began [members]."""
+    table: tuple[int, int]
+
+    def accepted(self, wrong: Tensor, positions: Tensor) -> Tensor:
+        """Return how many rows of each request are accepted [requests] int64, without waiting.
+
+        Those are the rows up to the first that is `wrong` [n], 1 where a row's own draft was not drawn, but no
+        request gets ahead of one of its group that began before it; each has at least one row. `positions` [n]:
+        those of the tokens.
+        """
+        before = wrong.cumsum(0) - wrong
+        right = (before == before[self.first][self.requests]).long()
+        more = torch.zeros_like(self.first).index_add_(0, self.requests, right)
+        if len(self.members):
+            had = (positions[self.first] - self.prompts)[self.members]
+            ends = more.new_full((self.table[0] * self.table[1],), torch.iinfo(torch.int64).max)
+            ends[self.places] = had + more[self.members]
+            least = ends.view(self.table).cummin(1).values.view(-1)[self.places]
+            more[self.members] = (least - had).clamp_min(1)
+        return more
+
+
 @dataclass
 class StepRequests:
     """A step's requests: on the host, and as columns on the device."""
@@ -180,6 +209,22 @@ class StepRequests:
     temperatures: Tensor
     positions: Tensor
     narrowed: Narrowed | None
+    layout: DraftLayout | None = None
+    """Layout of its rows if all of them draw, once it was needed."""
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """A step whose drafts were verified on the device, until the host knows which were accepted."""
+
+    batch: StepRequests
+    step: SampledStep
+    counts: Tensor
+    """Accepted rows of each request, in the host's memory."""
+    buffer: Tensor | None
+    """Columns of all rows, in the host's memory."""
+    event: Any
+    """torch.cuda.Event after both copies; None if they are there already."""
 
 
 @dataclass(frozen=True)
@@ -331,8 +376,9 @@ class Recorder:
         self._pending: deque[PendingCopy] = deque()
         self._batch: StepRequests | None = None
         self._step: SampledStep | None = None
-        self._ended: tuple[SampledStep, Ints] | None = None
+        self._ended: tuple[SampledStep, Tensor | int] | None = None
         """The latest step and the number of tokens that each request drew in it."""
+        self._verified: VerifiedStep | None = None
         self._drafting: StepRequests | None = None
         self.version = -1
         """Policy version that draws."""
@@ -411,33 +457,42 @@ class Recorder:
         batch, step, drawn = self._drawn(logits)
         if not step.first.all():
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
-        self._ended = step, np.ones(len(step.ids), np.int64)
+        self._ended = step, 1
         with torch.inference_mode():
-            self._record(batch, step, drawn.logprobs)
+            buffer = self._copied(step, drawn.logprobs)
+        self._record(batch, step, buffer, self._mark())
         return drawn.tokens
 
     def verify(self, logits: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
         """Draw for every row of `logits` [n, vocabulary], and accept the drafts that were drawn.
 
-        `rows` [drafts]: the row in which each of the draft tokens `drafts` should be drawn; the row after it
-        assumes that it was. Returns tokens [requests, 1 + most drafts of one] int32: those of each request up
-        to the first that differs from its draft, or up to the limit of its group, then -1. Only these are
-        recorded. Waits for the device.
+        Does not wait for the device, so that vLLM launches the drafter meanwhile. `rows` [drafts]: the row in
+        which each of the draft tokens `drafts` should be drawn; the row after it assumes that it was. Returns
+        tokens [requests, 1 + most drafts of one] int32: those of each request up to the first that differs from
+        its draft, or up to the limit of its group, then -1. Only these are recorded, by end().
         """
         batch, step, drawn = self._drawn(logits)
         with torch.inference_mode():
-            found = torch.stack([drawn.tokens, torch.zeros_like(drawn.tokens)])
-            found[1, rows] = (drawn.tokens[rows] != drafts).long()
-            tokens, wrong = found.cpu().numpy()  # vLLM waits for its tokens here, too
-            accepted = self._in_step(batch, step, _accepted(wrong, step.drafts))
-            shape = (int(step.first.sum()), 1 + int(step.drafts.max()))
-            told = np.full(shape, -1, np.int32)
-            request = np.cumsum(step.first) - 1
-            told[request[accepted], step.drafts[accepted]] = tokens[accepted]
-            self._ended = step, np.bincount(request[accepted], minlength=len(told))
-            kept = step._replace(sampling=step.sampling & accepted)
-            self._record(batch, kept, drawn.logprobs)
-        return upload_array(told, self._device)
+            layout = self._layout(batch, step)
+            wrong = torch.zeros_like(drawn.tokens)
+            wrong[rows] = (drawn.tokens[rows] != drafts).long()
+            counts = layout.accepted(wrong, batch.positions)
+            told = torch.full(
+                (len(counts), 1 + int(step.drafts.max())),
+                -1,
+                dtype=torch.int32,
+                device=self._device,
+            )
+            is_accepted = layout.drafts < counts[layout.requests]
+            told[layout.requests, layout.drafts] = drawn.tokens.where(is_accepted, -1).int()
+            self._ended = step, counts
+            there = torch.empty(
+                counts.shape, dtype=counts.dtype, pin_memory=self._device.type == "cuda"
+            )
+            there.copy_(counts, non_blocking=True)
+            buffer = self._copied(step, drawn.logprobs)
+            self._verified = VerifiedStep(batch, step, there, buffer, self._mark())
+        return told
 
     def draft(self, logits: Tensor) -> Tensor:
         """Draw a draft [requests] int64 for each request from a drafter's `logits`, without waiting.
@@ -452,7 +507,8 @@ class Recorder:
             step, drawn = ended
             first = np.flatnonzero(step.first)
             ids = [step.ids[row] for row in first.tolist()]
-            drafting = self._drafting = self._new_batch(ids, step.positions[first] + drawn)
+            drafting = self._drafting = self._new_batch(ids, step.positions[first])
+            drafting.positions.add_(drawn)
         if drafting is None or len(logits) != len(drafting.ids):
             raise RuntimeError(f"vLLM drafts for other requests than it computed: {_USE}")
         with torch.inference_mode():
@@ -464,17 +520,24 @@ class Recorder:
                 drafting.narrowed,
             ).tokens
 
-    def _in_step(
-        self, batch: StepRequests, step: SampledStep, accepted: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """Reduce `accepted` to the rows that each request may have; see RequestSlots.in_step()."""
+    def _layout(self, batch: StepRequests, step: SampledStep) -> DraftLayout:
+        """Return the layout of a step's rows; the same for the steps of a batch in which all of them draw."""
+        if batch.layout is not None and step.sampling.all():
+            return batch.layout
         first = np.flatnonzero(step.first)
-        where = batch.slots[first]
-        more = np.add.reduceat(accepted.astype(np.int64), first)
-        sampling = step.sampling[first]  # the others draw nothing yet, and limit no request
-        drawn = step.positions[first] - self._slots.prompts[where]
-        more[sampling] = self._slots.in_step(where[sampling], drawn[sampling], more[sampling])
-        return accepted & (step.drafts < more[np.cumsum(step.first) - 1])
+        drawing = first[step.sampling[first]]  # the others draw nothing yet, and limit no request
+        request = np.cumsum(step.first) - 1
+        groups = self._slots.groups_of(batch.slots[drawing])
+        most = max(map(len, groups), default=0)
+        members = [request[drawing[one]] for group in groups for one in group]
+        places = [most * row + at for row, group in enumerate(groups) for at in range(len(group))]
+        prompts = self._slots.prompts[batch.slots[first]]
+        columns = [request, step.drafts, first, prompts, members, places]
+        sizes = [len(one) for one in columns]
+        parts = upload_array(np.concatenate(columns).astype(np.int64), self._device).split(sizes)
+        layout = DraftLayout(*parts, table=(len(groups), most))
+        batch.layout = layout if step.sampling.all() else None
+        return layout
 
     def _drawn(self, logits: Tensor) -> tuple[StepRequests, SampledStep, SampledTokens]:
         batch, step = self._batch, self._step
@@ -486,9 +549,21 @@ class Recorder:
         return batch, step, drawn
 
     def end(self) -> None:
-        """End the batch. Raises RuntimeError if it was sampled without draw()."""
+        """End the batch; waits for what verify() has accepted.
+
+        Raises RuntimeError if it was sampled without draw() and verify().
+        """
         if self._step is not None:
             raise RuntimeError(f"vLLM sampled past this node's sampler: {_USE}")
+        verified, self._verified = self._verified, None
+        if verified is None:
+            return
+        if verified.event is not None:
+            verified.event.synchronize()  # vLLM has waited for its tokens, too
+        step = verified.step
+        accepted = step.drafts < verified.counts.numpy()[np.cumsum(step.first) - 1]
+        kept = step._replace(sampling=step.sampling & accepted)
+        self._record(verified.batch, kept, verified.buffer, verified.event)
 
     def _new_batch(self, ids: list[str], lengths: Ints) -> StepRequests:
         slots = self._slots
@@ -519,7 +594,19 @@ class Recorder:
         places, ks, ps = upload_array(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
 
-    def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
+    def _copied(self, step: SampledStep, logprobs: Tensor) -> Tensor | None:
+        """Begin to copy the columns of a step's rows to the host; None if nothing is collected here."""
+        if not self.collecting or not step.sampling.any():
+            return None
+        columns = self._with_routes(self._project(step.hidden, logprobs), step)
+        buffer = self._buffer(len(columns))
+        buffer[: len(columns)].copy_(columns, non_blocking=True)
+        return buffer
+
+    def _record(
+        self, batch: StepRequests, step: SampledStep, buffer: Tensor | None, event: Any
+    ) -> None:
+        """Note what a step has drawn; its columns are filed from `buffer` once `event` has passed."""
         slots = self._slots
         chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
         where, drafts = batch.slots[chosen], step.drafts[chosen]
@@ -530,12 +617,10 @@ class Recorder:
         first = drafts == 0
         slots.stamp(where[first], rows[first], self.version)
         slots.check_kept(where[first])
-        if not self.collecting or not len(where):
-            return
-        columns = self._with_routes(self._project(step.hidden, logprobs), step)
-        buffer = self._buffer(len(columns))
-        buffer[: len(columns)].copy_(columns, non_blocking=True)
-        self._later(lambda: self._file(buffer, len(columns), chosen, where, rows))
+        if buffer is not None:
+            count = len(step.ids)
+            file = partial(self._file, buffer, count, chosen, where, rows)
+            self._pending.append(PendingCopy(event, file))
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
         """Return [n, columns]: the logprob, then the projected state of each token if it is proved."""
@@ -566,13 +651,13 @@ class Recorder:
                 event.synchronize()
             self._pending.popleft().file()
 
-    def _later(self, file: Callable[[], None]) -> None:
-        """Call `file` once all work enqueued until now is done."""
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append(PendingCopy(event, file))
+    def _mark(self) -> Any:
+        """Return an event after all work enqueued until now; None where none waits."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _buffer(self, rows: int) -> Tensor:
         """Return a host buffer for the rows of a step; it is used again once they are filed."""
@@ -636,15 +721,6 @@ class Recorder:
         if self._projection is not None:
             rows[:, 1 : self._numbers] *= self._projection.scale
         return [key, rows.tobytes(), spans, lost]
-
-
-def _accepted(wrong: Ints, drafts: Ints) -> NDArray[np.bool_]:
-    """Return which rows [n] come after drafts that were all drawn.
-
-    `wrong` [n] is 1 where a row's own draft was not drawn; `drafts` [n] counts the drafts before each row.
-    """
-    before = np.cumsum(wrong) - wrong
-    return before == before[np.arange(len(wrong)) - drafts]
 
 
 def _padded_signs(width: int) -> Tensor:

@@ -13,7 +13,13 @@ from torch import Tensor
 from primerl.node.inference.fingerprint import Projection, pack
 from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
-from primerl.node.inference.vllm_sampling import Hooks, Recorder, RouteBuffer, equal_drafts
+from primerl.node.inference.vllm_sampling import (
+    DraftLayout,
+    Hooks,
+    Recorder,
+    RouteBuffer,
+    equal_drafts,
+)
 from primerl.protocol.manifests import RouteShape
 
 torch.set_num_threads(1)
@@ -768,6 +774,39 @@ def test_requests_of_a_group_get_no_further_than_those_that_began_before_them() 
     assert lengths() == [5, 6, 10]
     for name in "abcd":
         expect_record(engine, name, 5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_gets_ahead_of_those_of_its_group_that_began_before(seed: int) -> None:
+    """The tensors say what a walk over the requests, oldest first, says."""
+    chance = np.random.default_rng(seed)
+    requests = 7
+    rows = chance.integers(1, 5, requests)
+    first = np.cumsum(rows) - rows
+    request = np.repeat(np.arange(requests), rows)
+    drafts = np.arange(rows.sum()) - first[request]
+    wrong = (chance.random(rows.sum()) < 0.3).astype(np.int64)
+    had, prompts = chance.integers(0, 4, requests), chance.integers(1, 9, requests)
+    groups = [[5, 0, 3], [2, 6]]  # in the order in which they began
+
+    expected = [1] * requests
+    for one in range(requests):
+        while expected[one] < rows[one] and not wrong[first[one] + expected[one] - 1]:
+            expected[one] += 1
+    for group in groups:
+        least = had[group[0]] + expected[group[0]]
+        for one in group:
+            expected[one] = max(1, min(expected[one], least - had[one]))
+            least = min(least, had[one] + expected[one])
+
+    layout = DraftLayout(
+        *map(torch.from_numpy, (request, drafts, first, prompts)),
+        torch.tensor([one for group in groups for one in group]),
+        torch.tensor([0, 1, 2, 3, 4]),
+        (2, 3),
+    )
+    positions = torch.from_numpy((had + prompts)[request] + drafts)
+    assert layout.accepted(torch.from_numpy(wrong), positions).tolist() == expected
 
 
 def test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn() -> None:
