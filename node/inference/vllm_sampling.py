@@ -459,8 +459,7 @@ class Recorder:
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
         self._ended = step, 1
         with torch.inference_mode():
-            buffer = self._copied(step, drawn.logprobs)
-        self._record(batch, step, buffer, self._mark())
+            self._keep(batch, step, drawn.logprobs)
         return drawn.tokens
 
     def verify(self, logits: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
@@ -593,6 +592,10 @@ class Recorder:
         columns = np.stack([rows, top_ks[rows], top_ps[rows].view(np.int64)])
         places, ks, ps = upload_array(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
+
+    def _keep(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
+        """Keep the records of a step without drafts."""
+        self._record(batch, step, self._copied(step, logprobs), self._mark())
 
     def _copied(self, step: SampledStep, logprobs: Tensor) -> Tensor | None:
         """Begin to copy the columns of a step's rows to the host; None if nothing is collected here."""

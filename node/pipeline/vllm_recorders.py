@@ -65,7 +65,7 @@ class LastStageRecorder(Recorder):
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
-    def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
+    def _keep(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
         self._records = self._project(step.hidden, logprobs)
 
 

@@ -800,10 +800,13 @@ def test_no_request_gets_ahead_of_those_of_its_group_that_began_before(seed: int
             least = min(least, had[one] + expected[one])
 
     layout = DraftLayout(
-        *map(torch.from_numpy, (request, drafts, first, prompts)),
-        torch.tensor([one for group in groups for one in group]),
-        torch.tensor([0, 1, 2, 3, 4]),
-        (2, 3),
+        requests=torch.from_numpy(request),
+        drafts=torch.from_numpy(drafts),
+        first=torch.from_numpy(first),
+        prompts=torch.from_numpy(prompts),
+        members=torch.tensor([one for group in groups for one in group]),
+        places=torch.tensor([0, 1, 2, 3, 4]),
+        table=(2, 3),
     )
     positions = torch.from_numpy((had + prompts)[request] + drafts)
     assert layout.accepted(torch.from_numpy(wrong), positions).tolist() == expected
