@@ -191,12 +191,10 @@ class Verification:
     ) -> Verifier:
         """Make a verifier for the versions that `publisher` holds.
 
-        Audits are urgent while `progress` trains nothing; its clock counts the time that they take.
+        Audits wait for others only while `progress` trains; its clock counts the time that they take.
         """
         run = self._documents.manifest
-        batched = BatchedAuditor(
-            self._auditor, progress.clock, is_urgent=lambda: not progress.training
-        )
+        batched = BatchedAuditor(self._auditor, progress.clock, may_wait=lambda: progress.training)
         audits = RemoteAuditors(
             LocalAudits(batched),
             self.queue,

@@ -2,7 +2,7 @@
 
 An auditor that holds one version at a time loads several for almost every audit, as replies cross versions: 0.3
 seconds of a GPU for each of 4B, where the reply itself is read in milliseconds. So after such loads the next
-audit waits some time for others, unless many wait already or its result is urgent.
+audit may wait some time for others, unless many wait already.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PAUSE_PER_LOAD = 2.0
 """Seconds of waiting for each second in which the last batch loaded versions."""
 MAX_PAUSE_S = 10.0
 LOOK_S = 0.1
-"""Interval of the looks whether an audit has become urgent."""
+"""Interval of the looks whether audits may still wait."""
 
 Others = Mapping[int, Sequence[int]]
 
@@ -44,16 +44,16 @@ class BatchedAuditor:
         auditor: Auditor,
         clock: PhaseClock | None = None,
         *,
-        is_urgent: Callable[[], bool] = lambda: False,
+        may_wait: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the auditor; `clock` counts the seconds of audits as phase "audit".
 
-        While `is_urgent` returns True no audit waits for others.
+        Audits wait for others only while `may_wait` returns True: by default never.
         """
         self._auditor = auditor
         self._clock = clock or PhaseClock()
-        self._is_urgent = is_urgent
+        self._may_wait = may_wait
         self._now = now
         self._calls: list[_Call] = []
         """Audits without an answer, in order of arrival."""
@@ -100,9 +100,9 @@ class BatchedAuditor:
 
     async def _gather(self) -> None:
         """Wait for more audits, as long as that pays."""
-        while (left := self._pause_until - self._now()) > 0 and not self._closed:
+        while (left := self._pause_until - self._now()) > 0 and self._may_wait():
             tokens = sum(one.tokens for one in self._calls)
-            if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._is_urgent():
+            if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._closed:
                 return
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):

@@ -184,7 +184,7 @@ async def loaded(load_s: float, service: BatchedAuditor, auditor: Auditor) -> No
 
 async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor)
+    service = BatchedAuditor(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     tasks = await begun(service, *map(plain, range(1, ENOUGH_AUDITS)))
     await asyncio.sleep(0.02)
@@ -197,20 +197,20 @@ async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough(
 
 async def test_many_tokens_are_not_kept_waiting() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor)
+    service = BatchedAuditor(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, (items(1, tokens=BATCH_TOKENS), {1: OLD}, {}))
     assert await answer(task) == [1]
 
 
-async def test_an_audit_that_becomes_urgent_waits_no_longer() -> None:
-    auditor, urgent = Auditor(), [False]
-    service = BatchedAuditor(auditor, is_urgent=lambda: urgent[0])
+async def test_an_audit_that_may_not_wait_any_more_is_made_at_once() -> None:
+    auditor, may_wait = Auditor(), [True]
+    service = BatchedAuditor(auditor, may_wait=lambda: may_wait[0])
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await asyncio.sleep(0.02)
     assert auditor.asked == [[0]]
-    urgent[0] = True
+    may_wait[0] = False
     assert await answer(task) == [1]
 
 
@@ -219,7 +219,7 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     load_s: float, pause_s: float
 ) -> None:
     auditor, time = Auditor(), [100.0]
-    service = BatchedAuditor(auditor, now=lambda: time[0])
+    service = BatchedAuditor(auditor, may_wait=lambda: True, now=lambda: time[0])
     await loaded(load_s, service, auditor)
     time[0] += pause_s - 0.02
     tasks = await begun(service, plain(1))
@@ -229,9 +229,17 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     assert await answer(tasks[0]) == [1]
 
 
-async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
+async def test_by_default_no_audit_waits_for_others() -> None:
     auditor = Auditor()
     service = BatchedAuditor(auditor)
+    await loaded(1e3, service, auditor)
+    [task] = await begun(service, plain(1))
+    assert await answer(task) == [1]
+
+
+async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
+    auditor = Auditor()
+    service = BatchedAuditor(auditor, may_wait=lambda: True)
     for _ in range(2):
         await loaded(0.0, service, auditor)
     assert len(auditor.calls) == 2
@@ -239,7 +247,7 @@ async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
 
 async def test_closing_ends_the_wait() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor)
+    service = BatchedAuditor(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await service.close()
