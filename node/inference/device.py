@@ -40,6 +40,11 @@ class Mark:
         cuda = device.type == "cuda"
         self._event = torch.cuda.current_stream(device).record_event() if cuda else None
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the mark is reached."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Wait until the mark is reached."""
         if self._event is not None:

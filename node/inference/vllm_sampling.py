@@ -32,7 +32,7 @@ from torch import Tensor
 from ...protocol.manifests import KV_BLOCK, RouteShape
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
-from .device import upload_array
+from .device import Mark, download, upload_array
 from .fingerprint import NUMBERS, signs
 from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
@@ -223,16 +223,16 @@ class VerifiedStep:
     """Accepted rows of each request, in the host's memory."""
     buffer: Tensor | None
     """Columns of all rows, in the host's memory."""
-    event: Any
-    """torch.cuda.Event after both copies; None if they are there already."""
+    mark: Mark
+    """Point after both copies."""
 
 
 @dataclass(frozen=True)
 class PendingCopy:
     """A copy on its way to the host, and the function that files it there."""
 
-    event: Any
-    """torch.cuda.Event; None if the data are on the host already."""
+    mark: Mark
+    """Point after the copy."""
     file: Callable[[], None]
 
 
@@ -485,12 +485,8 @@ class Recorder:
             is_accepted = layout.drafts < counts[layout.requests]
             told[layout.requests, layout.drafts] = drawn.tokens.where(is_accepted, -1).int()
             self._ended = step, counts
-            there = torch.empty(
-                counts.shape, dtype=counts.dtype, pin_memory=self._device.type == "cuda"
-            )
-            there.copy_(counts, non_blocking=True)
-            buffer = self._copied(step, drawn.logprobs)
-            self._verified = VerifiedStep(batch, step, there, buffer, self._mark())
+            there, buffer = download(counts), self._copied(step, drawn.logprobs)
+            self._verified = VerifiedStep(batch, step, there, buffer, Mark(self._device))
         return told
 
     def draft(self, logits: Tensor) -> Tensor:
@@ -557,12 +553,11 @@ class Recorder:
         verified, self._verified = self._verified, None
         if verified is None:
             return
-        if verified.event is not None:
-            verified.event.synchronize()  # vLLM has waited for its tokens, too
+        verified.mark.wait()  # vLLM has waited for its tokens, too
         step = verified.step
         accepted = step.drafts < verified.counts.numpy()[np.cumsum(step.first) - 1]
         kept = step._replace(sampling=step.sampling & accepted)
-        self._record(verified.batch, kept, verified.buffer, verified.event)
+        self._record(verified.batch, kept, verified.buffer, verified.mark)
 
     def _new_batch(self, ids: list[str], lengths: Ints) -> StepRequests:
         slots = self._slots
@@ -595,7 +590,7 @@ class Recorder:
 
     def _keep(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
         """Keep the records of a step without drafts."""
-        self._record(batch, step, self._copied(step, logprobs), self._mark())
+        self._record(batch, step, self._copied(step, logprobs), Mark(self._device))
 
     def _copied(self, step: SampledStep, logprobs: Tensor) -> Tensor | None:
         """Begin to copy the columns of a step's rows to the host; None if nothing is collected here."""
@@ -607,9 +602,9 @@ class Recorder:
         return buffer
 
     def _record(
-        self, batch: StepRequests, step: SampledStep, buffer: Tensor | None, event: Any
+        self, batch: StepRequests, step: SampledStep, buffer: Tensor | None, mark: Mark
     ) -> None:
-        """Note what a step has drawn; its columns are filed from `buffer` once `event` has passed."""
+        """Note what a step has drawn; its columns are filed from `buffer` once `mark` is reached."""
         slots = self._slots
         chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
         where, drafts = batch.slots[chosen], step.drafts[chosen]
@@ -623,7 +618,7 @@ class Recorder:
         if buffer is not None:
             count = len(step.ids)
             file = partial(self._file, buffer, count, chosen, where, rows)
-            self._pending.append(PendingCopy(event, file))
+            self._pending.append(PendingCopy(mark, file))
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
         """Return [n, columns]: the logprob, then the projected state of each token if it is proved."""
@@ -647,20 +642,12 @@ class Recorder:
     def settle(self, *, all_of_it: bool = False) -> None:
         """File the copies that have arrived; `all_of_it` waits for the others."""
         while self._pending:
-            event = self._pending[0].event
-            if event is not None and not event.query():
+            mark = self._pending[0].mark
+            if not mark.is_reached:
                 if not all_of_it and len(self._pending) <= MOST_PENDING:
                     return
-                event.synchronize()
+                mark.wait()
             self._pending.popleft().file()
-
-    def _mark(self) -> Any:
-        """Return an event after all work enqueued until now; None where none waits."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def _buffer(self, rows: int) -> Tensor:
         """Return a host buffer for the rows of a step; it is used again once they are filed."""
