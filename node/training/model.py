@@ -123,7 +123,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, targets, log_z = ctx.saved_tensors
-        _, pull = _kernels(hidden.is_cuda)
+        pull = _kernels(hidden.is_cuda)[1]
         of_hidden = torch.empty_like(hidden)
         # fp32, so that bf16 rounding does not depend on the number of chunks
         learns = ctx.needs_input_grad[1]
@@ -145,10 +145,13 @@ def _read(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs of the targets, entropies and log of the partition function, [N] each."""
     scaled = _capped(logits.float(), cap) * _column(scale)
-    log_z = scaled.logsumexp(-1)
-    mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
-    chosen = _capped(logits.gather(-1, targets[:, None])[:, 0].float(), cap) * scale
-    return chosen - log_z, log_z - mean, log_z
+    most = scaled.amax(-1)
+    below = scaled - most[:, None]
+    weights = below.exp()
+    total = weights.sum(-1)  # the next sum is of the same pass over the logits
+    entropy = total.log() - (weights * below).sum(-1) / total
+    log_z = most + total.log()
+    return _chosen(logits, targets, cap) * scale - log_z, entropy, log_z
 
 
 def _pull(
@@ -161,11 +164,20 @@ def _pull(
 ) -> Tensor:
     """Return the logits' gradient: (one-hot - softmax) x grad x scale, x a cap's derivative."""
     capped = _capped(logits.float(), cap)
-    probabilities = (capped * _column(scale) - log_z[:, None]).exp()
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    hit = (columns[None] == targets[:, None]).float()
-    found = (hit - probabilities) * (grad * scale)[:, None]
-    return (found * (1 - (capped / cap) ** 2) if cap else found).to(logits.dtype)
+    factor = (grad * scale)[:, None]
+    found = -(capped * _column(scale) - log_z[:, None]).exp() * factor
+    chosen = _chosen(logits, targets, cap)[:, None]
+    own = (1 - (chosen * _column(scale) - log_z[:, None]).exp()) * factor
+    if cap:
+        found = found * (1 - (capped / cap) ** 2)
+        own = own * (1 - (chosen / cap) ** 2)
+    # the targets are written afterwards: to compare every column with them takes twice as long
+    return found.to(logits.dtype).scatter_(-1, targets[:, None], own.to(logits.dtype))
+
+
+def _chosen(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Return the capped logits of the targets, [N]."""
+    return _capped(logits.gather(-1, targets[:, None])[:, 0].float(), cap)
 
 
 def _column(scale: float | Tensor) -> float | Tensor:
@@ -177,11 +189,25 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 
 
 @cache
-def _kernels(fused: bool) -> tuple[Any, Any]:
+def _kernels(fused: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return _read and _pull; compiled on a GPU, so that fp32 logits never exist there."""
-    if not fused:
-        return _read, _pull
-    return torch.compile(_read, dynamic=True), torch.compile(_pull, dynamic=True)
+    return (compiled_by_rows(_read), compiled_by_rows(_pull)) if fused else (_read, _pull)
+
+
+def compiled_by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of tensors [N, ...] once for every N.
+
+    Other dimensions are constants: with a vocabulary of any size, such kernels take twice as long.
+    """
+    compiled = torch.compile(kernel)
+
+    def call(*arguments: Any) -> Any:
+        for one in arguments:
+            if isinstance(one, Tensor):
+                torch._dynamo.maybe_mark_dynamic(one, 0)  # pyright: ignore
+        return compiled(*arguments)
+
+    return call
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

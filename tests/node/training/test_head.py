@@ -10,7 +10,7 @@ from torch import Tensor
 
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
-from primerl.node.training.model import check_head, head_logprobs
+from primerl.node.training.model import check_head, compiled_by_rows, head_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 13, 7, 29
 CHUNKS = [1, 2, 5, TOKENS, TOKENS + 1, 10_000]
@@ -113,6 +113,21 @@ def test_the_results_may_be_changed_in_place() -> None:
     hidden, weight, targets = inputs()
     for one in head_logprobs(hidden, weight, targets, 1.0, 8):
         assert not one._is_view()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_one_compilation_serves_every_number_of_rows() -> None:
+    def normed(rows: Tensor, scale: Tensor) -> Tensor:
+        return rows / rows.norm(dim=-1, keepdim=True) * scale[:, None]
+
+    compiled = compiled_by_rows(normed)
+    compiled(torch.ones(5, 16), torch.ones(5))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count in (2, 7, 33):
+            rows, scale = torch.randn(count, 16), torch.rand(count)
+            assert torch.allclose(compiled(rows, scale), normed(rows, scale), atol=1e-6)
+        with pytest.raises(RuntimeError, match="recompile"):
+            compiled(torch.ones(5, 17), torch.ones(5))
 
 
 def test_a_model_that_does_more_with_hidden_states_is_refused(tmp_path: Path) -> None:
