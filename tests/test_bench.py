@@ -13,6 +13,7 @@ import pytest
 
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.scripts.bench import worker
+from primerl.scripts.bench.kernels import Gap, gaps
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 NEEDS_VLLM = pytest.mark.skipif(
@@ -162,6 +163,12 @@ def judged(rounds: list[dict[str, Any]], *, cuda: bool) -> dict[str, tuple[float
     ends = [{"sequences": 256, "accepted": 1.0}]
     judgement = worker.judge(worker.rates(rounds), ends, cuda=cuda)
     return {goal["name"]: (goal["value"], goal["ok"]) for goal in judgement}
+
+
+def test_a_gpu_is_idle_where_no_kernel_of_any_stream_runs() -> None:
+    spans = [(7.0, 8.0, "norm"), (1.0, 3.0, "product"), (2.0, 2.5, "copy"), (3.0, 4.0, "sum")]
+    assert gaps(spans) == [Gap(3.0, "sum", "norm")]
+    assert gaps([]) == []
 
 
 def test_the_ratio_is_that_of_the_medians_at_the_same_number_of_sequences() -> None:

@@ -53,7 +53,7 @@ from primerl.protocol.manifests import (
     RunManifest,
     SamplingContract,
 )
-from primerl.scripts.bench.kernels import kernel_seconds
+from primerl.scripts.bench.kernels import profiled
 from primerl.scripts.bench.models import SHAPES, moved, random_policy
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser, show_figures
 from primerl.tests.support.prefill_core import PrefillCore
@@ -191,10 +191,10 @@ async def audited(bench: Bench, auditor: Auditor, items: list[AuditItem]) -> dic
 
 async def busy_seconds(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
     """Return the seconds of a GPU's kernels, or a CPU's operations, by kind."""
-    with kernel_seconds() as seconds:
+    with profiled() as kernels:
         await work()
     found: dict[str, float] = {}
-    for name, spent in seconds.items():
+    for name, spent in kernels.seconds.items():
         kinds = (
             kind for kind, words in KINDS.items() if any(word in name.lower() for word in words)
         )

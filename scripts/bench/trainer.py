@@ -11,8 +11,9 @@ without the extra `flash`.
 
     MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
-With `--kernels 20` one more step of each row is profiled, and its 20 longest kernels are printed. With
-`--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak scaling.
+With `--kernels 20` one more step of each row is profiled, and its 20 longest kernels are printed, and where the
+GPU was idle. With `--ranks 1 4` it starts itself under torchrun with one rank and with four, and compares: weak
+scaling.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from primerl.node.training.backend import Objective, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.meter import cost_of, peak_flops
 from primerl.node.training.world import World
-from primerl.scripts.bench.kernels import kernel_seconds, show_kernels
+from primerl.scripts.bench.kernels import profiled, show_kernels
 from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
@@ -280,11 +281,11 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _profile(step: Callable[[], Any], kernels: int) -> None:
-    if kernels:
-        with kernel_seconds() as seconds:
+def _profile(step: Callable[[], Any], most: int) -> None:
+    if most:
+        with profiled() as kernels:
             step()
-        show_kernels(seconds, kernels)
+        show_kernels(kernels, most)
 
 
 def agreement(model_dir: Path) -> float:
