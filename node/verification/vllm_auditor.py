@@ -333,6 +333,11 @@ class _Text:
         return len(self.rows) == len(self.wanted) and (self.kept is not None or not self.parts)
 
     @property
+    def cost(self) -> int:
+        """Tokens to prefill."""
+        return len(self.item.token_ids) * (len(self.wanted) + bool(self.parts))
+
+    @property
     def places(self) -> Numbers:
         """Positions of the sampled tokens [S]."""
         return self.claims["places"]
@@ -402,6 +407,14 @@ class _KeptPart(NamedTuple):
     """Their indices among all sampled tokens of the text."""
     is_first: bool
     """Whether the reply begins with it, so that nothing was kept before."""
+
+
+class _KeptRead(NamedTuple):
+    """A part to read, and what its reply's blocks are found by."""
+
+    text: _Text
+    part: _KeptPart
+    salt: str
 
 
 def _kept_parts(versions: Numbers, counts: Sequence[int]) -> list[_KeptPart]:
@@ -600,25 +613,21 @@ class VllmAuditor:
         """Read texts under all versions that they need, and summarize them."""
         if not texts:
             return  # without waiting for vLLM
-        if kept := [text for text in texts if text.parts]:
+        if any(text.parts for text in texts):
             faults = await self._portions.measure(
-                kept,
-                [len(text.item.token_ids) for text in kept],
-                functools.partial(self._attempt_kept, states),
+                texts, [text.cost for text in texts], functools.partial(self._attempt_all, states)
             )
-            for text, fault in zip(kept, faults, strict=True):
+            for text, fault in zip(texts, faults, strict=True):
                 text.fault = fault
-        needed = {version for text in texts for version in text.wanted}
-        if not needed:
             return
         engine = await self._started()
-        for version in engine.order_of(needed):
+        for version in engine.order_of({version for text in texts for version in text.wanted}):
             chosen = [text for text in texts if version in text.wanted and text.fault is None]
             faults = await self._portions.measure(
                 chosen,
                 [len(text.item.token_ids) for text in chosen],
                 functools.partial(self._attempt, version, states[version]),
-                works=any(text.rows or text.kept is not None for text in texts),
+                works=any(text.rows for text in texts),
             )
             for text, fault in zip(chosen, faults, strict=True):
                 text.fault = fault
@@ -631,13 +640,11 @@ class VllmAuditor:
         self._sum_up(texts)
         return [None] * len(texts)
 
-    async def _attempt_kept(
-        self, states: Mapping[int, State], texts: Sequence[_Text]
-    ) -> list[None]:
-        """Read the replies whose keys and values were kept, under all of their versions."""
+    async def _attempt_all(self, states: Mapping[int, State], texts: Sequence[_Text]) -> list[None]:
+        """Read texts under all of their versions: kept keys and values are of one attempt."""
         async with self._working() as engine:
             for some in _by_tokens(texts, lambda text: len(text.item.token_ids), self._room):
-                await self._read_kept(engine, states, some)
+                await self._read_all(engine, states, some)
         self._sum_up(texts)
         return [None] * len(texts)
 
@@ -671,33 +678,40 @@ class VllmAuditor:
                 raise AuditFailed(str(error)) from error
             raise
 
-    async def _read_kept(
+    async def _read_all(
         self, engine: AuditingEngine, states: Mapping[int, State], texts: Sequence[_Text]
     ) -> None:
-        """Read parts of replies in the order of their versions, each after the blocks that are kept.
+        """Visit all versions of texts in rising order: parts of kept replies first, which find their blocks.
 
         Raises AuditFailed if the cache has lost some of them.
         """
-        work: dict[int, list[tuple[int, _KeptPart, str]]] = {}
+        work: dict[int, list[_KeptRead]] = {}
         salt = ""
-        for number, text in enumerate(texts):
+        for text in texts:
+            text.kept = np.zeros((len(text.places), COLUMNS), np.float32) if text.parts else None
             for part in text.parts:
                 if part.is_first:
                     salt = f"kept {next(self._salts)}"
-                work.setdefault(part.version, []).append((number, part, salt))
-        found = [np.zeros((len(text.places), COLUMNS), np.float32) for text in texts]
-        for version in sorted(work):
+                work.setdefault(part.version, []).append(_KeptRead(text, part, salt))
+        for version in sorted(work.keys() | {one for text in texts for one in text.wanted}):
             await self._hold(engine, version, states[version])
-            requests = [texts[one].request_kept(part, salt) for one, part, salt in work[version]]
-            for (one, part, _), rows in zip(
-                work[version], await self._ask(engine, requests), strict=True
-            ):
-                before, own = np.split(rows, [len(rows) - len(texts[one].places[part.tokens])])
-                if not_computed(own).any() or not not_computed(before).all():
-                    raise AuditFailed("the auditor's cache has lost keys and values that are kept")
-                found[one][part.tokens] = own
-        for text, rows in zip(texts, found, strict=True):
-            text.kept = rows
+            if version in work:
+                await self._read_kept(engine, work[version])
+            if whole := [text for text in texts if version in text.wanted]:
+                await self._read(engine, version, whole)
+
+    async def _read_kept(self, engine: AuditingEngine, reads: Sequence["_KeptRead"]) -> None:
+        """Measure parts of replies under the held version, each after the blocks that are kept.
+
+        Raises AuditFailed if the cache has lost some of them.
+        """
+        requests = [text.request_kept(part, salt) for text, part, salt in reads]
+        for (text, part, _), rows in zip(reads, await self._ask(engine, requests), strict=True):
+            before, own = np.split(rows, [len(rows) - len(text.places[part.tokens])])
+            if not_computed(own).any() or not not_computed(before).all():
+                raise AuditFailed("the auditor's cache has lost keys and values that are kept")
+            assert text.kept is not None  # it has parts
+            text.kept[part.tokens] = own
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the held version; read positions again that came from the cache.
