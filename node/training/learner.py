@@ -173,8 +173,7 @@ class Learner:
             "tokens": 0.0,
         }
         if packed.tokens or packed.echo_tokens or packed.given_tokens:
-            sums = self._accumulate(packed, batch)
-            values |= sums.metrics() | self._apply(lr, sums)
+            values |= self._apply(lr, self._accumulate(packed, batch))
             values |= self._model.expert_load.figures()
         self.step_done = batch.step
         return StepMetrics(values | self._meter.figures(packed.lengths))
@@ -229,7 +228,7 @@ class Learner:
             )
         packed = self._pack([_demonstration(example) for example in examples])
         sums = self._accumulate(packed, TrainBatch(0, [], "ce")) if packed.tokens else LossSums()
-        loss = sums.metrics().get("loss/mean", 0.0)
+        loss = self._reduced(sums).metrics().get("loss/mean", 0.0)
         if packed.tokens and math.isfinite(loss) and math.isfinite(self._warmup_optimizer.clip()):
             self._warmup_optimizer.step(lr)
             self._model.settle()
@@ -352,7 +351,7 @@ class Learner:
         )
 
     def _accumulate(self, packed: Packed, batch: TrainBatch) -> LossSums:
-        """Run forward and backward over this rank's rows; returns the sums over all ranks."""
+        """Run forward and backward over this rank's rows; returns their sums, for which it does not wait."""
         self._optimizer.zero_grad()
         learns = batch.objective != "ce"
         losses = self._bounded(packed) if learns else self._losses
@@ -376,7 +375,7 @@ class Learner:
             # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
             (loss * self._world.size).backward()
             sums.add(part)
-        return self._reduced(sums)
+        return sums
 
     def _temperature_of(self, row: MicroBatch) -> float | list[float]:
         """Return the temperature of a row's samples, or one for each if they differ."""
@@ -443,16 +442,21 @@ class Learner:
         return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
     def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:
-        """Clip and step; skip and count the step if anything is not finite."""
+        """Clip and step, or skip the step if anything is not finite; return the figures of both.
+
+        A single rank launches all of it before it waits for the device.
+        """
+        if self._world.size > 1:
+            sums = self._reduced(sums)  # ranks have to agree
         norm = self._optimizer.clip()
         self._meter.phase("forward_backward")
-        finite = math.isfinite(norm) and all(map(math.isfinite, sums.sums.values()))
-        if finite:
-            self._optimizer.step(lr)
-            self._model.settle()
+        finite = norm.isfinite() & sums.finite(norm.device)
+        self._optimizer.step(lr, finite)
+        self._model.settle()
         self._optimizer.zero_grad()
         self._meter.phase("optimizer")
-        return {"optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
+        skipped = {"optim/skipped": float(not finite)}
+        return sums.metrics() | {"optim/grad_norm": float(norm)} | skipped
 
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:

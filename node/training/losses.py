@@ -71,6 +71,16 @@ class LossSums:
         """Trained tokens in these sums."""
         return int(self.read().counts.get(TOKENS, 0.0))
 
+    def finite(self, device: torch.device) -> Tensor:
+        """Return whether all sums are finite, bool [] on `device`, for which the host does not wait."""
+        found = torch.ones((), dtype=torch.bool, device=device)
+        if not all(map(math.isfinite, self.sums.values())):
+            found = ~found
+        for numbers, names in self.unread:
+            sums, counts = numbers[: 2 * len(names)].view(2, -1)
+            found = found & (sums.isfinite() | (counts == 0)).all()
+        return found
+
     def read(self) -> Self:
         """Transfer all sums to the host, which waits for the device."""
         unread, self.unread = self.unread, []

@@ -6,6 +6,7 @@ Tokens are those of whole sequences, prompts and padding included, as prime-rl c
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,43 +83,61 @@ def _first(config: Any, *names: str) -> int:
 GIB = 1 << 30
 
 
+class _Mark:
+    """A point in time: on the host, or in the order of a GPU's work."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._host = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def until(self, later: "_Mark") -> float:
+        """Return the seconds in between; a GPU must have reached both."""
+        if self._event is None or later._event is None:
+            return later._host - self._host
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
 class StepMeter:
-    """Timing of one step's phases on one rank; waits for the device only where a phase ends."""
+    """Timing of one step's phases on one rank; the host waits for the device once, in figures()."""
 
     def __init__(self, cost: Cost, device: torch.device, ranks: int) -> None:
         self._cost = cost
         self._device = device
         self._ranks = ranks
-        self._began = self._since = 0.0
-        self._seconds: dict[str, float] = {}
+        self._on_gpu = device.type == "cuda"
+        self._began = 0.0
+        self._marks: list[tuple[str, _Mark]] = []
+        """Phases, each with its end; the first entry is the start."""
 
     def start(self) -> None:
         """Start the clock of a step."""
-        self._began = self._since = time.perf_counter()
-        self._seconds = {}
+        self._began = time.perf_counter()
+        self._marks = [("", _Mark(self._on_gpu))]
 
     def phase(self, name: str) -> None:
-        """Attribute the time since the last call, or the start, to the phase `name`."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+        """Attribute the time since the last call, or the start, to the phase `name`; of a GPU the device's."""
+        self._marks.append((name, _Mark(self._on_gpu)))
 
     def figures(self, lengths: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the step that ends now.
 
         `lengths` are those of the sequences on all ranks.
         """
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._began
         rate = sum(lengths) / max(seconds, 1e-9)
-        found = {f"time/{name}": value for name, value in self._seconds.items()}
+        found: dict[str, float] = {}
+        for (_, since), (name, end) in pairwise(self._marks):
+            found[f"time/{name}"] = found.get(f"time/{name}", 0.0) + since.until(end)
         found |= {
             "time/step": seconds,
             "perf/throughput": rate,
             "perf/throughput_per_gpu": rate / self._ranks,
         }
-        if self._device.type == "cuda":
+        if self._on_gpu:
             peak = peak_flops(torch.cuda.get_device_name(self._device))
             if peak:
                 used = self._cost.flops(lengths) / max(seconds, 1e-9)

@@ -67,6 +67,7 @@ class Optimizer:
         self._locals = {name: _local(one) for name, one in self.parameters.items()}
         on_gpu = any(one.is_cuda for one in self._locals.values())
         self._offload = config.optimizer_offload and on_gpu
+        """Whether moments are in the host's memory between steps."""
         decay = config.weight_decay if weight_decay is None else weight_decay
         muon = config.optimizer == "muon" and betas is None
         hidden = {name for name, one in self._locals.items() if muon and _is_hidden(name, one)}
@@ -94,9 +95,14 @@ class Optimizer:
                 adjust_lr_fn="match_rms_adamw",
             )
         self._of = {name: "muon" if name in hidden else "adamw" for name in self._locals}
+        self._skips_on_gpu = on_gpu and not self._offload and not hidden
+        """Whether the kernel of a step sees by itself that it must change nothing."""
 
-    def clip(self) -> float:
-        """Scale the gradient to at most `max_norm`; return the norm before, over all ranks."""
+    def clip(self) -> Tensor:
+        """Scale the gradient to at most `max_norm`; return the norm before, over all ranks, [].
+
+        The host does not wait for it.
+        """
         self._take_gradients()
         grads = [one.grad for one in self._locals.values() if one.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -106,13 +112,23 @@ class Optimizer:
             dist.all_reduce(squared, group=group)
             norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self._locals.values(), self._max_norm, norm)
-        return float(norm)
+        return norm
 
-    def step(self, lr: float) -> None:
-        """Update the parameters by the gradients of the last clip()."""
+    def step(self, lr: float, finite: Tensor | None = None) -> None:
+        """Update the parameters by the gradients of the last clip().
+
+        If `finite`, bool [], is False nothing changes. AdamW on a GPU is launched without waiting for it.
+        """
+        found_inf = None
+        if finite is not None and self._skips_on_gpu:
+            found_inf = (~finite).float()
+        elif finite is not None and not finite:
+            return
         for optimizer in self._optimizers.values():
             (group,) = optimizer.param_groups
             group["lr"] = lr
+            if self._skips_on_gpu:
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
             if not self._offload:
                 optimizer.step()
                 continue

@@ -367,6 +367,22 @@ def test_fused_logprobs_are_those_of_log_softmax(chunk: int) -> None:
         assert apart(one, other) < NEAR
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_that_is_not_finite_changes_no_weight_and_no_moment(offload: bool) -> None:
+    config = TrainingConfig(lr=1e-2, optimizer_offload=offload)
+    held = {"w": nn.Parameter(torch.ones(300, 200, device="cuda"))}
+    optimizer = Optimizer(held, config)
+    seen: list[tuple[float, float]] = []
+    for value in (1.0, float("nan"), 1.0):
+        held["w"].grad = torch.full((300, 200), value, device="cuda")
+        optimizer.step(1e-2, optimizer.clip().isfinite())
+        moments = optimizer.moments()
+        seen.append((float(held["w"][0, 0]), float(moments["w:step"])))
+    (first, one), (second, still), (third, two) = seen
+    assert (one, still, two) == (1.0, 1.0, 2.0)
+    assert 1 > first == second > third
+
+
 def test_moments_in_the_host_s_memory_change_no_bit() -> None:
     config = TrainingConfig(lr=1e-2, max_norm=0.5)
     found: list[list[Tensor]] = []

@@ -124,6 +124,32 @@ def test_a_gradient_that_is_no_number_shows_in_the_norm() -> None:
     assert ours.clip() != ours.clip()
 
 
+def test_a_step_of_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    mine = parameters()
+    ours = Optimizer(mine, CONFIG)
+    for step, finite in enumerate([True, False, True]):
+        pull(mine, step)
+        norm = ours.clip()
+        before = {
+            name: one.detach().clone() for name, one in [*mine.items(), *ours.moments().items()]
+        }
+        ours.step(1e-2, norm.isfinite() & finite)
+        assert same(before, {**mine, **ours.moments()}) is not finite
+
+
+def test_torch_s_fused_adamw_changes_nothing_where_it_is_told_of_infinities() -> None:
+    """As on a GPU, where no test of this suite runs: the kernel reads it, and the host need not wait."""
+    mine = nn.Parameter(torch.ones(3))
+    theirs: Any = torch.optim.AdamW([mine], lr=0.1, fused=True)
+    for found, moves in ((1.0, False), (0.0, True)):
+        mine.grad = torch.full((3,), 0.0 if moves else torch.nan) + 1
+        theirs.found_inf = torch.tensor(found)
+        theirs.step()
+        assert mine.isfinite().all()
+        assert (mine < 1).all() == moves
+        assert theirs.state[mine]["step"] == float(moves)
+
+
 def test_betas_and_decay_may_be_others_than_the_config_s() -> None:
     mine, wanted = parameters(), parameters()
     ours = Optimizer(mine, CONFIG, betas=(0.5, 0.6), weight_decay=0.0)
