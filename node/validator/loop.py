@@ -305,9 +305,7 @@ class ValidatorRole:
         items = await asyncio.to_thread(
             job_items, job, sealed, run=self._run, run_id=self._services.run_id
         )
-        others = {one.claimed: one.others for one in job.others}
-        found = await self._auditor.audit(items, states, others)
-        return make_report(job, found)
+        return make_report(job, await self._auditor.audit(items, states))
 
     async def _report(self, report: AuditReport) -> None:
         sealed = self._services.seal(
@@ -355,6 +353,7 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
     checked = check_submission(submission, lease, run, max(job.versions), plan)
     sampling = environment_of(run, lease).sampling
     rollouts = {(one.group, one.index): one for one in checked.rollouts}
+    others = {one.claimed: one.others for one in job.others}
     items: list[AuditItem] = []
     for place in job.chosen:
         rollout = rollouts.get((place.group, place.rollout))
@@ -362,9 +361,16 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
         if rollout is None or turns is None:
             raise _malformed(place, "is not fit for an audit")
         (item,) = audit_items(
-            rollout, turns, lease=lease, run=run_id, sampling=sampling, node=job.node, plan=plan
+            rollout,
+            turns,
+            lease=lease,
+            run=run_id,
+            sampling=sampling,
+            node=job.node,
+            plan=plan,
+            others=others,
         )
-        if not set(item.versions) <= set(job.versions):
+        if not item.claimed <= set(job.versions):
             raise _malformed(place, "claims a version that the job does not name")
         items.append(item)
     return items

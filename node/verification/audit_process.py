@@ -47,7 +47,6 @@ class MeasureItems(msgspec.Struct, frozen=True, tag="measure"):
 
     items: list[AuditItem]
     states: dict[int, int]
-    others: dict[int, list[int]]
 
 
 class AuditReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -81,10 +80,7 @@ class Measurer(Protocol):
     """Measurement of items under states: replay.Replay, or a fake in tests."""
 
     def measure(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """See Auditor.audit()."""
         ...
@@ -150,7 +146,7 @@ class AuditServer:
         if lost := set(request.states.values()) - self._states.keys():
             raise EngineError(f"state {min(lost)} was never held: hand it over first")
         states = {version: self._states[number] for version, number in request.states.items()}
-        answers = self._measurer.measure(request.items, states, request.others)
+        answers = self._measurer.measure(request.items, states)
         self._measurer.free_spare_memory()
         return MeasuredItems(answers)
 

@@ -9,12 +9,13 @@ prefill in a process that can be killed; AuditService runs audits here or on val
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -93,11 +94,18 @@ class AuditItem:
     """Like the temperature; 0: all tokens may be drawn."""
     top_p: float = 1.0
     """Like the temperature."""
+    others: Sequence[int] = ()
+    """Versions that the worker may have used for the whole branch instead: it is compared with them."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
         """Policy versions that the item claims."""
         return frozenset(self.versions)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Policy versions under which the item is read, ascending."""
+        return sorted(self.claimed.union(self.others))
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
@@ -169,15 +177,11 @@ class Auditor(Protocol):
         ...
 
     async def audit(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
-        """Measure every item, in order.
+        """Measure every item, in order; `states` holds every version that one wants.
 
-        `states` holds every version that an item claims and every one in `others`: claimed version ->
-        versions that a worker might have used instead. Raises EngineError when it cannot audit at all.
+        Raises EngineError when it cannot audit at all.
         """
         ...
 
@@ -189,18 +193,12 @@ class Auditor(Protocol):
 # -- the versions that an item needs ---------------------------------------------------------------
 
 
-def wanted_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
-    """List the versions that an item claims and those that it is compared with, ascending."""
-    claimed = item.claimed
-    return sorted(claimed.union(*(others.get(version, ()) for version in claimed)))
+def other_versions(claimed: Set[int], others: Mapping[int, Sequence[int]]) -> list[int]:
+    """List the versions that may have sampled a whole branch instead of those that it claims, ascending.
 
-
-def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
-    """List the versions that may have sampled the whole branch instead of the claimed, ascending.
-
-    A branch of one version is not compared with itself.
+    `others`: claimed version -> versions that a worker may have used instead. A branch of one version is not
+    compared with itself.
     """
-    claimed = item.claimed
     found = set[int]().union(*(others.get(version, ()) for version in claimed))
     return sorted(found if len(claimed) > 1 else found - claimed)
 
@@ -246,11 +244,9 @@ async def check_model_routes(model_dir: Path, run: RunManifest) -> None:
         await asyncio.to_thread(check_route_shape, model_dir, run.routes)
 
 
-def check_versions(
-    items: Sequence[AuditItem], held: Mapping[int, object], others: Mapping[int, Sequence[int]]
-) -> None:
-    """Raise EngineError unless every version that `items` need is held."""
-    needed = {version for item in items for version in wanted_versions(item, others)}
+def check_versions(items: Sequence[AuditItem], held: Mapping[int, object]) -> None:
+    """Raise EngineError unless every version that `items` want is held."""
+    needed = {version for item in items for version in item.wanted}
     if missing := needed - held.keys():
         raise EngineError(f"the state of policy {min(missing)} is missing: hand it to audit(), too")
 
@@ -314,11 +310,12 @@ def audit_items(
     sampling: SamplingContract,
     node: bytes,
     plan: PipelinePlan | None = None,
+    others: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> list[AuditItem]:
     """Make one item per branch.
 
     `turns` holds, per branch, the turn number of each reply; `run` is the run id, `sampling` that of the
-    lease's environment, `node` the worker, `plan` that of its pipeline.
+    lease's environment, `node` the worker, `plan` that of its pipeline, `others` as in other_versions().
     """
     task = lease.tasks[rollout.group].digest
     crossed = rollout.crossed or [()] * len(rollout.branches)
@@ -326,17 +323,19 @@ def audit_items(
     def item(branch: Branch, numbers: Sequence[int], proofs: Sequence[bytes]) -> AuditItem:
         seeds = (sample_seed(run, lease, node, task, rollout.index, turn) for turn in numbers)
         spans = zip(sampled_runs(branch.sampled), seeds, strict=True)
+        claimed = versions(branch)
         return AuditItem(
             token_ids=branch.token_ids,
             replies=[SampledSpan(start, end, seed) for (start, end), seed in spans],
             logprobs=list(compress(branch.logprobs, branch.sampled)),
-            versions=versions(branch),
+            versions=claimed,
             proof=branch.proof,
             boundaries=_boundaries(plan, proofs),
             routes=branch.routes,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            others=other_versions(set(claimed), others),
         )
 
     return [item(*parts) for parts in zip(rollout.branches, turns, crossed, strict=True)]
@@ -407,9 +406,9 @@ class AuditCall:
     """Random bytes drawn after the receipt, which chose the rollouts to audit."""
     chosen: Sequence[AuditTarget]
     states: Mapping[int, State]
-    """States of all claimed versions and of all in `others`."""
+    """States of all versions that the items want."""
     others: Mapping[int, Sequence[int]]
-    """Claimed version -> versions that might have been used instead."""
+    """Claimed version -> versions that the items are compared with: a validator makes its own items."""
     contract: ProofContract
     """Proof contract with the bounds to apply."""
     by_trainer: bool = False
@@ -442,5 +441,5 @@ class LocalAudits:
     async def audit(self, call: AuditCall) -> AuditAnswer:
         """See AuditService."""
         items = [item for target in call.chosen for item in target.items]
-        measured = iter(await self._auditor.audit(items, call.states, call.others))
+        measured = iter(await self._auditor.audit(items, call.states))
         return AuditAnswer([[next(measured) for _ in target.items] for target in call.chosen])

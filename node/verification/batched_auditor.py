@@ -30,8 +30,6 @@ MAX_PAUSE_S = 10.0
 LOOK_S = 0.1
 """Interval of the looks whether audits may still wait."""
 
-Others = Mapping[int, Sequence[int]]
-
 
 class BatchedAuditor:
     """An Auditor that makes the waiting audits of another one together.
@@ -72,10 +70,10 @@ class BatchedAuditor:
         await self._auditor.start(model_dir, run)
 
     async def audit(
-        self, items: Sequence[AuditItem], states: Mapping[int, State], others: Others
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
-        own = _Call(items, states, others)
+        own = _Call(items, states)
         self._calls.append(own)
         self._arrived.set()
         try:
@@ -139,14 +137,10 @@ class BatchedAuditor:
         """Audit a batch; return whether it had no fault. One of a single call is answered in any case."""
         items = [item for one in batch for item in one.items]
         states = {version: state for one in batch for version, state in one.states.items()}
-        others: dict[int, list[int]] = {}
-        for one in batch:
-            for version, more in one.others.items():
-                others[version] = sorted({*others.get(version, ()), *more})
         found: list[Measured | Unreadable] | EngineError
         try:
             with self._clock.phase("audit"):
-                found = await self._auditor.audit(items, states, others)
+                found = await self._auditor.audit(items, states)
         except EngineError as error:
             found = error
         fault = isinstance(found, EngineError) or any(
@@ -166,12 +160,9 @@ class BatchedAuditor:
 class _Call:
     """The arguments of an audit, and its answer."""
 
-    def __init__(
-        self, items: Sequence[AuditItem], states: Mapping[int, State], others: Others
-    ) -> None:
+    def __init__(self, items: Sequence[AuditItem], states: Mapping[int, State]) -> None:
         self.items = items
         self.states = states
-        self.others = others
         self.tokens = sum(len(item.token_ids) for item in items)
         self.is_alone = False
         """Whether it is made alone: some text had a fault when it was made with others."""

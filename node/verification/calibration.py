@@ -301,8 +301,8 @@ class Calibrator:
         found: list[Evidence] = []
         for start in range(0, len(played), AUDITED_AT_ONCE):
             part = played[start : start + AUDITED_AT_ONCE]
-            items = [item for one in part for item in one.items]
-            answers = iter(await self._auditor.audit(items, self._states, {CLAIMED: [NEXT]}))
+            items = [replace(item, others=[NEXT]) for one in part for item in one.items]
+            answers = iter(await self._auditor.audit(items, self._states))
             found += [
                 evidence(one.rollout, [_readable(next(answers)) for _ in one.items]) for one in part
             ]

@@ -39,7 +39,6 @@ from .auditor import (
     audit_terms,
     check_model_routes,
     check_versions,
-    wanted_versions,
 )
 from .portions import AuditFailed, Portions, prefill_costs
 
@@ -173,15 +172,12 @@ class HfAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor. One audit runs at a time, the others wait."""
-        check_versions(items, states, others)
+        check_versions(items, states)
         async with self._busy:
             return await self._portions.measure(
-                items,
-                prefill_costs(items, others),
-                lambda part: self._attempt(part, states, others),
+                items, prefill_costs(items), lambda part: self._attempt(part, states)
             )
 
     async def close(self) -> None:
@@ -195,18 +191,14 @@ class HfAuditor:
     # -- one portion -------------------------------------------------------------------------------
 
     async def _attempt(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """Measure items in the process; kill it if it fails or the caller is cancelled."""
-        needed = sorted({v for item in items for v in wanted_versions(item, others)})
-        compared = {version: list(others.get(version, ())) for version in needed}
+        needed = sorted({version for item in items for version in item.wanted})
         child, held = await self._process()
         try:
             numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
-            reply = await child.ask(MeasureItems(list(items), numbers, compared), self._timeout_s)
+            reply = await child.ask(MeasureItems(list(items), numbers), self._timeout_s)
             if not isinstance(reply, MeasuredItems) or len(reply.answers) != len(items):
                 raise AuditFailed(f"the process that audits does not answer {len(items)} items")
             return reply.answers

@@ -6,11 +6,11 @@ after a failure, and when to give up.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from ..ops.errors import EngineError, NodeError
-from .auditor import AuditItem, Unreadable, wanted_versions
+from .auditor import AuditItem, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Pace:
         self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
 
 
-def prefill_costs(items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the tokens to prefill of each item, counted once per version that it needs."""
-    return [len(item.token_ids) * len(wanted_versions(item, others)) for item in items]
+def prefill_costs(items: Sequence[AuditItem]) -> list[int]:
+    """Return the tokens to prefill of each item, counted once per version that it wants."""
+    return [len(item.token_ids) * len(item.wanted) for item in items]
 
 
 def portion_size(costs: Sequence[int], limit: int = LARGEST_PORTION) -> int:

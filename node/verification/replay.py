@@ -39,8 +39,6 @@ from .auditor import (
     SameState,
     Unreadable,
     check_versions,
-    other_versions,
-    wanted_versions,
 )
 from .measures import check_item, compare_replies, distances, routing, split_proof, summarize
 
@@ -68,7 +66,6 @@ class _Branch:
     """Index among the sound items."""
     item: AuditItem
     token_ids: Integers
-    others: list[int]
     at: slice
     waits: int
     """Number of versions whose pass is not done yet."""
@@ -161,23 +158,22 @@ class Replay:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor.audit(). Memory grows with the items.
 
         Raises EngineError for a state that is missing or does not fit the model, RuntimeError for errors of
         torch.
         """
-        check_versions(items, states, others)
+        check_versions(items, states)
         vocabulary = huggingface.vocab_size(self._model_dir)
         layers = layer_count(self._model_dir)
         faults = [check_item(item, vocabulary, layers, self._terms.routes) for item in items]
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
-        branches, tokens = _flatten(sound, others)
+        branches, tokens = _flatten(sound)
         done: dict[int, Measured] = {}
         running: deque[_Flight] = deque()
         with torch.inference_mode():
-            for flight in self._flights(branches, tokens, states, others):
+            for flight in self._flights(branches, tokens, states):
                 running.append(flight)
                 if len(running) > AHEAD:
                     done |= self._land(running.popleft(), tokens)
@@ -199,11 +195,10 @@ class Replay:
         branches: Sequence[_Branch],
         tokens: _Tokens,
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> Iterator[_Flight]:
         wanting: dict[int, list[_Branch]] = defaultdict(list)
         for branch in branches:
-            for version in wanted_versions(branch.item, others):
+            for version in branch.item.wanted:
                 wanting[version].append(branch)
         # cached networks first: building another one may evict one of them
         for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
@@ -368,7 +363,7 @@ class Replay:
                 _own_states(one.found, claimed).float().numpy()
                 for one, claimed in zip(branches, versions, strict=True)
             ],
-            [[one.found[other].float().numpy() for other in one.others] for one in branches],
+            [[one.found[other].float().numpy() for other in one.item.others] for one in branches],
         )
         found = summarize(
             [tokens.margins[one.at] for one in branches],
@@ -391,9 +386,7 @@ class Replay:
         return done
 
 
-def _flatten(
-    items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]
-) -> tuple[list[_Branch], _Tokens]:
+def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
     columns: list[tuple[Integers, ...]] = []
     start = 0
@@ -404,8 +397,7 @@ def _flatten(
         seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
         columns.append((places, ids[places], seeds, np.array(item.versions, np.int64)))
         at = slice(start, start := start + len(places))
-        waits = len(wanted_versions(item, others))
-        branches.append(_Branch(number, item, ids, other_versions(item, others), at, waits))
+        branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
     none = (np.empty(0, np.int64),) * 4  # there may be no item
     repeated = functools.partial(
         np.repeat, repeats=[one.at.stop - one.at.start for one in branches]

@@ -35,20 +35,14 @@ class RoutedAuditor:
             self._both = True
 
     async def audit(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
         staged = [self._both and bool(item.boundaries) for item in items]
         whole = [not one for one in staged]
         parts = [(self._whole, list(compress(items, whole)))]
         parts.append((self._staged, list(compress(items, staged))))
-        found = [
-            iter(await auditor.audit(part, states, others) if part else [])
-            for auditor, part in parts
-        ]
+        found = [iter(await auditor.audit(part, states) if part else []) for auditor, part in parts]
         return [next(found[one]) for one in staged]
 
     async def close(self) -> None:

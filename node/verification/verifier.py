@@ -468,6 +468,12 @@ class Verifier:
         """Make the audit call; `held` has at least the states of the claimed versions."""
         arrival, lease = work.arrival, work.lease
         sampling = environment_of(self._run, lease).sampling
+        claimed = {version for one in passed for version in _claims(one.rollout)}
+        before = [v for v in sorted(claimed) if v - 1 in held]
+        # with exact numerics other weights show in the distance alone
+        compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
+        others = {v: [v - 1] for v in before} if compares else {}
+        wanted = claimed.union(*others.values())
         chosen: list[AuditTarget] = []
         for one in passed:
             turns = plain_turns(one.rollout.branches) or one.score.turns
@@ -479,14 +485,9 @@ class Verifier:
                 sampling=sampling,
                 node=arrival.node,
                 plan=work.plan,
+                others=others,
             )
             chosen.append(AuditTarget(one.rollout, items))
-        claimed = {v for one in chosen for item in one.items for v in item.versions}
-        before = [v for v in sorted(claimed) if v - 1 in held]
-        # with exact numerics other weights show in the distance alone
-        compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
-        others = {v: [v - 1] for v in before} if compares else {}
-        wanted = claimed.union(*others.values())
         return AuditCall(
             sealed=arrival.sealed,
             digest=arrival.digest,

@@ -73,7 +73,6 @@ from .auditor import (
     Unreadable,
     check_model_routes,
     check_versions,
-    other_versions,
 )
 from .measures import check_item, compare_replies, routing, split_proof, summarize
 from .portions import AuditFailed, Portions
@@ -282,9 +281,7 @@ class _Text:
 
     item: AuditItem
     wanted: list[int]
-    """Versions to read the item under."""
-    others: list[int]
-    """Versions that the item is compared with."""
+    """Versions under which the item is read from its start."""
     claims: Claims
     """Claims of the sampled tokens [S]."""
     versions: Numbers
@@ -303,9 +300,7 @@ class _Text:
     """Summary, once the item was read under all versions."""
 
     @classmethod
-    def of(
-        cls, item: AuditItem, others: Mapping[int, Sequence[int]], route_bytes: int, *, keeps: bool
-    ) -> "_Text":
+    def of(cls, item: AuditItem, route_bytes: int, *, keeps: bool) -> "_Text":
         """Split up an item that was checked.
 
         `route_bytes`: bytes of a token's routes in its run; `keeps`: keys and values are kept across versions.
@@ -323,9 +318,8 @@ class _Text:
         anew = np.ones(len(versions), np.bool_)
         for part in parts:
             anew[part.tokens] = False
-        compared = other_versions(item, others)
-        wanted = sorted({*versions[anew].tolist(), *compared})
-        return cls(item, wanted, compared, claims, versions, parts, anew)
+        wanted = sorted({*versions[anew].tolist(), *item.others})
+        return cls(item, wanted, claims, versions, parts, anew)
 
     @property
     def is_read(self) -> bool:
@@ -353,7 +347,7 @@ class _Text:
     def reach(self, version: int) -> int:
         """Count the sampled tokens up to the last that is measured under `version`."""
         own = (self.versions == version) & self.anew
-        return len(own) if version in self.others else int(own.nonzero()[0][-1]) + 1
+        return len(own) if version in self.item.others else int(own.nonzero()[0][-1]) + 1
 
     def keep(self, version: int, rows: Rows) -> None:
         """Keep the measurements of the first reach() tokens."""
@@ -449,7 +443,7 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
     compared = compare_replies(
         [split_proof(text.item) for text in texts],
         [rows[:, PROJECTED:] for rows in own],
-        [[text.rows[version][:, PROJECTED:] for version in text.others] for text in texts],
+        [[text.rows[version][:, PROJECTED:] for version in text.item.others] for text in texts],
     )
     apart = [
         rows[:, LOGPROB] - np.array(text.item.logprobs, np.float64)
@@ -554,17 +548,16 @@ class VllmAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor. One audit runs at a time, the others wait."""
         run = self._require_started()
         shape, keeps = run.routes, run.proofs.kv_cache == "kept"
-        check_versions(items, states, others)
+        check_versions(items, states)
         faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
         size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         texts = await asyncio.to_thread(
-            lambda: [_Text.of(item, others, size, keeps=keeps) for item in sound]
+            lambda: [_Text.of(item, size, keeps=keeps) for item in sound]
         )
         async with self._busy:
             await self._measure(texts, states)

@@ -205,7 +205,7 @@ def _play(network: Watched, asked: Sequence[GenerateRequest], setting: Setting) 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """Measure rollouts as the trainer does."""
     replay = Replay(AuditTerms(str(setting.model_dir), setting.dtype, setting.device))
-    found = replay.measure(items, {OWN: setting.state}, {})
+    found = replay.measure(items, {OWN: setting.state})
     return [one for one in found if isinstance(one, Measured)]
 
 
@@ -354,7 +354,7 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 await stages.join()
             said = await asyncio.gather(*map(stages.head.generate, todo))
             items = [item(*pair) for pair in zip(todo, said, strict=True)]
-            answers = replay.measure(items, {0: made.state}, {})
+            answers = replay.measure(items, {0: made.state})
             found = [one for one in answers if isinstance(one, Measured)]
             table = outputs(found)
             if liar < 0:

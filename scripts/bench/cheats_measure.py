@@ -179,14 +179,13 @@ class BenchAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor.audit()."""
         assert self._replay is not None  # start() makes it
         found: list[Measured | Unreadable] = []
         for start in range(0, len(items), PORTION):
             part = items[start : start + PORTION]
-            found += await self._thread.run(self._replay.measure, part, states, others)
+            found += await self._thread.run(self._replay.measure, part, states)
         return found
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ import torch
 from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support.auditor_cases import make_run, measured
+from support.auditor_cases import compared, make_run, measured
 from support.exact_cases import (
     altered,
     claiming,
@@ -151,8 +151,8 @@ class Bench:
 
     async def audit(self, items: Sequence[AuditItem], *, beside: bool = False) -> list[Measured]:
         """Measure rollouts of OWN."""
-        others = {OWN: [BEFORE]} if beside else {}
-        return measured(await self.auditor.audit(items, self.states, others))
+        items = compared(items, {OWN: [BEFORE]} if beside else {})
+        return measured(await self.auditor.audit(items, self.states))
 
 
 def is_embedded(shape: str) -> bool:
@@ -394,7 +394,7 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
     [one, *_] = items
     for _ in range(3):
         old = claiming([one], BEFORE)
-        await bench.auditor.audit(old, bench.states, {})
+        await bench.auditor.audit(old, bench.states)
         began = time.perf_counter()
         await bench.audit([one])
         swaps.append(time.perf_counter() - began)
@@ -409,7 +409,7 @@ async def show_speeds(bench: Bench, items: Sequence[AuditItem]) -> dict[str, flo
     ):  # unshared prompts; the measures themselves do not matter
         other.token_ids[0] = number % vocabulary  # type: ignore[index]
         other.token_ids[1] = number // vocabulary  # type: ignore[index]
-    await bench.auditor.audit(claiming([one], BEFORE), bench.states, {})
+    await bench.auditor.audit(claiming([one], BEFORE), bench.states)
     await bench.audit([one])
     began = time.perf_counter()
     await bench.audit(apart)

@@ -206,7 +206,7 @@ def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, forge in forgers.items():
-        measured = auditor.measure(case.items(forge), {0: case.state}, {})
+        measured = auditor.measure(case.items(forge), {0: case.state})
         rows = [one for one in measured if isinstance(one, Measured)]
         if len(rows) < len(measured):
             raise SystemExit(f"some of the {name} routes cannot be measured: {measured}")

@@ -123,7 +123,6 @@ class ContentAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """Return measurements without any difference."""
         return [Measured(len(item.logprobs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for item in items]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from msgspec import structs
-from support.auditor_cases import make_run, measured
+from support.auditor_cases import compared, make_run, measured
 from support.engine_cases import make_qwen3
 from support.exact_cases import (
     altered,
@@ -88,8 +88,8 @@ class Court:
 
     async def judged(self, items: Sequence[AuditItem], *, beside: bool = True) -> list[Judgement]:
         """Audit and judge each as a rollout of its own."""
-        others = {OWN: [NEXT], NEXT: [OWN]} if beside else {}
-        found = measured(await self.auditor.audit(items, self.states, others))
+        items = compared(items, {OWN: [NEXT], NEXT: [OWN]} if beside else {})
+        found = measured(await self.auditor.audit(items, self.states))
         for name in MEASURES:
             values = [getattr(one, name) for one in found]
             print(f"{name:14} {min(values):.3g} to {max(values):.3g}")
@@ -147,7 +147,7 @@ async def test_honest_rollouts_are_equal_to_the_last_bit(court: Court) -> None:
     items = await play(court.engine, court.wanted)
     found = await court.judged(items)
     assert [one for one in found if one.reason or one.suspect] == []
-    measures = measured(await court.auditor.audit(items, court.states, {}))
+    measures = measured(await court.auditor.audit(items, court.states))
     assert {(one.fingerprint, one.sampling_max) for one in measures} == {(0.0, 0.0)}
     # two units in the last place of a logit of 64: in fp32 the head's sums depend on how many rows a step has
     assert max(one.logprob_max for one in measures) < 1.6e-5
@@ -215,7 +215,7 @@ async def test_routes_are_equal_to_the_last_bit_and_one_other_expert_is_rejected
     assert shape is not None
     items = await play(court.engine, court.wanted)
     assert all(len(one.routes) == 64 * shape.token_bytes for one in items)
-    measures = measured(await court.auditor.audit(items, court.states, {}))
+    measures = measured(await court.auditor.audit(items, court.states))
     assert {(one.routing, one.routing_max) for one in measures} == {(0, 0)}
 
     def other(number: int, item: AuditItem) -> AuditItem:

@@ -82,7 +82,7 @@ async def audited(items: list[AuditItem]) -> list[Measured]:
     auditor = ScriptedAuditor()
     run = structs.replace(RUN, model=structs.replace(RUN.model, vocab_size=VOCABULARY))
     await auditor.start(Path(), run)
-    return measured(await auditor.audit(items, {VERSION: weights()}, {}))
+    return measured(await auditor.audit(items, {VERSION: weights()}))
 
 
 def laid(one: Measured) -> StageAttribution:

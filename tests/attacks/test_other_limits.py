@@ -28,7 +28,7 @@ async def test_replies_under_another_top_p_than_the_leases_are_rejected(
 
     async def faults(items: list[AuditItem]) -> list[str]:
         leased = [replace(one, top_p=0.9) for one in items]
-        found = measured(await auditor.audit(leased, case.states, {}))
+        found = measured(await auditor.audit(leased, case.states))
         rollout = CheckedRollout(0, 0, [], 0.0)
         return [first_above(evidence(rollout, [one]), BUILT_IN[dtype][0]) for one in found]
 

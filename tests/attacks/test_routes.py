@@ -79,7 +79,7 @@ async def auditing(case: Case, auditor: Auditor) -> AsyncGenerator[Audit]:
     await auditor.start(case.model_dir, case.run)
 
     async def run(*items: AuditItem) -> list[Measured]:
-        return measured(await auditor.audit(items, case.states, {}))
+        return measured(await auditor.audit(items, case.states))
 
     yield run
     await auditor.close()

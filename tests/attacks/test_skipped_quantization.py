@@ -32,7 +32,7 @@ async def test_only_rollouts_of_the_runs_quantization_pass_an_audit(
         run = structs.replace(run, proofs=proofs)
         replay = Replay(audit_terms(tmp_path, run, "cpu"))
         for name, items in played.items():
-            seen = measured(replay.measure(items, {OWN: state}, {}))
+            seen = measured(replay.measure(items, {OWN: state}))
             rollout = CheckedRollout(0, 0, [], 0.0)
             verdicts = [judge(evidence(rollout, [one]), proofs) for one in seen]
             rejected = sum(one.reason is not None for one in verdicts)

@@ -17,6 +17,7 @@ from support.auditor_cases import (
     OWN,
     TEMPERATURE,
     Case,
+    compared,
     generate,
     make_case,
     measured,
@@ -86,8 +87,8 @@ async def drawn(case: Case, version: int, temperature: float = TEMPERATURE) -> l
 async def audit(
     auditor: Auditor, case: Case, *items: AuditItem, near: bool = True
 ) -> list[Measured]:
-    others = {OWN: [NEAR]} if near else {}
-    return measured(await auditor.audit(items, case.states, others))
+    chosen = compared(items, {OWN: [NEAR]} if near else {})
+    return measured(await auditor.audit(chosen, case.states))
 
 
 def moved(case: Case, found: Measured) -> set[str]:
@@ -244,13 +245,13 @@ async def test_tokens_are_measured_under_the_version_that_each_of_them_claims(
     claims = case.claimed(case.item, hidden, logprobs)
     count = len(case.item.versions)
     mixed = replace(claims, versions=[OWN] * cut + [FAR] * (count - cut))
-    [found] = measured(await auditor.audit([mixed], case.states, {OWN: [FAR], FAR: [OWN]}))
+    [found] = measured(
+        await auditor.audit(compared([mixed], {OWN: [FAR], FAR: [OWN]}), case.states)
+    )
     assert not moved(case, found) & {"fingerprint", "logprob"}
     assert found.other_policy < 0
     for versions in ([OWN] * count, [FAR] * count, [OWN] * (cut - 9) + [FAR] * (count - cut + 9)):
-        [found] = measured(
-            await auditor.audit([replace(claims, versions=versions)], case.states, {})
-        )
+        [found] = measured(await auditor.audit([replace(claims, versions=versions)], case.states))
         assert {"fingerprint", "logprob"} <= moved(case, found)
 
 
@@ -275,7 +276,7 @@ async def test_what_cannot_be_measured_costs_nobody_else(auditor: Auditor, case:
         replace(good, token_ids=[]),
     ]
     bad = [*no_proof, *nobody_s]
-    found = await auditor.audit([good, *bad, good], case.states, {OWN: [NEAR]})
+    found = await auditor.audit(compared([good, *bad, good], {OWN: [NEAR]}), case.states)
     assert found[0] == found[-1]
     assert isinstance(found[0], Measured)
     blamed = [one.proof for one in found if isinstance(one, Unreadable)]
@@ -297,23 +298,23 @@ async def test_audits_at_once_do_not_mix_up_their_answers(auditor: Auditor, case
 
 
 async def test_nothing_to_audit_is_no_answer(auditor: Auditor, case: Case) -> None:
-    assert await auditor.audit([], case.states, {}) == []
+    assert await auditor.audit([], case.states) == []
 
 
 async def test_a_version_whose_state_is_missing_is_the_caller_s_error(
     auditor: Auditor, case: Case
 ) -> None:
     with pytest.raises(EngineError, match="policy 5"):
-        await auditor.audit([case.item], {}, {})
+        await auditor.audit([case.item], {})
     with pytest.raises(EngineError, match="policy 6"):
-        await auditor.audit([case.item], {OWN: case.states[OWN]}, {OWN: [NEAR]})
+        await auditor.audit(compared([case.item], {OWN: [NEAR]}), {OWN: case.states[OWN]})
 
 
 async def test_a_state_of_another_shape_is_the_caller_s_error(auditor: Auditor, case: Case) -> None:
     name = next(name for name, tensor in case.states[OWN].items() if len(tensor.shape) == 2)
     short = {key: tensor for key, tensor in case.states[OWN].items() if key != name}
     with pytest.raises(EngineError):
-        await auditor.audit([case.item], {OWN: short}, {})
+        await auditor.audit([case.item], {OWN: short})
     assert moved(case, (await audit(auditor, case, case.item))[0]) == set()
 
 
@@ -322,7 +323,7 @@ async def test_before_its_start_and_without_a_model_an_auditor_says_so(
 ) -> None:
     auditor = AUDITORS[kind[0]]()
     with pytest.raises(EngineError, match="start"):
-        await auditor.audit([case.item], case.states, {})
+        await auditor.audit([case.item], case.states)
     with pytest.raises(EngineError):
         await auditor.start(tmp_path_factory.mktemp("nothing"), case.run)
     await auditor.close()

@@ -155,7 +155,7 @@ async def test_an_audit_tells_fp8_rollouts_from_bf16_ones(tmp_path: Path) -> Non
                 await engine.load(0, state)
                 async with asyncio.timeout(240):
                     items = await play(engine, asked)
-            seen = measured(await auditor.audit(items, {0: state}, {}))
+            seen = measured(await auditor.audit(items, {0: state}))
             for measure in ("fingerprint", "sampling", "logprob", "logprob_max"):
                 values = sorted(getattr(one, measure) for one in seen)
                 print(

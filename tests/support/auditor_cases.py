@@ -1,7 +1,7 @@
 """Honest branches of a real engine, and forged ones, for the tests of auditors."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from primerl.node.verification.auditor import (
     Measured,
     SampledSpan,
     Unreadable,
+    other_versions,
 )
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
@@ -175,6 +176,11 @@ def with_token(item: AuditItem, place: int, token: int) -> AuditItem:
     tokens = list(item.token_ids)
     tokens[place] = token
     return replace(item, token_ids=tokens)
+
+
+def compared(items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]) -> list[AuditItem]:
+    """Items that are compared with `others`: claimed version -> versions."""
+    return [replace(one, others=other_versions(one.claimed, others)) for one in items]
 
 
 def measured(answers: Sequence[Measured | Unreadable]) -> list[Measured]:

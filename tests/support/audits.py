@@ -215,7 +215,6 @@ class BentAuditor(WitnessAuditor):
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> Found:
         """See Auditor."""
         self.items += len(items)
@@ -224,7 +223,7 @@ class BentAuditor(WitnessAuditor):
             raise EngineError("the audit process died: look at its log")
         if self.hold is not None:
             await self.hold.wait()
-        found = await super().audit(items, states, others)
+        found = await super().audit(items, states)
         return found if self._bend is None else self._bend(found)
 
 

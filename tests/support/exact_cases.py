@@ -144,7 +144,7 @@ async def near_ties(
     network = LanguageModel.build(model_dir, state, dtype=dtype, device=device)
     cut = [_tied(network, item, device, temperature) for item in items]
     for sign in (1.0, -1.0):  # where the first correction goes the wrong way, the error doubles
-        found = measured(await auditor.audit(cut, {version: state}, {}))
+        found = measured(await auditor.audit(cut, {version: state}))
         cut = [
             _corrected(item, sign * one.logprob_max) if one.logprob_max > SURELY_OFF else item
             for item, one in zip(cut, found, strict=True)

@@ -28,7 +28,6 @@ class Fake:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """By the first token of each item."""
         self._states += [

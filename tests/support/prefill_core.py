@@ -40,7 +40,6 @@ class PrefillCore:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
         if self._thread is None or self._replay is None:
@@ -49,8 +48,8 @@ class PrefillCore:
         try:
             while len(found) < len(items):
                 rest = items[len(found) :]
-                portion = rest[: portion_size(prefill_costs(rest, others))]
-                found += await self._thread.run(self._replay.measure, portion, states, others)
+                portion = rest[: portion_size(prefill_costs(rest))]
+                found += await self._thread.run(self._replay.measure, portion, states)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(
                 f"the audit failed ({one_line(error)}): check engine.device and free memory"

@@ -496,7 +496,6 @@ class ScriptedAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
         weights = {version: weights_of(state) for version, state in states.items()}

@@ -225,7 +225,6 @@ class WitnessAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
         names = {version: state_digest(digests(state)) for version, state in states.items()}

@@ -167,7 +167,7 @@ async def test_an_auditor_measures_each_version_by_its_own_adapters(
             await engine.load(version, merge(base, adapters, LORA))
             items += await play(engine, [request(seed=seed) for seed in range(8)])
         claimed = [replace(one, versions=[2] * len(one.versions)) for one in items[:8]]
-        found = measured(await auditor.audit([*items, *claimed], versions, {}))
+        found = measured(await auditor.audit([*items, *claimed], versions))
     finally:
         await asyncio.gather(engine.close(), auditor.close())
     assert max(one.logprob for one in found[:16]) < 1e-4

@@ -104,7 +104,7 @@ async def test_vllm_audits_by_the_quantization_of_the_manifest(tmp_path: Path) -
                     items = await play(engine, requests(16, 20, 32, shape.vocab_size))
             finally:
                 await engine.close()
-            seen = measured(await auditor.audit(items, {0: state}, {}))
+            seen = measured(await auditor.audit(items, {0: state}))
             found[name] = sorted(one.fingerprint for one in seen)
     finally:
         await auditor.close()

@@ -247,7 +247,7 @@ async def audited(
     auditor = VllmAuditor(config(60), timeout_s=120.0)
     try:
         await auditor.start(case.model_dir, run)
-        found = await auditor.audit(items, states, {})
+        found = await auditor.audit(items, states)
     finally:
         await auditor.close()
     assert all(isinstance(one, Measured) for one in found), found

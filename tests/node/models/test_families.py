@@ -116,7 +116,7 @@ async def audited(
     try:
         items = [item_of(*one, version) for version in (2, 1) for one in found]
         states = {1: policies.first, 2: policies.second}
-        told = measured(await auditor.audit(items, states, {}))
+        told = measured(await auditor.audit(items, states))
     finally:
         await auditor.close()
     return list(zip(told[: len(found)], told[len(found) :], strict=True))

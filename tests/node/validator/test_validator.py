@@ -115,6 +115,7 @@ def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     seed = sample_seed(RUN, LEASE, WORKER.node_id, TASK, 0, 0)
     assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [SampledSpan(2, 4, seed)])
     assert (list(item.versions), list(item.logprobs)) == ([3, 4], [-0.5, -0.25])
+    assert item.others == [2, 3]
     assert item.proof == PROVED.proof
 
 
@@ -333,11 +334,12 @@ class Measuring:
     def __init__(self, dead: bool = False) -> None:
         self._dead = dead
 
-    async def audit(self, items: Sequence[Any], states: Any, others: Any) -> list[Measured]:
+    async def audit(self, items: Sequence[Any], states: Any) -> list[Measured]:
         """See Auditor."""
         if self._dead:
             raise EngineError("no memory left")
-        assert (sorted(states), dict(others)) == ([2, 3, 4], {3: (2,), 4: (3,)})
+        assert sorted(states) == [2, 3, 4]
+        assert all(item.others == [2, 3] for item in items)
         return [CLEAN for _ in items]
 
 
@@ -403,7 +405,7 @@ class Gathering(Measuring):
         self._wanted = wanted
         self._enough = asyncio.Event()
 
-    async def audit(self, items: Sequence[Any], states: Any, others: Any) -> list[Measured]:
+    async def audit(self, items: Sequence[Any], states: Any) -> list[Measured]:
         """See Auditor."""
         self._now += 1
         self.most = max(self.most, self._now)
@@ -412,7 +414,7 @@ class Gathering(Measuring):
         await self._enough.wait()
         await asyncio.sleep(0.01)
         self._now -= 1
-        return await super().audit(items, states, others)
+        return await super().audit(items, states)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -42,7 +43,6 @@ from primerl.node.verification.auditor import (
     other_versions,
     plain_turns,
     plan_of,
-    wanted_versions,
 )
 from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.weights.state import Tensor
@@ -281,17 +281,17 @@ def test_versions_that_differ_are_always_compared() -> None:
 
 def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:
     others = {3: [2, 3, 4], 4: [3]}
-    assert other_versions(item(), others) == [2, 4]
-    assert wanted_versions(item(), others) == [2, 3, 4]
+    assert other_versions({3}, others) == [2, 4]
+    assert replace(item(), others=[2, 4]).wanted == [2, 3, 4]
     # of two versions: each of them may have drawn all of it
-    assert other_versions(item(versions=[3, 4]), others) == [2, 3, 4]
-    assert other_versions(item(versions=[7]), others) == []
+    assert other_versions({3, 4}, others) == [2, 3, 4]
+    assert other_versions({7}, others) == []
 
 
 def test_a_version_that_is_not_held_is_named() -> None:
-    check_versions([item()], {3: None}, {})
+    check_versions([item()], {3: None})
     with pytest.raises(EngineError, match="policy 2"):
-        check_versions([item()], {3: None}, {3: [2]})
+        check_versions([replace(item(), others=[2])], {3: None})
 
 
 def test_a_state_is_the_same_only_if_its_tensors_are() -> None:

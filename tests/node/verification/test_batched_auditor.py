@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Auditor:
         self.loading_s = 0.0
         self.load_s = 0.0
         """Seconds that each audit is said to load versions."""
-        self.calls: list[tuple[list[int], dict[int, State], dict[int, list[int]]]] = []
+        self.calls: list[tuple[Sequence[AuditItem], dict[int, State]]] = []
         self.gate = asyncio.Event()
         self.fault: EngineError | None = None
 
@@ -40,14 +41,11 @@ class Auditor:
         """Nothing."""
 
     async def audit(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """Note what is asked for."""
         marks = [one.token_ids[0] for one in items]
-        self.calls.append((marks, dict(states), {k: list(v) for k, v in others.items()}))
+        self.calls.append((items, dict(states)))
         await self.gate.wait()
         self.loading_s += self.load_s
         if self.fault is not None:
@@ -64,7 +62,7 @@ class Auditor:
     @property
     def asked(self) -> list[list[int]]:
         """The marks of each audit."""
-        return [marks for marks, _, _ in self.calls]
+        return [[one.token_ids[0] for one in items] for items, _ in self.calls]
 
 
 def items(*marks: int, tokens: int = 1) -> list[AuditItem]:
@@ -78,7 +76,7 @@ async def answer(work: "asyncio.Task[list[Measured | Unreadable]]") -> list[int 
         return [one.tokens if isinstance(one, Measured) else one.detail for one in await work]
 
 
-Audit = tuple[list[AuditItem], Mapping[int, State], Mapping[int, Sequence[int]]]
+Audit = tuple[list[AuditItem], Mapping[int, State]]
 
 
 async def begun(service: BatchedAuditor, *audits: Audit) -> list[Any]:
@@ -92,7 +90,7 @@ async def begun(service: BatchedAuditor, *audits: Audit) -> list[Any]:
 
 def plain(mark: int) -> Audit:
     """An audit of one item."""
-    return items(mark), {1: OLD}, {}
+    return items(mark), {1: OLD}
 
 
 async def test_audits_that_wait_are_made_at_once_and_each_gets_its_own_answer() -> None:
@@ -100,35 +98,34 @@ async def test_audits_that_wait_are_made_at_once_and_each_gets_its_own_answer() 
     first, second, third = await begun(
         BatchedAuditor(auditor),
         plain(1),
-        (items(2, 3, 4), {1: OLD, 0: NEW}, {1: [0]}),
-        (items(5), {2: NEW, 1: dict(OLD)}, {2: [1], 1: [0]}),
+        ([replace(one, others=[0]) for one in items(2, 3, 4)], {1: OLD, 0: NEW}),
+        (items(5), {2: NEW, 1: dict(OLD)}),
     )
     assert auditor.asked == [[1]]
     auditor.gate.set()
     assert await answer(first) == [1]
     assert await answer(second) == [2, 3, 4]
     assert await answer(third) == [5]
-    [_, (marks, states, others)] = auditor.calls
-    assert (marks, others) == ([2, 3, 4, 5], {1: [0], 2: [1]})
+    [_, (made, states)] = auditor.calls
+    assert [one.others for one in made] == [[0], [0], [0], ()], (
+        "no item is compared because of another"
+    )
     assert states.keys() == {0, 1, 2}
 
 
 async def test_audits_that_mean_different_weights_by_a_version_are_kept_apart() -> None:
     auditor = Auditor()
-    audits = (plain(1), plain(2), (items(3), {1: NEW}, {}))
+    audits = (plain(1), plain(2), (items(3), {1: NEW}))
     tasks = await begun(BatchedAuditor(auditor), *audits)
     auditor.gate.set()
     assert [await answer(one) for one in tasks] == [[1], [2], [3]]
-    assert [(marks, states[1]["w"].data[0]) for marks, states, _ in auditor.calls] == [
-        ([1], 1),
-        ([2], 1),
-        ([3], 2),
-    ]
+    assert auditor.asked == [[1], [2], [3]]
+    assert [states[1]["w"].data[0] for _, states in auditor.calls] == [1, 1, 2]
 
 
 async def test_more_tokens_than_fit_into_a_batch_wait_for_the_next_one() -> None:
     auditor = Auditor()
-    large = items(2, tokens=BATCH_TOKENS - 1), {1: OLD}, {}
+    large = items(2, tokens=BATCH_TOKENS - 1), {1: OLD}
     tasks = await begun(BatchedAuditor(auditor), plain(1), large, plain(3), plain(4))
     auditor.gate.set()
     assert [await answer(one) for one in tasks] == [[1], [2], [3], [4]]
@@ -138,7 +135,7 @@ async def test_more_tokens_than_fit_into_a_batch_wait_for_the_next_one() -> None
 async def test_a_text_that_ends_audits_harms_none_but_its_own() -> None:
     auditor = Auditor()
     first, fine, deadly, other = await begun(
-        BatchedAuditor(auditor), plain(1), plain(2), (items(3, DEADLY), {1: OLD}, {}), plain(4)
+        BatchedAuditor(auditor), plain(1), plain(2), (items(3, DEADLY), {1: OLD}), plain(4)
     )
     auditor.gate.set()
     assert await answer(first) == [1]
@@ -199,7 +196,7 @@ async def test_many_tokens_are_not_kept_waiting() -> None:
     auditor = Auditor()
     service = BatchedAuditor(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
-    [task] = await begun(service, (items(1, tokens=BATCH_TOKENS), {1: OLD}, {}))
+    [task] = await begun(service, (items(1, tokens=BATCH_TOKENS), {1: OLD}))
     assert await answer(task) == [1]
 
 

@@ -86,9 +86,8 @@ class HereAuditor:
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
     ) -> list[Answer]:
-        return self._bend(self._replay.measure(items, states, others))
+        return self._bend(self._replay.measure(items, states))
 
     async def close(self) -> None: ...
 

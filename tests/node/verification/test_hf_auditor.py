@@ -63,8 +63,8 @@ def marks(found: list[Measured | Unreadable]) -> list[float | None]:
 
 async def test_one_process_serves_many_audits_and_starts_with_the_first(auditor: HfAuditor) -> None:
     assert auditor.pid is None
-    first = await auditor.audit([item(fake.FINE, 3)], STATES, {})
-    second = await auditor.audit([item(fake.FINE, 4)], STATES, {})
+    first = await auditor.audit([item(fake.FINE, 3)], STATES)
+    second = await auditor.audit([item(fake.FINE, 4)], STATES)
     assert marks(first + second) == [3.0, 4.0]
     assert {one.tokens for one in first + second if isinstance(one, Measured)} == {auditor.pid}
 
@@ -75,7 +75,7 @@ async def test_items_that_end_the_process_cost_no_other_item(
 ) -> None:
     items = [item(fake.FINE, 1), *map(item, deadly), item(fake.FINE, 2)]
     async with asyncio.timeout(DEADLINE_S):
-        found = await auditor.audit(items, STATES, {})
+        found = await auditor.audit(items, STATES)
     assert marks(found) == [1.0, *[None] * len(deadly), 2.0]
     lost = [one for one in found if isinstance(one, Unreadable)]
     assert all(one.detail and not one.proof for one in lost)
@@ -83,57 +83,57 @@ async def test_items_that_end_the_process_cost_no_other_item(
 
 @pytest.mark.parametrize("auditor", [2.0], indirect=True)
 async def test_an_item_that_hangs_meets_the_deadline(auditor: HfAuditor) -> None:
-    await auditor.audit([item(fake.FINE)], STATES, {})
+    await auditor.audit([item(fake.FINE)], STATES)
     pid = auditor.pid
     async with asyncio.timeout(DEADLINE_S):
-        found = await auditor.audit([item(fake.HANGS), item(fake.FINE, 2)], STATES, {})
+        found = await auditor.audit([item(fake.HANGS), item(fake.FINE, 2)], STATES)
     assert marks(found) == [None, 2.0]
     assert pid is not None
     assert not alive(pid)
 
 
 async def test_a_process_that_died_between_audits_is_replaced(auditor: HfAuditor) -> None:
-    await auditor.audit([item(fake.FINE)], STATES, {})
+    await auditor.audit([item(fake.FINE)], STATES)
     pid = auditor.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    found = await auditor.audit([item(fake.FINE, 2)], STATES, {})
+    found = await auditor.audit([item(fake.FINE, 2)], STATES)
     assert marks(found) == [2.0]
     assert auditor.pid != pid
 
 
 async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: HfAuditor) -> None:
     with pytest.raises(EngineError, match="no audit succeeds"):
-        await auditor.audit([item(fake.DIES)] * 3, STATES, {})
+        await auditor.audit([item(fake.DIES)] * 3, STATES)
     with pytest.raises(EngineError, match="does not fit"):
-        await auditor.audit([item(fake.BROKEN)], STATES, {})
-    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES, {})) == [2.0]
+        await auditor.audit([item(fake.BROKEN)], STATES)
+    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES)) == [2.0]
 
 
 async def test_last_words_of_a_process_are_in_the_answer_and_in_the_log(
     auditor: HfAuditor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [lost] = await auditor.audit([item(fake.DIES)], STATES, {})
+    [lost] = await auditor.audit([item(fake.DIES)], STATES)
     assert isinstance(lost, Unreadable)
     assert "I was told to die" in lost.detail
     assert "audit process: I was told to die" in caplog.text
 
 
 async def test_a_caller_that_gives_up_waiting_leaves_no_process_busy(auditor: HfAuditor) -> None:
-    await auditor.audit([item(fake.FINE)], STATES, {})
+    await auditor.audit([item(fake.FINE)], STATES)
     pid = auditor.pid
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await auditor.audit([item(fake.HANGS)], STATES, {})
+            await auditor.audit([item(fake.HANGS)], STATES)
     assert pid is not None
     assert not alive(pid)
-    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES, {})) == [2.0]
+    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES)) == [2.0]
 
 
 async def test_close_ends_an_audit_and_the_process(auditor: HfAuditor) -> None:
-    await auditor.audit([item(fake.FINE)], STATES, {})
+    await auditor.audit([item(fake.FINE)], STATES)
     pid = auditor.pid
-    running = asyncio.create_task(auditor.audit([item(fake.HANGS)], STATES, {}))
+    running = asyncio.create_task(auditor.audit([item(fake.HANGS)], STATES))
     await asyncio.sleep(0.1)
     await auditor.close()
     with pytest.raises(EngineError):
@@ -141,18 +141,18 @@ async def test_close_ends_an_audit_and_the_process(auditor: HfAuditor) -> None:
     assert pid is not None
     assert not alive(pid)
     with pytest.raises(EngineError):
-        await auditor.audit([item(fake.FINE)], STATES, {})
+        await auditor.audit([item(fake.FINE)], STATES)
     await auditor.close()
 
 
 async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
     states = {version: make_state(version) for version in range(1, 7)}
-    others = {version: [version - 1] for version in states if version > 1}
 
     async def handed(version: int) -> float:
         """How many states the process was given so far."""
-        one = replace(item(fake.COUNTS), versions=[version])
-        [found] = await auditor.audit([one], states, others)
+        before = [version - 1] if version > 1 else []
+        one = replace(item(fake.COUNTS), versions=[version], others=before)
+        [found] = await auditor.audit([one], states)
         assert isinstance(found, Measured)
         return found.fingerprint
 
@@ -171,8 +171,8 @@ def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
     assert taken == [2, 1, 2, 1, 1]
     assert portion_size(costs[4:], limit=170) == 3
     items = [replace(item(fake.FINE), token_ids=[0] * size) for size in costs]
-    assert prefill_costs(items, {}) == costs
-    twice = prefill_costs(items[4:], {1: [0]})
+    assert prefill_costs(items) == costs
+    twice = prefill_costs([replace(one, others=[0]) for one in items[4:]])
     assert portion_size(twice, limit=170) == 2, "each version costs as much"
     assert portion_size([], limit=100) == 0
 
@@ -230,8 +230,8 @@ async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: P
     auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)
     await auditor.start(case.model_dir, case.run)
     try:
-        wanted = await auditor.audit(case.honest, case.states, {})
-        running = asyncio.create_task(auditor.audit(case.honest * 40, case.states, {}))
+        wanted = await auditor.audit(case.honest, case.states)
+        running = asyncio.create_task(auditor.audit(case.honest * 40, case.states))
         await asyncio.sleep(0.2)
         assert auditor.pid is not None
         os.kill(auditor.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 from support import fake_engine_process as fake
-from support.auditor_cases import make_run, measured
+from support.auditor_cases import compared, make_run, measured
 from support.engine_cases import FP32
 from support.waiting import alive
 
@@ -133,7 +133,7 @@ async def test_each_token_is_measured_under_the_version_that_it_claims(
     proof = pack(np.concatenate([first, second]).astype(np.float32))
     crossed = replace(crossed, versions=[1, 2, 2], proof=proof)
     items = [item(FINE, 2), item(FINE, 1), crossed, item(FINE, 3), item(FINE, 3, shown=2)]
-    found = await shared.audit(items, STATES, {})
+    found = await shared.audit(items, STATES)
     assert well(found) == [True, True, True, True, False]
 
 
@@ -155,10 +155,10 @@ async def test_a_text_is_read_up_to_the_last_token_of_a_version_that_it_is_not_c
     proof = pack(np.concatenate([first, second]).astype(np.float32))
     crossed = replace(item(FINE, 1), versions=[1, 1, 2], proof=proof)
     start = crossed.replies[0].start
-    assert well(await shared.audit([crossed, item(FINE, 2)], STATES, {})) == [True, True]
+    assert well(await shared.audit([crossed, item(FINE, 2)], STATES)) == [True, True]
     assert sorted(map(sorted, lengths)) == [[start + 1], [start + 2, start + 2]]
     lengths.clear()
-    assert well(await shared.audit([crossed], STATES, {2: [1]})) == [True]
+    assert well(await shared.audit([replace(crossed, others=[1])], STATES)) == [True]
     assert sorted(map(sorted, lengths)) == [[start + 2], [start + 2]]
 
 
@@ -226,7 +226,7 @@ async def test_a_reply_whose_cache_was_kept_is_read_on_after_the_blocks_of_the_v
     keeping: VllmAuditor, requests_made: Requests
 ) -> None:
     items = [long_item(1, 2, 3, mark=1), long_item(2, mark=2)]
-    assert well(await keeping.audit(items, STATES, {3: [2], 2: [1]})) == [True, True]
+    assert well(await keeping.audit(compared(items, {3: [2], 2: [1]}), STATES)) == [True, True]
     kept = [bool(one.salt) for _, one in requests_made.made if one.token_ids[1] == 1]
     reads = list(zip(kept, requests_made.of(1), strict=True))
     own, other = ([read for kept, read in reads if kept is wanted] for wanted in (True, False))
@@ -248,14 +248,14 @@ async def test_replies_whose_kept_blocks_were_lost_are_read_again_fewer_at_a_tim
     keeping: VllmAuditor, requests_made: Requests
 ) -> None:
     items = [long_item(1, 2, 3, mark=mark) for mark in range(4)]
-    assert well(await keeping.audit(items, STATES, {})) == [True] * 4
+    assert well(await keeping.audit(items, STATES)) == [True] * 4
     assert all(len(requests_made.of(mark)) > 3 for mark in range(4))
 
 
 async def test_in_a_run_that_keeps_nothing_every_version_is_read_from_the_start(
     auditor: VllmAuditor, requests_made: Requests
 ) -> None:
-    assert well(await auditor.audit([long_item(1, 2)], STATES, {})) == [True]
+    assert well(await auditor.audit([long_item(1, 2)], STATES)) == [True]
     assert [one.salt for _, one in requests_made.made] == ["", ""]
 
 
@@ -265,7 +265,7 @@ async def test_a_run_that_keeps_keys_and_values_has_no_embedded_auditor_beside_v
     embedded = HfAuditor(FP32, timeout_s=1.0)
     routed = RoutedAuditor(VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM), embedded)
     await routed.start(model_dir, kept_run())
-    assert well(await routed.audit([long_item(1, 2)], STATES, {})) == [True]
+    assert well(await routed.audit([long_item(1, 2)], STATES)) == [True]
     await routed.close()
 
 
@@ -279,7 +279,7 @@ async def test_the_embedded_engine_audits_no_run_that_keeps_keys_and_values(
 @beside_others
 async def test_another_version_explains_what_it_has_drawn(shared: VllmAuditor) -> None:
     items = [item(FINE, 3), item(FINE, 3, shown=2)]
-    honest, old = measured(await shared.audit(items, STATES, {3: [2]}))
+    honest, old = measured(await shared.audit(compared(items, {3: [2]}), STATES))
     assert honest.other_policy < 0 < old.other_policy
 
 
@@ -288,11 +288,11 @@ async def test_versions_are_swapped_by_what_differs_and_not_loaded_again(
     shared: VllmAuditor,
 ) -> None:
     for version in (1, 2, 1, 3, 2, 2, 1):
-        [found] = measured(await shared.audit([item(fake.LOADED, version)], STATES, {}))
+        [found] = measured(await shared.audit([item(fake.LOADED, version)], STATES))
         assert found.fingerprint < 0.01
         assert found.logprob_max == 1
     other = {**STATES, 2: make_state(25)}  # the trainer went back: the number has another meaning
-    [found] = measured(await shared.audit([item(fake.LOADED, 2, shown=25)], other, {}))
+    [found] = measured(await shared.audit([item(fake.LOADED, 2, shown=25)], other))
     assert (found.fingerprint < 0.01, found.logprob_max) == (True, 1)
 
 
@@ -314,7 +314,7 @@ async def test_versions_of_a_history_are_reached_step_by_step(
     for versions, expected in (((4,), [4]), ((1, 2), [3, 2, 1]), ((5, 2), [2, 3, 4, 5])):
         steps.clear()
         items = [item(FINE, version) for version in versions]
-        assert well(await auditor.audit(items, history, {})) == [True] * len(versions)
+        assert well(await auditor.audit(items, history)) == [True] * len(versions)
         assert steps == expected
 
 
@@ -335,12 +335,12 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @beside_others
 async def test_audits_that_wait_are_made_together(shared: VllmAuditor, swapped: list[int]) -> None:
-    await shared.audit([item(FINE)], STATES, {})
+    await shared.audit([item(FINE)], STATES)
     swapped.clear()
     batched, loading_s = BatchedAuditor(shared), shared.loading_s
     calls = [[item(FINE, version) for version in (1, 2, 3)] for _ in range(ENOUGH_AUDITS + 1)]
     calls[2][1] = item(FINE, 2, shown=3)
-    found = await asyncio.gather(*(batched.audit(items, STATES, {}) for items in calls))
+    found = await asyncio.gather(*(batched.audit(items, STATES) for items in calls))
     assert [well(one) for one in found] == [
         [True, number != 2, True] for number in range(ENOUGH_AUDITS + 1)
     ]
@@ -363,7 +363,7 @@ async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
     deadly = [item(fake.DIES, 2, mark=number) for number in range(MOST_DEADLY + 1)]
     calls = [[item(FINE, version) for version in (1, 2)] for _ in range(ENOUGH_AUDITS)]
     calls.append([item(FINE, 2), *deadly])
-    *honest, bad = await asyncio.gather(*(batched.audit(items, STATES, {}) for items in calls))
+    *honest, bad = await asyncio.gather(*(batched.audit(items, STATES) for items in calls))
     assert any(isinstance(one, Unreadable) for one in bad)
     assert [well(one) for one in honest] == [[True, True]] * ENOUGH_AUDITS
     first, together, *alone = made
@@ -377,8 +377,7 @@ async def test_audits_are_made_one_after_the_other_and_a_cancelled_one_leaves_th
     shared: VllmAuditor,
 ) -> None:
     audits = [
-        asyncio.create_task(shared.audit([item(FINE, version)], STATES, {}))
-        for version in (1, 2, 3, 2)
+        asyncio.create_task(shared.audit([item(FINE, version)], STATES)) for version in (1, 2, 3, 2)
     ]
     await asyncio.sleep(0.05)
     audits[0].cancel()
@@ -393,10 +392,10 @@ async def test_an_audit_of_many_portions_swaps_each_version_in_once(
 ) -> None:
     monkeypatch.setattr(portions, "LARGEST_PORTION", 20)
     monkeypatch.setattr(portions, "SMALLEST_PORTION", 20)
-    await shared.audit([item(FINE)], STATES, {})
+    await shared.audit([item(FINE)], STATES)
     swapped.clear()
     items = [item(FINE, version) for version in (3, 1, 2) * 8]
-    assert well(await shared.audit(items, STATES, {3: [2], 2: [1]})) == [True] * 24
+    assert well(await shared.audit(compared(items, {3: [2], 2: [1]}), STATES)) == [True] * 24
     assert swapped == [2, 3]
 
 
@@ -404,7 +403,7 @@ async def test_an_audit_of_nothing_does_not_wait_for_vllm(model_dir: Path) -> No
     auditor = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=(sys.executable, "-c", "1/0"))
     await auditor.start(model_dir, make_run("float32"))
     try:
-        assert await auditor.audit([], {}, {}) == []
+        assert await auditor.audit([], {}) == []
     finally:
         await auditor.close()
 
@@ -414,7 +413,7 @@ async def test_a_place_that_was_cached_is_read_once_for_all_texts_that_begin_so(
     shared: VllmAuditor,
 ) -> None:
     items = [item(fake.CACHED), item(FINE), item(fake.CACHED), item(fake.CACHED, mark=1)]
-    found = measured(await shared.audit(items, STATES, {}))
+    found = measured(await shared.audit(items, STATES))
     assert [one.logprob_max for one in found] == [1, 0, 1, 2]
     assert well(found) == [True] * 4
 
@@ -424,7 +423,7 @@ async def test_what_leads_to_the_first_place_is_measured_once_for_all_texts_that
     shared: VllmAuditor,
 ) -> None:
     items = [item(fake.COUNTS, mark=mark) for mark in (0, 1, 0, 0)]
-    leader, alone, *others = measured(await shared.audit(items, STATES, {}))
+    leader, alone, *others = measured(await shared.audit(items, STATES))
     # the leader asks for the first places of two others beside its own, and they for what is left
     assert leader.logprob * FEWEST == TOKENS * (TOKENS + 2)
     assert alone.logprob * FEWEST == TOKENS * TOKENS
@@ -437,7 +436,7 @@ async def test_items_that_end_vllm_or_fail_in_it_cost_no_other_item(
 ) -> None:
     items = [item(FINE), *map(item, deadly), item(FINE, 2)]
     async with asyncio.timeout(DEADLINE_S):
-        found = await auditor.audit(items, STATES, {})
+        found = await auditor.audit(items, STATES)
     assert well(found) == [True, False, False, True]
     lost = [one for one in found if isinstance(one, Unreadable)]
     assert all(one.detail and not one.proof for one in lost)
@@ -445,10 +444,10 @@ async def test_items_that_end_vllm_or_fail_in_it_cost_no_other_item(
 
 @pytest.mark.parametrize("auditor", [2.0], indirect=True)
 async def test_an_item_that_hangs_meets_the_deadline(auditor: VllmAuditor) -> None:
-    await auditor.audit([item(FINE)], STATES, {})
+    await auditor.audit([item(FINE)], STATES)
     pid = auditor.pid
     async with asyncio.timeout(DEADLINE_S):
-        found = await auditor.audit([item(fake.BLOCKS), item(FINE, 2)], STATES, {})
+        found = await auditor.audit([item(fake.BLOCKS), item(FINE, 2)], STATES)
     assert well(found) == [False, True]
     assert pid is not None
     assert not alive(pid)
@@ -458,23 +457,23 @@ async def test_deadly_items_of_one_version_leave_those_of_another_alone(
     auditor: VllmAuditor,
 ) -> None:
     items = [item(FINE), item(FINE), *[item(fake.DIES, 2)] * 2]
-    assert well(await auditor.audit(items, STATES, {})) == [True, True, False, False]
+    assert well(await auditor.audit(items, STATES)) == [True, True, False, False]
 
 
 async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: VllmAuditor) -> None:
     with pytest.raises(EngineError, match="no audit succeeds"):
-        await auditor.audit([item(fake.DIES)] * 3, STATES, {})
+        await auditor.audit([item(fake.DIES)] * 3, STATES)
     with pytest.raises(EngineError, match="a number is bad"):
-        await auditor.audit([item(FINE, 4)], {4: make_state(fake.BAD)}, {})
-    assert well(await auditor.audit([item(FINE, 2)], STATES, {})) == [True]
+        await auditor.audit([item(FINE, 4)], {4: make_state(fake.BAD)})
+    assert well(await auditor.audit([item(FINE, 2)], STATES)) == [True]
 
 
 async def test_a_process_that_died_between_audits_is_replaced(auditor: VllmAuditor) -> None:
-    await auditor.audit([item(FINE)], STATES, {})
+    await auditor.audit([item(FINE)], STATES)
     pid = auditor.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert well(await auditor.audit([item(FINE, 2)], STATES, {})) == [True]
+    assert well(await auditor.audit([item(FINE, 2)], STATES)) == [True]
     assert auditor.pid != pid
 
 
@@ -482,28 +481,28 @@ async def test_a_process_that_dies_while_it_is_given_weights_is_replaced(
     auditor: VllmAuditor,
 ) -> None:
     states = {**STATES, 4: make_state(fake.DEADLY)}
-    [found] = await auditor.audit([item(FINE, 4)], states, {})
+    [found] = await auditor.audit([item(FINE, 4)], states)
     assert isinstance(found, Unreadable)
-    assert well(await auditor.audit([item(FINE, 2)], states, {})) == [True]
+    assert well(await auditor.audit([item(FINE, 2)], states)) == [True]
 
 
 @beside_others
 async def test_a_caller_that_gives_up_waiting_leaves_vllm_to_the_next_audit(
     shared: VllmAuditor,
 ) -> None:
-    await shared.audit([item(FINE)], STATES, {})
+    await shared.audit([item(FINE)], STATES)
     pid = shared.pid
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await shared.audit([item(fake.WAITS, 2)], STATES, {})
-    assert well(await shared.audit([item(FINE, 2), item(FINE, 1)], STATES, {})) == [True, True]
+            await shared.audit([item(fake.WAITS, 2)], STATES)
+    assert well(await shared.audit([item(FINE, 2), item(FINE, 1)], STATES)) == [True, True]
     assert shared.pid == pid  # it is worth a minute
 
 
 async def test_close_ends_an_audit_and_the_process(auditor: VllmAuditor) -> None:
-    await auditor.audit([item(FINE)], STATES, {})
+    await auditor.audit([item(FINE)], STATES)
     pid = auditor.pid
-    running = asyncio.create_task(auditor.audit([item(fake.BLOCKS)], STATES, {}))
+    running = asyncio.create_task(auditor.audit([item(fake.BLOCKS)], STATES))
     await asyncio.sleep(0.1)
     await auditor.close()
     with pytest.raises(EngineError):
@@ -511,7 +510,7 @@ async def test_close_ends_an_audit_and_the_process(auditor: VllmAuditor) -> None
     assert pid is not None
     assert not alive(pid)
     with pytest.raises(EngineError):
-        await auditor.audit([item(FINE)], STATES, {})
+        await auditor.audit([item(FINE)], STATES)
 
 
 @pytest.mark.parametrize(
@@ -529,7 +528,7 @@ async def test_routes_that_the_model_cannot_take_are_refused_before_a_process_st
         with pytest.raises(EngineError, match=f"2 of 8 experts in {layers} layers, .*{words}"):
             await auditor.start(model_dir, run)
         with pytest.raises(EngineError, match="not running"):
-            await auditor.audit([item(FINE)], STATES, {})
+            await auditor.audit([item(FINE)], STATES)
         await auditor.close()
     assert engine.pid is None
 
@@ -547,7 +546,7 @@ async def test_routes_are_measured_under_the_version_that_each_token_claims(
     crossed = replace(routed, versions=[1, 2, 2], token_ids=[FINE, 1, 5, 5, 5])
     items = [routed, item(FINE), crossed, routed, replace(routed, routes=bytes([0, 1, 8, 3]) * 3)]
     try:
-        *found, bad = await auditor.audit(items, STATES, {1: [2], 2: [1]})
+        *found, bad = await auditor.audit(compared(items, {1: [2], 2: [1]}), STATES)
     finally:
         await auditor.close()
     own, bare = (TOKENS / FEWEST, 7.0), (0.0, 0.0)
@@ -570,7 +569,7 @@ async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: 
             """See Auditor."""
 
         async def audit(
-            self, items: Sequence[AuditItem], states: Mapping[int, State], others: Any
+            self, items: Sequence[AuditItem], states: Mapping[int, State]
         ) -> list[Measured | Unreadable]:
             self.items += items
             return [Measured(TOKENS, 0.5, 0, 0, 0, 0, 0)] * len(items)
@@ -580,13 +579,13 @@ async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: 
 
     alone = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
     await alone.start(model_dir, make_run("float32"))
-    [found] = await alone.audit([staged], STATES, {})
+    [found] = await alone.audit([staged], STATES)
     assert found == Unreadable(NO_BOUNDARIES, proof=False)
     await alone.close()
     other = Staged()
     routed = RoutedAuditor(VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM), other)
     await routed.start(model_dir, make_run("float32"))
-    found = measured(await routed.audit([staged, item(FINE), staged], STATES, {}))
+    found = measured(await routed.audit([staged, item(FINE), staged], STATES))
     assert [one.fingerprint for one in found] == [0.5, pytest.approx(0, abs=0.01), 0.5]
     assert other.items == [staged, staged]
     await routed.close()
