@@ -171,6 +171,11 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """`fixed`: the thresholds above apply to every node. `measured`: they are provisional, and the run measures
     those of each class of workers (protocol/numerics.py) by workers that its operator named."""
 
+    @property
+    def vllm_alone(self) -> bool:
+        """Whether no other engine than vLLM computes as the workers do, rounding apart."""
+        return self.numerics == "exact" or self.kv_cache == "kept"
+
 
 class RouteShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Routes of a mixture of experts: which of its experts read a token, layer by layer."""

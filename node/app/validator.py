@@ -31,8 +31,9 @@ class ValidatorNode(PeerNode):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         run = joined.documents.manifest
-        alone = run.proofs.numerics == "exact" or run.proofs.kv_cache == "kept"
-        kind = "vllm" if alone else default_auditor(self._config.engine, exact=False)
+        kind = (
+            "vllm" if run.proofs.vllm_alone else default_auditor(self._config.engine, exact=False)
+        )
         engine = self._config.engine.model_copy(update={"type": kind})
         auditor = BatchedAuditor(self._factories.auditor(engine, AUDIT_TIMEOUT_S))
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)

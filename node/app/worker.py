@@ -101,9 +101,7 @@ class WorkerNode(PeerNode):
         fixed = config.pp.mode == "off"
         # stages round what they send, or cut it elsewhere, do not quantize weights, and keep no keys and values
         proofs = run.proofs
-        alone = (
-            proofs.numerics == "exact" or proofs.quantization != "none" or proofs.kv_cache == "kept"
-        )
+        alone = proofs.vllm_alone or proofs.quantization != "none"
         if fixed or alone or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:

@@ -30,7 +30,7 @@ class RoutedAuditor:
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor."""
         await self._whole.start(model_dir, run)
-        if run.proofs.numerics != "exact" and run.proofs.kv_cache != "kept":
+        if not run.proofs.vllm_alone:
             await self._staged.start(model_dir, run)
             self._both = True
 
