@@ -116,9 +116,9 @@ async def test_a_run_calibrates_itself_and_refuses_weights_that_are_1_percent_of
                 run, "refusal", lambda: refused(rows(run), cheat.key.node_id.hex())
             )
             assert cheated["audited"] <= 64
-            assert (
-                "its first rollouts do not lie within the noise of that class" in cheated["refused"]
-            )
+            # the more rollouts made the bounds by then, the narrower they are: to reject or to suspect only
+            why = ("its first rollouts do not lie within the noise", "banned: rejected and suspect")
+            assert any(one in cheated["refused"] for one in why), cheated["refused"]
             row = await until(
                 run, "accepted work", lambda: trusted(rows(run), honest.key.node_id.hex())
             )
