@@ -5,6 +5,7 @@ It ends when its input or its parent ends (node/process/serve.py).
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -257,6 +258,8 @@ class EngineHost:
         if api is not None and isinstance(core, ServingCore):
             core.prepare_api(api)
         await core.start(Path(request.model_dir), fingerprint=request.fingerprint)
+        gc.collect()
+        gc.freeze()  # a million objects of libraries stay: no collection walks them while requests wait
         self._sleeper = Sleeper(core, config.sleep_after_s)
         if api is not None and isinstance(core, ServingCore):
             await core.serve_api(self._sleeper)
