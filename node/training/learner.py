@@ -455,8 +455,8 @@ class Learner:
         self._model.settle()
         self._optimizer.zero_grad()
         self._meter.phase("optimizer")
-        skipped = {"optim/skipped": float(not finite)}
-        return sums.metrics() | {"optim/grad_norm": float(norm)} | skipped
+        figures = {"optim/grad_norm": float(norm), "optim/skipped": float(not finite)}
+        return sums.metrics() | figures
 
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:

@@ -73,9 +73,8 @@ class LossSums:
 
     def finite(self, device: torch.device) -> Tensor:
         """Return whether all sums are finite, bool [] on `device`, for which the host does not wait."""
-        found = torch.ones((), dtype=torch.bool, device=device)
-        if not all(map(math.isfinite, self.sums.values())):
-            found = ~found
+        read = all(map(math.isfinite, self.sums.values()))
+        found = torch.full((), read, dtype=torch.bool, device=device)
         for numbers, names in self.unread:
             sums, counts = numbers[: 2 * len(names)].view(2, -1)
             found = found & (sums.isfinite() | (counts == 0)).all()

@@ -323,8 +323,8 @@ class _Text:
 
     @property
     def is_read(self) -> bool:
-        """Whether all was measured."""
-        return len(self.rows) == len(self.wanted) and (self.kept is not None or not self.parts)
+        """Whether all was measured; `parts` are read in the same attempt as the rest."""
+        return len(self.rows) == len(self.wanted)
 
     @property
     def cost(self) -> int:
@@ -693,7 +693,7 @@ class VllmAuditor:
             if whole := [text for text in texts if version in text.wanted]:
                 await self._read(engine, version, whole)
 
-    async def _read_kept(self, engine: AuditingEngine, reads: Sequence["_KeptRead"]) -> None:
+    async def _read_kept(self, engine: AuditingEngine, reads: Sequence[_KeptRead]) -> None:
         """Measure parts of replies under the held version, each after the blocks that are kept.
 
         Raises AuditFailed if the cache has lost some of them.

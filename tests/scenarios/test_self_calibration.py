@@ -117,8 +117,11 @@ async def test_a_run_calibrates_itself_and_refuses_weights_that_are_1_percent_of
             )
             assert cheated["audited"] <= 64
             # the more rollouts made the bounds by then, the narrower they are: to reject or to suspect only
-            why = ("its first rollouts do not lie within the noise", "banned: rejected and suspect")
-            assert any(one in cheated["refused"] for one in why), cheated["refused"]
+            misplaced = "its first rollouts do not lie within the noise of that class"
+            banned = "banned: rejected and suspect audits in a sequential test"
+            assert misplaced in cheated["refused"] or (
+                banned in cheated["refused"] and cheated["top_reason"] == "wrong_model"
+            ), cheated
             row = await until(
                 run, "accepted work", lambda: trusted(rows(run), honest.key.node_id.hex())
             )
