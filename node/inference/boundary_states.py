@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..models.device import compiles, upload
 from ..ops.errors import EngineError
-from .device import compiles, upload
 from .fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
 
 LIMIT = 6.0

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..models.device import upload
 from ..models.tensors import from_torch, to_torch
 from ..ops.gpus import machine_memory
 from ..weights.adapters import PREFIX, WEIGHT, A, B, add_product
@@ -100,9 +101,7 @@ class PolicyFile:
         """
         with safe_open(self.path, framework="pt") as reader:
             tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in reader.keys()}
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-        if device.type == "cuda":
-            flat = flat.pin_memory().to(device, non_blocking=True)
+        flat = upload(torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), device)
         parts = flat.split([tensor.numel() for tensor in tensors.values()])
         copies = {
             name: part.view(tensor.shape)

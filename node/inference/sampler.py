@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .device import compiles, upload_array
+from ..models.device import compiles, upload_array
 from .noise import chunk, gumbel, gumbel_at
 
 MOST_MARGIN = 32.0

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.manifests import RouteShape
+from ..models.device import Mark, download, upload_array
 from ..models.routes import unpack_routes
-from .device import Mark, download, upload_array
 from .prefill import COLUMNS, PREFILL, PROJECTED, ROUTING, Claims, read_claims
 from .sampler import Limits, weigh
 from .vllm_sampling import HiddenProjection, RouteBuffer, is_second

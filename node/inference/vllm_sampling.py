@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.manifests import KV_BLOCK, RouteShape
+from ..models.device import Mark, download, upload_array
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
-from .device import Mark, download, upload_array
 from .fingerprint import NUMBERS, signs
 from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import pack_projected, project
-from ..inference.device import Mark, download, upload_array
+from ..models.device import Mark, download, upload_array
 from ..ops.errors import EngineError
 from .activations import arrays, codes, rounded
 from .frames import Array

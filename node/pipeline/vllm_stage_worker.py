@@ -23,11 +23,11 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 )
 
 from ..inference.boundary_states import agrees, project
-from ..inference.device import Mark, download
 from ..inference.policy_file import PolicyFile
 from ..inference.vllm_arguments import SAMPLING
 from ..inference.vllm_sampling import read_step
 from ..inference.vllm_worker import Staged, WorkerExtension
+from ..models.device import Mark, download
 from ..ops.errors import EngineError
 from . import activations, trails
 from .frames import Array, Frame, FrameLimits, Kind

@@ -11,9 +11,11 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from ..models.device import upload
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ class Layout:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Layout":
         """Make the layout of sequences of these lengths."""
-        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(ends, F.pad(ends, (1, 0)).to(device, non_blocking=True))
+        offsets = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+        return cls(offsets[1:].clone(), upload(offsets, device))
 
 
 @dataclass(frozen=True)

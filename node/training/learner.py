@@ -345,7 +345,7 @@ class Learner:
         return (
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
-            and not self._model.replay.fault(sample.routes, sum(sample.mask[1:]))
+            and not self._model.replay.fault(sample.routes, sample.mask[1:].count(True))
             and math.isfinite(sample.advantage)
             and _can_be_logprobs(sample.logprobs)
         )
@@ -357,14 +357,13 @@ class Learner:
         losses = self._bounded(packed) if learns else self._losses
         self._model.expert_load.reset()
         sums = LossSums()
-        rows = packed.rank(self._world.data_rank)
-        hint = self._config.loss.hint
-        hinted = packed.rank(self._world.data_rank, hinted=True) if hint else rows
-        for row, other in zip(rows, hinted, strict=True):
+        rank = self._world.data_rank
+        hinted = packed.rank(rank, hinted=True) if self._config.loss.hint else None
+        for row in packed.rank(rank):
             if not learns:
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
-                reference = self._reference_logprobs(other)
+                reference = self._reference_logprobs(next(hinted) if hinted else row)
                 inputs = self._model.read(row, self._temperature_of(row))
                 inputs = replace(inputs, reference=reference)
                 loss, part = self._policy_loss(row, inputs, losses, packed)
@@ -493,5 +492,5 @@ def _demonstration(example: Example) -> Sample:
 
 def _can_be_logprobs(values: Sequence[float]) -> bool:
     """Return whether all values are numbers that a sampler may give."""
-    array = np.asarray(values)
+    array = np.fromiter(values, np.float64, len(values))
     return bool(((array > -math.inf) & (array <= MAX_LOGPROB)).all())

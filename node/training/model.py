@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 from ..config.training import TrainingConfig
 from ..models import huggingface
 from ..models.architectures import untrainable
+from ..models.device import upload_array
 from ..models.json_files import read_json
 from ..models.tensors import torch_dtype
 from ..ops.errors import EngineError
@@ -134,7 +135,7 @@ class _HeadLogprobs(torch.autograd.Function):
             of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
-                of_weight += of_logits.T @ hidden[part]
+                _add_product(of_weight, of_logits.T, hidden[part])
             del logits, of_logits  # before the next ones are computed
         found = None if of_weight is None else of_weight.to(weight.dtype)
         return of_hidden, found, None, None, None, None
@@ -186,6 +187,14 @@ def _column(scale: float | Tensor) -> float | Tensor:
 
 def _capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add the matrix product to `total`, fp32; on a GPU it is not rounded to bf16 before."""
+    if total.is_cuda:
+        torch.addmm(total, one, other, out_dtype=torch.float32, out=total)  # pyright: ignore
+    else:
+        total += one @ other
 
 
 @cache
@@ -306,7 +315,7 @@ class TrainedModel(nn.Module):
         scale: float | Tensor = (
             temperature
             if isinstance(temperature, float | int)
-            else _upload(np.array(temperature, np.float32), ids.device)[sequences]
+            else upload_array(np.array(temperature, np.float32), ids.device)[sequences]
         )
         if given is not None:
             scale = torch.where(given, 1.0, scale)
@@ -320,17 +329,22 @@ class TrainedModel(nn.Module):
         world = self._world
         layout = Layout.of(row.lengths, world.device)
         own = row.part(world.context_rank, world.context_size)
-        arrays = (own.token_ids, own.positions, own.rows, own.targets, own.logprobs)
-        ids, positions, rows, targets, behaviour = (_upload(one, world.device) for one in arrays)
+
+        arrays = (own.token_ids, own.positions, own.rows, own.targets, own.sequences)
+        ids, positions, rows, targets, sequences = (
+            upload_array(one, world.device) for one in arrays
+        )
         self.replay.set(own, world.device)
-        given = _upload(own.given, world.device) if own.given.any() else None
-        advantages, sequences = (
-            _upload(one, world.device) for one in (own.advantages, own.sequences)
+        given, echo = (
+            upload_array(one, world.device) if one.any() else None for one in (own.given, own.echo)
         )
         logprobs, entropy = self(
             ids, positions, layout, rows, targets, sequences, temperature, given
         )
-        echo = _upload(own.echo, world.device) if own.echo.any() else None
+        # what only the loss reads is uploaded while the device computes
+        behaviour, advantages = (
+            upload_array(one, world.device) for one in (own.logprobs, own.advantages)
+        )
         return TokenInputs(
             logprobs, behaviour, advantages, entropy, sequences, echo=echo, given=given
         )
@@ -460,8 +474,3 @@ def _keep_attention(_context: Any, operation: Any, *_: Any, **__: Any) -> Checkp
     if operation in (torch.ops.primerl.packed_attention.default,):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _upload(array: Any, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -37,6 +37,8 @@ def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
 
 BUCKET = 1 << 26
 """Elements whose offloaded moments are on the device at once: 512 MiB of moments."""
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_()."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe")
 """Parts of the names of embedding matrices and the head, for which Muon is not meant."""
@@ -95,13 +97,13 @@ class Optimizer:
                 adjust_lr_fn="match_rms_adamw",
             )
         self._of = {name: "muon" if name in hidden else "adamw" for name in self._locals}
-        self._skips_on_gpu = on_gpu and not self._offload and not hidden
-        """Whether the kernel of a step sees by itself that it must change nothing."""
+        self._is_fused = on_gpu and not hidden
+        """Whether the kernel of a step scales the gradient, and sees by itself that it must change nothing."""
 
     def clip(self) -> Tensor:
         """Scale the gradient to at most `max_norm`; return the norm before, over all ranks, [].
 
-        The host does not wait for it.
+        A fused step() scales it, which saves reading it once more. The host does not wait for the norm.
         """
         self._take_gradients()
         grads = [one.grad for one in self._locals.values() if one.grad is not None]
@@ -111,7 +113,11 @@ class Optimizer:
             squared = norm.square()
             dist.all_reduce(squared, group=group)
             norm = squared.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self._locals.values(), self._max_norm, norm)
+        if self._is_fused:
+            divisor = ((norm + CLIP_EPSILON) / self._max_norm).clamp(min=1.0)
+            self._optimizers["adamw"].grad_scale = divisor  # type: ignore[attr-defined]
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self._locals.values(), self._max_norm, norm)
         return norm
 
     def step(self, lr: float, finite: Tensor | None = None) -> None:
@@ -120,15 +126,15 @@ class Optimizer:
         If `finite`, bool [], is False nothing changes. AdamW on a GPU is launched without waiting for it.
         """
         found_inf = None
-        if finite is not None and self._skips_on_gpu:
+        if finite is not None and self._is_fused and not self._offload:
             found_inf = (~finite).float()
         elif finite is not None and not finite:
             return
         for optimizer in self._optimizers.values():
             (group,) = optimizer.param_groups
             group["lr"] = lr
-            if self._skips_on_gpu:
-                optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+            if self._is_fused:  # as torch.amp.GradScaler does
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             if not self._offload:
                 optimizer.step()
                 continue

@@ -4,7 +4,7 @@ No torch. A row holds whole sequences, one after the other; nothing is truncated
 are returned. Ranks work in lockstep, row by row, so rows of the same turn cost about the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -89,20 +89,17 @@ class MicroBatch:
 class Packed:
     """The rows of a step: `dealt[r][t]` is rank r's row in turn t; all ranks have equally many.
 
-    A row is built only for its reader: with many ranks, building the other ranks' rows would take longer than
-    one's own.
+    A row is built only for its reader, when that one gets to it: a GPU computes meanwhile.
     """
 
     dealt: list[list[list[Sample]]]
     too_long: list[Sample]
     multiple: int = 1
 
-    def rank(self, rank: int, *, hinted: bool = False) -> list[MicroBatch]:
-        """Build a rank's rows; `hinted`: the teacher's rows, with the same trained tokens."""
-        rows = self.dealt[rank]
-        if hinted:
-            rows = [[_hinted(one) for one in row] for row in rows]
-        return [_row(row, self.multiple) for row in rows]
+    def rank(self, rank: int, *, hinted: bool = False) -> Iterator[MicroBatch]:
+        """Yield a rank's rows; `hinted`: the teacher's rows, with the same trained tokens."""
+        for row in self.dealt[rank]:
+            yield _row([_hinted(one) for one in row] if hinted else row, self.multiple)
 
     @cached_property
     def tokens(self) -> int:
@@ -213,9 +210,13 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
     lengths = _lengths(samples, multiple)
     padding = sum(lengths[len(samples) :])
     starts = np.cumsum([0, *lengths[:-1]])
+    own = [_flags(one.mask) for one in samples]
     drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # positions that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
-    led = [np.flatnonzero(one.mask[1:]) if one.routes else NOWHERE for one in samples]
+    led = [
+        np.flatnonzero(mask[1:]) if one.routes else NOWHERE
+        for one, mask in zip(samples, own, strict=True)
+    ]
     routes = [np.frombuffer(one.routes, np.uint8) for one in samples if one.routes]
     routed = _joined([at + start for at, start in zip(led, starts, strict=False)], np.int64)
     return MicroBatch(
@@ -225,7 +226,10 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         rows=_joined([at + start for at, start in zip(drawn, starts, strict=False)], np.int64),
         targets=_joined([ids[at + 1] for ids, at in zip(tokens, drawn, strict=True)], np.int64),
         logprobs=_joined(
-            [np.array(one.logprobs)[at + 1] for one, at in zip(samples, drawn, strict=True)],
+            [
+                np.fromiter(one.logprobs, np.float32, len(one.logprobs))[at + 1]
+                for one, at in zip(samples, drawn, strict=True)
+            ],
             np.float32,
         ),
         reference=_joined(
@@ -241,9 +245,7 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         ),
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
         environments=[one.environment for one in samples],
-        echo=~_joined(
-            [np.array(one.mask)[at + 1] for one, at in zip(samples, drawn, strict=True)], np.bool_
-        ),
+        echo=~_joined([mask[at + 1] for mask, at in zip(own, drawn, strict=True)], np.bool_),
         given=_joined(
             [np.full(len(at), one.given) for one, at in zip(samples, drawn, strict=True)], np.bool_
         ),
@@ -260,20 +262,23 @@ def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:
     return [*lengths, padding] if padding else lengths
 
 
-def _targets(sample: Sample) -> list[bool]:
+def _flags(mask: list[bool]) -> NDArray[np.bool_]:
+    return np.frombuffer(bytes(mask), np.bool_)  # six times as fast as np.array()
+
+
+def _targets(sample: Sample) -> NDArray[np.bool_]:
     """Return the mask of trained tokens from the second on: the first is never predicted."""
-    if sample.echo is None:
-        return sample.mask[1:]
-    return [own or other for own, other in zip(sample.mask[1:], sample.echo[1:], strict=True)]
+    mask = _flags(sample.mask)
+    return (mask if sample.echo is None else mask | _flags(sample.echo))[1:]
 
 
 def _trained(sample: Sample) -> int:
-    return sum(_targets(sample))
+    return int(np.count_nonzero(_targets(sample)))
 
 
 def _drawn(sample: Sample) -> int:
-    return sum(sample.mask[1:])
+    return sample.mask[1:].count(True)
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[Number]) -> NDArray[Number]:
-    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

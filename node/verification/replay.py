@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import project
-from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel
 from ..inference.sampler import Limits, weigh
 from ..models import huggingface
+from ..models.device import Mark, download, upload
 from ..models.model_files import layer_count, read_base
 from ..models.routers import off_route, off_routes
 from ..models.routes import unpack_routes

@@ -383,6 +383,24 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_no_moment(offload: bool
     assert 1 > first == second > third
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_a_fused_step_clips_the_gradient_as_torch_does(size: float) -> None:
+    config = TrainingConfig(lr=1e-2, max_norm=0.5)
+    mine, wanted = (nn.Parameter(torch.ones(300, 200, device="cuda")) for _ in range(2))
+    ours = Optimizer({"w": mine}, config)
+    theirs = torch.optim.AdamW([wanted], 1e-2, config.betas, weight_decay=config.weight_decay)
+    rng = torch.Generator("cuda").manual_seed(2)
+    for scale in (1.0, 0.1, 3.0):
+        grad = torch.randn(mine.shape, generator=rng, device="cuda") * size * scale
+        mine.grad, wanted.grad = grad.clone(), grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_([wanted], config.max_norm)
+        assert (float(norm) > config.max_norm) == (size == 1.0)
+        assert ours.clip().equal(norm)
+        ours.step(1e-2)
+        theirs.step()
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_moments_in_the_host_s_memory_change_no_bit() -> None:
     config = TrainingConfig(lr=1e-2, max_norm=0.5)
     found: list[list[Tensor]] = []

@@ -85,7 +85,7 @@ def test_samples_without_a_trained_token_cost_no_row() -> None:
 def test_a_rank_without_samples_gets_rows_of_padding_so_that_all_have_as_many() -> None:
     packed = pack(numbered([5]), 8, ranks=3, multiple=4)
     assert [len(rows) for rows in packed.dealt] == [1, 1, 1]
-    idle = [packed.rank(rank)[0] for rank in (1, 2)]
+    idle = [next(packed.rank(rank)) for rank in (1, 2)]
     assert [row.tokens for row in idle] == [0, 0]
     assert [row.lengths for row in idle] == [[4], [4]]
 
