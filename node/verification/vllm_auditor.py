@@ -20,8 +20,17 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -277,64 +286,80 @@ class AuditingEngine:
 
 @dataclass
 class _Text:
-    """One item, and the measurements of its S sampled tokens."""
+    """One checked item, and the measurements of its S sampled tokens.
+
+    What is derived from the item is made when it is first needed: the engine begins while the rest is made.
+    """
 
     item: AuditItem
-    wanted: list[int]
-    """Versions under which the item is read from its start."""
-    claims: Claims
-    """Claims of the sampled tokens [S]."""
-    versions: Numbers
-    """Version that each sampled token claims [S]."""
-    parts: "list[_KeptPart]"
-    """Parts of the replies whose keys and values were kept across versions, in order."""
-    anew: NDArray[np.bool_]
-    """Sampled tokens [S] in none of `parts`: they are measured in a text that is read from its start."""
+    route_bytes: int
+    """Bytes of a token's routes in its run."""
+    keeps: bool
+    """Whether keys and values are kept across versions."""
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])
     """version -> measurements under it [S, COLUMNS], of a text that is read from its start."""
     kept: Rows | None = None
     """Measurements of `parts` [S, COLUMNS]; zeros elsewhere."""
+    parts_read: int = 0
+    """Number of `parts` that were measured."""
     fault: Unreadable | None = None
     """Reason why the item cannot be measured under one of the versions."""
     sums: "_Sum | None" = None
     """Summary, once the item was read under all versions."""
 
-    @classmethod
-    def of(cls, item: AuditItem, route_bytes: int, *, keeps: bool) -> "_Text":
-        """Split up an item that was checked.
+    @cached_property
+    def places(self) -> Numbers:
+        """Positions of the sampled tokens [S]."""
+        return np.concatenate([np.arange(one.start, one.end) for one in self.item.replies])
 
-        `route_bytes`: bytes of a token's routes in its run; `keeps`: keys and values are kept across versions.
-        """
+    @cached_property
+    def claims(self) -> Claims:
+        """Claims of the sampled tokens [S]."""
+        item, places = self.item, self.places
         counts = [reply.end - reply.start for reply in item.replies]
-        places = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
         tokens = np.array(item.token_ids, np.int64)[places]
-        routes = np.frombuffer(item.routes or bytes(len(places) * route_bytes), np.uint8)
-        claims = make_claims(places, seeds, tokens, routes.reshape(len(places), route_bytes))
+        routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
+        claims = make_claims(places, seeds, tokens, routes.reshape(len(places), self.route_bytes))
         claims["routed"] = bool(item.routes)
-        claimed = sorted(item.claimed)
-        versions = np.repeat(claimed, [item.versions.count(version) for version in claimed])
-        parts = _kept_parts(versions, counts) if keeps else []
-        anew = np.ones(len(versions), np.bool_)
-        for part in parts:
+        return claims
+
+    @cached_property
+    def versions(self) -> Numbers:
+        """Version that each sampled token claims [S]."""
+        claimed = sorted(self.item.claimed)
+        return np.repeat(claimed, [self.item.versions.count(version) for version in claimed])
+
+    @cached_property
+    def parts(self) -> "list[_KeptPart]":
+        """Parts of the replies whose keys and values were kept across versions, in order."""
+        counts = [reply.end - reply.start for reply in self.item.replies]
+        return _kept_parts(self.versions, counts) if self.keeps else []
+
+    @cached_property
+    def anew(self) -> NDArray[np.bool_]:
+        """Sampled tokens [S] in none of `parts`: they are measured in a text that is read from its start."""
+        anew = np.ones(len(self.versions), np.bool_)
+        for part in self.parts:
             anew[part.tokens] = False
-        wanted = sorted({*versions[anew].tolist(), *item.others})
-        return cls(item, wanted, claims, versions, parts, anew)
+        return anew
+
+    @cached_property
+    def wanted(self) -> list[int]:
+        """Versions under which the item is read from its start."""
+        if not self.parts:
+            return self.item.wanted
+        return sorted({*self.versions[self.anew].tolist(), *self.item.others})
 
     @property
     def is_read(self) -> bool:
-        """Whether all was measured; `parts` are read in the same attempt as the rest."""
-        return len(self.rows) == len(self.wanted)
+        """Whether all was measured."""
+        return len(self.rows) == len(self.wanted) and self.parts_read == len(self.parts)
 
     @property
     def cost(self) -> int:
         """Tokens to prefill."""
         return len(self.item.token_ids) * (len(self.wanted) + bool(self.parts))
-
-    @property
-    def places(self) -> Numbers:
-        """Positions of the sampled tokens [S]."""
-        return self.claims["places"]
 
     def asked(self, version: int, chosen: Numbers | slice) -> Claims:
         """Return the claims `chosen` of all S; those of another version ask for states only."""
@@ -473,7 +498,7 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
     return found
 
 
-def _by_tokens(ones: Sequence[T], tokens: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def _by_tokens(ones: Iterable[T], tokens: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Split `ones` in order into parts of up to `most` tokens, or of a single one.
 
     `tokens` counts those of one.
@@ -556,9 +581,7 @@ class VllmAuditor:
         faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
         size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
-        texts = await asyncio.to_thread(
-            lambda: [_Text.of(item, size, keeps=keeps) for item in sound]
-        )
+        texts = [_Text(item, size, keeps) for item in sound]
         async with self._busy:
             await self._measure(texts, states)
         found = iter([await self._found(text) for text in texts])
@@ -643,7 +666,7 @@ class VllmAuditor:
 
     def _sum_up(self, texts: Sequence[_Text]) -> None:
         """Begin to summarize those that were read, while the next ones are."""
-        if done := [text for text in texts if text.is_read]:
+        if done := [text for text in texts if text.is_read and text.sums is None]:
             sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
             for number, text in enumerate(done):
                 text.sums = _Sum(sums, number)
@@ -682,6 +705,7 @@ class VllmAuditor:
         salt = ""
         for text in texts:
             text.kept = np.zeros((len(text.places), COLUMNS), np.float32) if text.parts else None
+            text.parts_read = 0
             for part in text.parts:
                 if part.is_first:
                     salt = f"kept {next(self._salts)}"
@@ -698,13 +722,16 @@ class VllmAuditor:
 
         Raises AuditFailed if the cache has lost some of them.
         """
-        requests = [text.request_kept(part, salt) for text, part, salt in reads]
-        for (text, part, _), rows in zip(reads, await self._ask(engine, requests), strict=True):
+        answers: list[Rows] = []
+        requests = (text.request_kept(part, salt) for text, part, salt in reads)
+        await self._ask(engine, requests, answers.extend)
+        for (text, part, _), rows in zip(reads, answers, strict=True):
             before, own = np.split(rows, [len(rows) - len(text.places[part.tokens])])
             if not_computed(own).any() or not not_computed(before).all():
                 raise AuditFailed("the auditor's cache has lost keys and values that are kept")
             assert text.kept is not None  # it has parts
             text.kept[part.tokens] = own
+            text.parts_read += 1
 
     async def _read(self, engine: AuditingEngine, version: int, texts: Sequence[_Text]) -> None:
         """Measure texts under the held version; read positions again that came from the cache.
@@ -714,35 +741,40 @@ class VllmAuditor:
         ends = [text.reach(version) for text in texts]
         heads = shared_heads(texts, ends)
         followers = {one for numbers in heads.values() for one in numbers}
-        claims = [
-            text.asked(version, slice(1 if number in followers else 0, end))
-            for number, (text, end) in enumerate(zip(texts, ends, strict=True))
-        ]
-        for leader, numbers in heads.items():
-            parts = [texts[one].asked(version, slice(1)) for one in numbers]
-            claims[leader] = np.concatenate([claims[leader], *parts])
-        leads = [
-            text.lead(int(text.places[end - 1])) for text, end in zip(texts, ends, strict=True)
-        ]
-        requests = [
-            text.request(lead, own) for lead, own, text in zip(leads, claims, texts, strict=True)
-        ]
-        answers = await self._ask(engine, requests)
-        for leader, numbers in heads.items():
-            rows, extra = np.split(answers[leader], [ends[leader]])
-            answers[leader] = rows
-            for one, row in zip(numbers, extra, strict=True):
-                answers[one] = np.concatenate([row[None], answers[one]])
+        answers: list[Rows] = []
+        heads_of: dict[int, Rows] = {}
         prefixes: dict[_Prefix, list[int]] = {}
-        for number, (text, rows) in enumerate(zip(texts, answers, strict=True)):
-            missing = not_computed(rows)
-            if missing.any():
-                last = int(text.places[: len(rows)][missing].max())
-                prefixes.setdefault(text.prefix(last), []).append(number)
+
+        def request(number: int) -> PrefillRequest:
+            """Ask for a text, and for the first position of those that share its prefix."""
+            text, end = texts[number], ends[number]
+            own = text.asked(version, slice(1 if number in followers else 0, end))
+            shared = [texts[one].asked(version, slice(1)) for one in heads.get(number, ())]
+            lead = text.lead(int(text.places[end - 1]))
+            return text.request(lead, np.concatenate([own, *shared]) if shared else own)
+
+        def take(part: Sequence[Rows]) -> None:
+            """Keep the rows of the next texts; note those that the cache has left out."""
+            first = len(answers)
+            for number, rows in enumerate(part, start=first):
+                rows, extra = np.split(rows, [ends[number] - (number in followers)])
+                heads_of.update(zip(heads.get(number, ()), extra[:, None], strict=True))
+                if number in followers:
+                    rows = np.concatenate([heads_of.pop(number), rows])
+                answers.append(rows)
+                missing = not_computed(rows)
+                if missing.any():
+                    last = int(texts[number].places[: len(rows)][missing].max())
+                    prefixes.setdefault(texts[number].prefix(last), []).append(number)
+                else:
+                    texts[number].keep(version, rows)
+            self._sum_up(texts[first : len(answers)])
+
+        await self._ask(engine, map(request, range(len(texts))), take)
         if prefixes:
             await self._read_again(engine, version, texts, answers, prefixes)
-        for text, rows in zip(texts, answers, strict=True):
-            text.keep(version, rows)
+            for number in itertools.chain(*prefixes.values()):
+                texts[number].keep(version, answers[number])
 
     async def _read_again(
         self,
@@ -753,15 +785,19 @@ class VllmAuditor:
         prefixes: Mapping["_Prefix", Sequence[int]],
     ) -> None:
         """Complete `answers`: read each prefix once, for all texts (by number) that begin with it."""
-        requests: list[PrefillRequest] = []
-        for (_, *lead), numbers in prefixes.items():
+
+        def request(prefix: _Prefix) -> PrefillRequest:
+            _, *lead = prefix
+            numbers = prefixes[prefix]
             parts = [
                 texts[one].asked(version, not_computed(answers[one]).nonzero()[0])
                 for one in numbers
             ]
-            salt = f"{next(self._salts)}"
-            requests.append(texts[numbers[0]].request(lead, np.concatenate(parts), salt))
-        for numbers, rows in zip(prefixes.values(), await self._ask(engine, requests), strict=True):
+            return texts[numbers[0]].request(lead, np.concatenate(parts), f"{next(self._salts)}")
+
+        found: list[Rows] = []
+        await self._ask(engine, map(request, prefixes), found.extend)
+        for numbers, rows in zip(prefixes.values(), found, strict=True):
             start = 0
             for number in numbers:
                 missing = not_computed(answers[number])
@@ -770,23 +806,30 @@ class VllmAuditor:
                 answers[number][missing] = rows[start:end]
                 start = end
 
-    async def _ask(self, engine: AuditingEngine, requests: Sequence[PrefillRequest]) -> list[Rows]:
-        """Read texts in parts: the engine begins while the rest is sent."""
+    async def _ask(
+        self,
+        engine: AuditingEngine,
+        requests: Iterable[PrefillRequest],
+        take: Callable[[Sequence[Rows]], None],
+    ) -> None:
+        """Read texts in parts: the engine begins while the rest is made. `take` gets the rows, in order."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                reading = [
-                    tasks.create_task(engine.read(part, self._timeout_s))
-                    for part in _by_tokens(requests, lambda one: len(one.token_ids), PART_TOKENS)
-                ]
+                reading: list[tuple[asyncio.Task[list[Rows]], int]] = []
+                for part in _by_tokens(requests, lambda one: len(one.token_ids), PART_TOKENS):
+                    answer = tasks.create_task(engine.read(part, self._timeout_s))
+                    reading.append((answer, len(part)))
+                    await asyncio.sleep(0)  # it is sent
+                for answer, count in reading:
+                    rows = await answer
+                    if len(rows) != count:
+                        raise _Refused(f"vLLM does not answer {count} texts")
+                    take(rows)
         except BaseExceptionGroup as group:
             error = first_cause(group)
             if isinstance(error, EngineLost) or not isinstance(error, EngineError | ValueError):
                 raise error from None
             raise _Refused(f"vLLM does not read these items ({error})") from error
-        found = [rows for part in reading for rows in part.result()]
-        if len(found) != len(requests):
-            raise _Refused(f"vLLM does not answer {len(requests)} texts")
-        return found
 
     # -- the process -------------------------------------------------------------------------------
 
