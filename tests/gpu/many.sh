@@ -62,6 +62,7 @@ whole="--mean 400 --most 1024 --groups 32 --group-size 16 --inflight 256 --windo
 few="-m gpu -o addopts=--import-mode=importlib -rfE"
 long="--mean 2000 --most 4096 --groups 8"
 mps="--set launch.mps true"
+kept="--set engine.keep_kv_cache true"
 adapters="--shape 4b --adapters 16 --recompute --groups 16"
 honest="--numerics calibrated --honest 5120 --reply 128 --minutes 8"
 stages="--shape 4b --rtt 0 50 --rates"
@@ -72,8 +73,8 @@ case $part in
         bench 2 tests-families pytest $few tests/gpu/test_families_gpu.py
         ;;
     audits)
-        bench 0 audits-0.6b gpu_audit --shape 0.6b --numerics calibrated --rollouts 512 --reply 256 --minutes 8
-        bench 1 audits-4b gpu_audit --shape 4b --numerics calibrated --rollouts 512 --reply 256 --minutes 8
+        bench 0 audits-0.6b gpu_audit --shape 0.6b --numerics calibrated --rollouts 1024 --reply 256 --minutes 8
+        bench 1 audits-4b gpu_audit --shape 4b --numerics calibrated --rollouts 1024 --reply 256 --minutes 8
         ;;
     exact)
         bench 0 exact-0.6b gpu_audit --shape 0.6b --numerics exact calibrated --reply 256 --minutes 8
@@ -97,11 +98,11 @@ case $part in
         ;;
     run)
         bench 0 run-0.6b run --gpus 1 --shape 0.6b $whole $mps --logs "$out/run-0.6b"
-        bench 1 run-4b run --gpus 1 $whole $adapters $mps --logs "$out/run-4b"
+        bench 1 run-4b run --gpus 1 $whole $adapters $mps $kept --steps 20 --logs "$out/run-4b"
         ;;
     run2) bench 0,1 run2 run --gpus 2 --shape 0.6b $whole --logs "$out/run2" ;;
     run2-long) bench 0,1 run2-long run --gpus 2 --shape 0.6b $whole $long --logs "$out/run2-long" ;;
-    run2-kept) bench 0,1 run2-kept run --gpus 2 --shape 0.6b $whole $long --set engine.keep_kv_cache true --logs "$out/run2-kept" ;;
+    run2-kept) bench 0,1 run2-kept run --gpus 2 --shape 0.6b $whole $long $kept --logs "$out/run2-kept" ;;
     run2-4b) bench 0,1 run2-4b run --gpus 2 $whole $adapters $mps --logs "$out/run2-4b" ;;
     turns) bench 0 turns gpu_run --turns --out "$out" --limit 540 ;;
     kernels)
