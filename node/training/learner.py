@@ -173,7 +173,7 @@ class Learner:
             "tokens": 0.0,
         }
         if packed.tokens or packed.echo_tokens or packed.given_tokens:
-            values |= self._apply(lr, self._accumulate(packed, batch))
+            values |= self._apply(self._optimizer, lr, self._accumulate(packed, batch))
             values |= self._model.expert_load.figures()
         self.step_done = batch.step
         return StepMetrics(values | self._meter.figures(packed.lengths))
@@ -227,13 +227,10 @@ class Learner:
                 self._parameters, self._config, betas=WARMUP_BETAS, weight_decay=0.0
             )
         packed = self._pack([_demonstration(example) for example in examples])
-        sums = self._accumulate(packed, TrainBatch(0, [], "ce")) if packed.tokens else LossSums()
-        loss = self._reduced(sums).metrics().get("loss/mean", 0.0)
-        if packed.tokens and math.isfinite(loss) and math.isfinite(self._warmup_optimizer.clip()):
-            self._warmup_optimizer.step(lr)
-            self._model.settle()
-        self._warmup_optimizer.zero_grad()
-        return loss
+        if not packed.tokens:
+            return 0.0
+        sums = self._accumulate(packed, TrainBatch(0, [], "ce"))
+        return self._apply(self._warmup_optimizer, lr, sums)["loss/mean"]
 
     def end_supervised(self) -> None:
         """Forget all optimizer moments: reinforcement learning starts from the weights alone."""
@@ -440,19 +437,19 @@ class Learner:
         world, sums = self._world, sums.read()
         return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
-    def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:
+    def _apply(self, optimizer: Optimizer, lr: float, sums: LossSums) -> dict[str, float]:
         """Clip and step, or skip the step if anything is not finite; return the figures of both.
 
         A single rank launches all of it before it waits for the device.
         """
         if self._world.size > 1:
             sums = self._reduced(sums)  # ranks have to agree
-        norm = self._optimizer.clip()
+        norm = optimizer.clip()
         self._meter.phase("forward_backward")
         finite = norm.isfinite() & sums.finite(norm.device)
-        self._optimizer.step(lr, finite)
+        optimizer.step(lr, finite)
         self._model.settle()
-        self._optimizer.zero_grad()
+        optimizer.zero_grad()
         self._meter.phase("optimizer")
         figures = {"optim/grad_norm": float(norm), "optim/skipped": float(not finite)}
         return sums.metrics() | figures
