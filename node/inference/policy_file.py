@@ -14,14 +14,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from ..models.device import upload
-from ..models.tensors import from_torch, to_torch
+from ..models.tensors import from_torch, to_torch, torch_dtype
 from ..ops.gpus import machine_memory
 from ..weights.adapters import PREFIX, WEIGHT, A, B, add_product
+from ..weights.checkpoint import read_flat
 from ..weights.state import memory_threads
 from .handover import ADAPTERS
 
@@ -96,24 +98,35 @@ class PolicyFile:
     def _adapters(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor] | None]:
         """Return A and B on `device` by module; None where no bit of B is set.
 
-        All are copied at once and without queries to the device: each separate copy or query would wait until
-        other users of the device have had their turn.
+        All are read and copied at once and without queries to the device: each separate copy or query would
+        wait until other users of the device have had their turn.
         """
-        with safe_open(self.path, framework="pt") as reader:
-            tensors: dict[str, Tensor] = {name: reader.get_tensor(name) for name in reader.keys()}
-        flat = upload(torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), device)
-        parts = flat.split([tensor.numel() for tensor in tensors.values()])
-        copies = {
-            name: part.view(tensor.shape)
-            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
-        }
-        modules = [name.removesuffix(A) for name in tensors if name.endswith(A)]
+        flat = torch.empty(0, dtype=torch.uint8)
+
+        def room(size: int) -> NDArray[np.uint8]:
+            nonlocal flat
+            flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            return flat.numpy()
+
+        found = read_flat(Path(self.path), room)
+        copy = flat.to(device, non_blocking=True)
+
+        def tensor(name: str) -> Tensor:
+            dtype, shape, part = found[name]
+            return copy[part].view(torch_dtype(dtype)).view(shape)
+
+        modules = [name.removesuffix(A) for name in found if name.endswith(A)]
         return {
-            module.removeprefix(PREFIX): (copies[module + A], copies[module + B])
-            if bool(tensors[module + B].view(torch.int16).any())
+            module.removeprefix(PREFIX): (tensor(module + A), tensor(module + B))
+            if _has_bits(flat[found[module + B][2]])
             else None
             for module in modules
         }
+
+
+def _has_bits(values: Tensor) -> bool:
+    """Return whether any bit of `values`, uint8, is set; most often that of one of the first."""
+    return bool(values[:16].any()) or bool(values.any())
 
 
 class KeptBase:

@@ -3,13 +3,14 @@
 Files are replaced whole or not at all, and read as hostile: every offset is checked before a byte is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..ops.errors import StorageError
 from ..storage.chunk_store import Disk, write_atomic
@@ -67,6 +68,24 @@ def read_checkpoint(path: Path) -> State:
             return {name: _tensor(path, file, name, entry) for name, entry in entries}
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_flat(
+    path: Path, room: Callable[[int], NDArray[np.uint8]]
+) -> dict[str, tuple[str, tuple[int, ...], slice]]:
+    """Read the bytes of all tensors at once, into memory that `room` makes for so many.
+
+    Returns the dtype, the shape and the bytes of each tensor. Raises StorageError.
+    """
+    try:
+        with path.open("rb") as file:
+            _, entries = _header(path, file)
+            size = entries[-1][1].data_offsets[1] if entries else 0
+            if file.readinto(room(size).data) != size:
+                raise _corrupt(path, "it ends inside a tensor")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    return {name: (one.dtype, one.shape, slice(*one.data_offsets)) for name, one in entries}
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -4,15 +4,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support import weights_cases as cases
 
 from primerl.node.ops.errors import StorageError
 from primerl.node.storage.chunk_store import Disk
-from primerl.node.weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
+from primerl.node.weights.checkpoint import (
+    read_checkpoint,
+    read_flat,
+    read_metadata,
+    write_checkpoint,
+)
 from primerl.node.weights.state import BITS, State
 
 ONE_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -30,6 +37,26 @@ def test_file_gives_back_every_bit_and_the_library_agrees(tmp_path: Path, state:
     for name, t in state.items():
         assert (theirs[name]["dtype"], tuple(theirs[name]["shape"])) == (t.dtype, t.shape)
         assert bytes(theirs[name]["data"]) == t.data.tobytes()
+
+
+@ONE_PATH
+@given(st.dictionaries(cases.NAMES, cases.tensors(), max_size=5))
+def test_all_bytes_are_read_at_once_into_memory_of_the_caller(tmp_path: Path, state: State) -> None:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, state, disk=Disk(fsync=False))
+    rooms: list[NDArray[np.uint8]] = []
+
+    def room(size: int) -> NDArray[np.uint8]:
+        rooms.append(np.zeros(size, np.uint8))
+        return rooms[-1]
+
+    found = read_flat(path, room)
+    (flat,) = rooms
+    assert found.keys() == state.keys()
+    for name, t in state.items():
+        dtype, shape, part = found[name]
+        assert (dtype, shape) == (t.dtype, t.shape)
+        assert flat[part].tobytes() == t.data.tobytes()
 
 
 def test_file_that_the_library_wrote_is_read(tmp_path: Path) -> None:
@@ -131,6 +158,8 @@ def test_hostile_file_is_refused(tmp_path: Path, hostile: bytes) -> None:
     path.write_bytes(hostile)
     with pytest.raises(StorageError, match="not a sound safetensors file"):
         read_checkpoint(path)
+    with pytest.raises(StorageError, match="not a sound safetensors file"):
+        read_flat(path, lambda size: np.empty(size, np.uint8))
 
 
 @ONE_PATH
