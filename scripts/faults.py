@@ -110,6 +110,13 @@ FAULTS = (
         "pass",
         ("test_replies_whose_kept_blocks_were_lost_are_read_again_fewer_at_a_time",),
     ),
+    Fault(
+        "a text that is being summed up is read again",
+        "node/verification/vllm_auditor.py",
+        "return [text for text in texts if text.sums is None]",
+        "return list(texts)",
+        ("test_what_was_summed_up_before_vllm_died_is_not_read_again",),
+    ),
     # -- crypto, protocol
     Fault(
         "derived hash does not separate its parts",

@@ -462,6 +462,11 @@ class _Sum:
         return (await self.sums)[self.number]
 
 
+def _unsummed(texts: Sequence[_Text]) -> list[_Text]:
+    """Return the texts without a sum. A thread may be reading the others: they must not change."""
+    return [text for text in texts if text.sums is None]
+
+
 def sum_up(texts: Sequence[_Text]) -> list[Measured]:
     """Summarize texts that were read."""
     own = [text.own() for text in texts]
@@ -650,23 +655,25 @@ class VllmAuditor:
 
     async def _attempt(self, version: int, state: State, texts: Sequence[_Text]) -> list[None]:
         """Read texts at once under one version."""
-        async with self._working() as engine:
-            await self._hold(engine, version, state)
-            await self._read(engine, version, texts)
-        self._sum_up(texts)
+        if left := _unsummed(texts):
+            async with self._working() as engine:
+                await self._hold(engine, version, state)
+                await self._read(engine, version, left)
+            self._sum_up(left)
         return [None] * len(texts)
 
     async def _attempt_all(self, states: Mapping[int, State], texts: Sequence[_Text]) -> list[None]:
         """Read texts under all of their versions: kept keys and values are of one attempt."""
-        async with self._working() as engine:
-            for some in _by_tokens(texts, lambda text: len(text.item.token_ids), self._room):
-                await self._read_all(engine, states, some)
-        self._sum_up(texts)
+        if left := _unsummed(texts):
+            async with self._working() as engine:
+                for some in _by_tokens(left, lambda text: len(text.item.token_ids), self._room):
+                    await self._read_all(engine, states, some)
+            self._sum_up(left)
         return [None] * len(texts)
 
     def _sum_up(self, texts: Sequence[_Text]) -> None:
         """Begin to summarize those that were read, while the next ones are."""
-        if done := [text for text in texts if text.is_read and text.sums is None]:
+        if done := [text for text in _unsummed(texts) if text.is_read]:
             sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
             for number, text in enumerate(done):
                 text.sums = _Sum(sums, number)

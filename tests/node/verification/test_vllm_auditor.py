@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.fingerprint import NUMBERS, pack
 from primerl.node.inference.prefill import PrefillRequest, read_claims
 from primerl.node.ops.errors import EngineError, UsageError
-from primerl.node.verification import portions
+from primerl.node.verification import portions, vllm_auditor
 from primerl.node.verification.auditor import (
     AuditItem,
     BoundaryClaim,
@@ -440,6 +441,30 @@ async def test_items_that_end_vllm_or_fail_in_it_cost_no_other_item(
     assert well(found) == [True, False, False, True]
     lost = [one for one in found if isinstance(one, Unreadable)]
     assert all(one.detail and not one.proof for one in lost)
+
+
+async def test_what_was_summed_up_before_vllm_died_is_not_read_again(
+    auditor: VllmAuditor, requests_made: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed, sum_up, read = threading.Event(), vllm_auditor.sum_up, AuditingEngine.read
+
+    def noted(texts: Sequence[Any]) -> list[Measured]:
+        summed.set()
+        return sum_up(texts)
+
+    async def after(
+        engine: AuditingEngine, requests: Sequence[PrefillRequest], timeout_s: float
+    ) -> list[Rows]:
+        if requests[0].token_ids[0] == fake.DIES:
+            assert await asyncio.to_thread(summed.wait, DEADLINE_S)
+        return await read(engine, requests, timeout_s)
+
+    monkeypatch.setattr(vllm_auditor, "PART_TOKENS", 1)
+    monkeypatch.setattr(vllm_auditor, "sum_up", noted)
+    monkeypatch.setattr(AuditingEngine, "read", after)
+    found = await auditor.audit([item(FINE, mark=1), item(fake.DIES)], STATES)
+    assert well(found) == [True, False]
+    assert len(requests_made.of(1)) == 1
 
 
 @pytest.mark.parametrize("auditor", [2.0], indirect=True)
