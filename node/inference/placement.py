@@ -93,9 +93,10 @@ class Part:
         new = tensor.as_strided(sizes, [dim.source for dim in dims], self.source)
         old = self.flat.as_strided(sizes, [dim.target for dim in dims], self.target)
         bits = _INTEGERS[tensor.element_size()]
-        apart = new.view(bits) != old.view(bits)
+        # the device is waited for once
+        apart = (new.view(bits) != old.view(bits)).nonzero(as_tuple=True)
         offsets = torch.full((), self.target, device=self.flat.device)
-        for dim, at in zip(dims, apart.nonzero(as_tuple=True), strict=True):
+        for dim, at in zip(dims, apart, strict=True):
             offsets = offsets + at * dim.target
         return offsets, new[apart]
 
