@@ -227,6 +227,9 @@ logger = logging.getLogger(__name__)
 
 MULTIPLE = 128
 """Rows are padded to a multiple of this on a GPU: matrix kernels are fast, and there are few shapes."""
+CASES = 64
+"""Compiled versions of a layer: of each kind, with gradients and without, trained and frozen, for lengths that
+vary. torch stops at 8, and computes what comes then without compiling."""
 PROBE = 5
 """Tokens for comparing the logprobs of this code with the model's own."""
 PROBE_NATS = 1e-3
@@ -460,13 +463,20 @@ def _prepared(
     inside = config.expert_parallel > 1 and config.activation_checkpointing != "selective"
     inside = inside and wanted
     if inside:
-        forward = torch.compile(forward)
+        forward = _compiled(forward)
     if config.activation_checkpointing != "none":
         extra: Mapping[str, Any] = {}
         if config.activation_checkpointing == "selective":
             extra = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
         forward = partial(checkpoint, forward, use_reentrant=False, **extra)
-    return torch.compile(forward) if wanted and not inside else forward
+    return _compiled(forward) if wanted and not inside else forward
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a layer's forward for more cases than torch would by itself."""
+    found: Any = torch._dynamo.config  # pyright: ignore
+    found.recompile_limit = max(found.recompile_limit, CASES)
+    return torch.compile(forward)
 
 
 def _keep_attention(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:

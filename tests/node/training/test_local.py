@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.family_cases import make_family
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
@@ -71,6 +72,27 @@ def test_compiling_ahead_changes_nothing_and_spares_the_first_step(
     assert graphs["unique_graphs"] == compiled
     plain = learner(model_dir).step(batch(1)).values
     assert values["loss/mean"] == pytest.approx(plain["loss/mean"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_layers_of_every_kind_stay_compiled_with_and_without_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import config as dynamo
+    from torch._dynamo.utils import counters
+
+    make_family("gemma3_text", tmp_path)
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    mine = learner(tmp_path, FAST.model_copy(update={"compile": True}))
+    with dynamo.patch(disable=False):
+        mine.compile_step()
+        for rows in (batch(1).samples, batch(2).samples[:2], batch(3).samples[:1]):
+            mine.packed_logprobs(rows)
+    frames = counters["frames"]
+    assert frames["total"] == frames["ok"] > 0
 
 
 def test_what_is_not_compiled_needs_no_time_ahead(model_dir: Path, tmp_path: Path) -> None:
