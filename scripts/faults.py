@@ -115,7 +115,7 @@ FAULTS = (
         "node/verification/vllm_auditor.py",
         "return [text for text in texts if text.sums is None]",
         "return list(texts)",
-        ("test_what_was_summed_up_before_vllm_died_is_not_read_again",),
+        ("test_texts_summed_up_before_vllm_died_are_not_read_again",),
     ),
     # -- crypto, protocol
     Fault(

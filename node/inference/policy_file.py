@@ -14,9 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -101,14 +99,9 @@ class PolicyFile:
         All are read and copied at once and without queries to the device: each separate copy or query would
         wait until other users of the device have had their turn.
         """
-        flat = torch.empty(0, dtype=torch.uint8)
-
-        def room(size: int) -> NDArray[np.uint8]:
-            nonlocal flat
-            flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            return flat.numpy()
-
-        found = read_flat(Path(self.path), room)
+        path = Path(self.path)
+        flat = torch.empty(path.stat().st_size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        found = read_flat(path, flat.numpy())
         copy = flat.to(device, non_blocking=True)
 
         def tensor(name: str) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...protocol.manifests import RouteShape
+from ..models.device import upload_array
 from ..models.routers import ReplayedRoutes, mixtures
 from ..models.routes import route_fault, unpack_routes
 from ..ops.errors import EngineError
@@ -81,9 +82,9 @@ class RouterReplay:
         self.routes = None
         if self.shape is None or not len(row.routed):
             return
-        own = torch.from_numpy(unpack_routes(row.routes, self.shape)).to(device)
+        own = upload_array(unpack_routes(row.routes, self.shape), device)
         whole = own.new_full((len(row.token_ids), *own.shape[1:]), -1)
-        whole[torch.from_numpy(row.routed).to(device)] = own
+        whole[upload_array(row.routed, device)] = own
         self.routes = whole.transpose(0, 1).long()
 
 

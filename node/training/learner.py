@@ -19,6 +19,7 @@ import torch
 
 from ..config.training import LossConfig, TrainingConfig
 from ..models import huggingface, model_files
+from ..models.device import upload_array
 from ..models.tensors import bf16_state
 from ..ops.errors import EngineError
 from ..weights.state import State
@@ -425,7 +426,7 @@ class Learner:
         """Return the reference's logprobs of a row's trained tokens; None without a reference."""
         if any(loss.endpoint is not None for loss in self._losses):
             own = row.part(self._world.context_rank, self._world.context_size)
-            return torch.from_numpy(own.reference).to(self._world.device)
+            return upload_array(own.reference, self._world.device)
         itself = self._config.loss.teacher == "policy"
         teacher = self._model if itself else self._reference
         if teacher is None:

@@ -332,7 +332,6 @@ class TrainedModel(nn.Module):
         world = self._world
         layout = Layout.of(row.lengths, world.device)
         own = row.part(world.context_rank, world.context_size)
-
         arrays = (own.token_ids, own.positions, own.rows, own.targets, own.sequences)
         ids, positions, rows, targets, sequences = (
             upload_array(one, world.device) for one in arrays
@@ -344,7 +343,7 @@ class TrainedModel(nn.Module):
         logprobs, entropy = self(
             ids, positions, layout, rows, targets, sequences, temperature, given
         )
-        # what only the loss reads is uploaded while the device computes
+        # those that only the loss needs are uploaded while the device computes
         behaviour, advantages = (
             upload_array(one, world.device) for one in (own.logprobs, own.advantages)
         )
@@ -474,8 +473,8 @@ def _prepared(
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a layer's forward for more cases than torch would by itself."""
-    found: Any = torch._dynamo.config  # pyright: ignore
-    found.recompile_limit = max(found.recompile_limit, CASES)
+    config: Any = torch._dynamo.config  # pyright: ignore
+    config.recompile_limit = max(config.recompile_limit, CASES)
     return torch.compile(forward)
 
 

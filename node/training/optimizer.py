@@ -98,7 +98,7 @@ class Optimizer:
             )
         self._of = {name: "muon" if name in hidden else "adamw" for name in self._locals}
         self._is_fused = on_gpu and not hidden
-        """Whether the kernel of a step scales the gradient, and sees by itself that it must change nothing."""
+        """Whether a step is AdamW's fused kernel alone, which can scale the gradient, and skip the step."""
 
     def clip(self) -> Tensor:
         """Scale the gradient to at most `max_norm`; return the norm before, over all ranks, [].

@@ -308,6 +308,11 @@ class _Text:
     """Summary, once the item was read under all versions."""
 
     @cached_property
+    def counts(self) -> list[int]:
+        """Numbers of tokens of the replies."""
+        return [reply.end - reply.start for reply in self.item.replies]
+
+    @cached_property
     def places(self) -> Numbers:
         """Positions of the sampled tokens [S]."""
         return np.concatenate([np.arange(one.start, one.end) for one in self.item.replies])
@@ -316,8 +321,7 @@ class _Text:
     def claims(self) -> Claims:
         """Claims of the sampled tokens [S]."""
         item, places = self.item, self.places
-        counts = [reply.end - reply.start for reply in item.replies]
-        seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), counts)
+        seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), self.counts)
         tokens = np.array(item.token_ids, np.int64)[places]
         routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
         claims = make_claims(places, seeds, tokens, routes.reshape(len(places), self.route_bytes))
@@ -333,8 +337,7 @@ class _Text:
     @cached_property
     def parts(self) -> "list[_KeptPart]":
         """Parts of the replies whose keys and values were kept across versions, in order."""
-        counts = [reply.end - reply.start for reply in self.item.replies]
-        return _kept_parts(self.versions, counts) if self.keeps else []
+        return _kept_parts(self.versions, self.counts) if self.keeps else []
 
     @cached_property
     def anew(self) -> NDArray[np.bool_]:
@@ -792,18 +795,16 @@ class VllmAuditor:
         prefixes: Mapping["_Prefix", Sequence[int]],
     ) -> None:
         """Complete `answers`: read each prefix once, for all texts (by number) that begin with it."""
-
-        def request(prefix: _Prefix) -> PrefillRequest:
-            _, *lead = prefix
-            numbers = prefixes[prefix]
+        requests: list[PrefillRequest] = []
+        for (_, *lead), numbers in prefixes.items():
             parts = [
                 texts[one].asked(version, not_computed(answers[one]).nonzero()[0])
                 for one in numbers
             ]
-            return texts[numbers[0]].request(lead, np.concatenate(parts), f"{next(self._salts)}")
-
+            salt = f"{next(self._salts)}"
+            requests.append(texts[numbers[0]].request(lead, np.concatenate(parts), salt))
         found: list[Rows] = []
-        await self._ask(engine, map(request, prefixes), found.extend)
+        await self._ask(engine, requests, found.extend)
         for numbers, rows in zip(prefixes.values(), found, strict=True):
             start = 0
             for number in numbers:

@@ -3,7 +3,9 @@
 Files are replaced whole or not at all, and read as hostile: every offset is checked before a byte is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -62,37 +64,36 @@ def write_checkpoint(
 
 def read_checkpoint(path: Path) -> State:
     """Every tensor of a safetensors file, bits as stored. Raises StorageError."""
-    try:
-        with path.open("rb") as file:
-            _, entries = _header(path, file)
-            return {name: _tensor(path, file, name, entry) for name, entry in entries}
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    with _opened(path) as file:
+        _, entries = _header(path, file)
+        return {name: _tensor(path, file, name, entry) for name, entry in entries}
 
 
-def read_flat(
-    path: Path, room: Callable[[int], NDArray[np.uint8]]
-) -> dict[str, tuple[str, tuple[int, ...], slice]]:
-    """Read the bytes of all tensors at once, into memory that `room` makes for so many.
+def read_flat(path: Path, into: NDArray[np.uint8]) -> dict[str, tuple[str, tuple[int, ...], slice]]:
+    """Read the bytes of all tensors at once to the start of `into`, which is at least as long as the file.
 
-    Returns the dtype, the shape and the bytes of each tensor. Raises StorageError.
+    Returns the dtype and the shape of each tensor, and its part of `into`. Raises StorageError.
     """
-    try:
-        with path.open("rb") as file:
-            _, entries = _header(path, file)
-            size = entries[-1][1].data_offsets[1] if entries else 0
-            if file.readinto(room(size).data) != size:
-                raise _corrupt(path, "it ends inside a tensor")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    with _opened(path) as file:
+        _, entries = _header(path, file)
+        size = entries[-1][1].data_offsets[1] if entries else 0
+        if file.readinto(into[:size].data) != size:
+            raise _corrupt(path, "it ends inside a tensor")
     return {name: (one.dtype, one.shape, slice(*one.data_offsets)) for name, one in entries}
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file, without reading its tensors. Raises StorageError."""
+    with _opened(path) as file:
+        return _header(path, file)[0]
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[BufferedReader]:
+    """Open a file to read; an OSError is a StorageError."""
     try:
         with path.open("rb") as file:
-            return _header(path, file)[0]
+            yield file
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 

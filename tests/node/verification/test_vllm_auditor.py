@@ -443,7 +443,7 @@ async def test_items_that_end_vllm_or_fail_in_it_cost_no_other_item(
     assert all(one.detail and not one.proof for one in lost)
 
 
-async def test_what_was_summed_up_before_vllm_died_is_not_read_again(
+async def test_texts_summed_up_before_vllm_died_are_not_read_again(
     auditor: VllmAuditor, requests_made: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summed, sum_up, read = threading.Event(), vllm_auditor.sum_up, AuditingEngine.read
