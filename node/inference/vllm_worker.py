@@ -10,7 +10,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from safetensors import safe_open
 
 from ...protocol.manifests import RouteShape
 from ..ops.errors import named_line, one_line
+from ..process.threads import share_python
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
@@ -42,8 +42,6 @@ from .vllm_sampling import (
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 0.0005
-"""Time after which a thread yields the GIL to another; Python's 5 ms are half a step."""
 ROOM = 2**30
 """Device memory that an update leaves free, bytes."""
 
@@ -225,8 +223,8 @@ class WorkerExtension:
 
     def primerl_attach(self, node_pid: int) -> int:
         """Make this process end with the node's, however that ends. Returns this process's id."""
-        # threads that read a new version must not delay the one that runs steps for long
-        sys.setswitchinterval(SWITCH_S)
+        # threads that read requests or a new version must not delay the one that runs steps for long
+        share_python()
         # a daemon thread: it must die with the process, and has nothing to clean up
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
         return os.getpid()

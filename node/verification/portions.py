@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 MOST_DEADLY = 4
 """Items of a portion that each end the process alone, after which the rest is skipped."""
 LARGEST_PORTION = 2**18
-"""Most tokens to prefill in one portion, counted once per version; one longer item is still a portion."""
+"""Most tokens to prefill in one portion, counted once per version, where it is one message; one longer item is
+still a portion."""
 FIRST_PORTION = 2**13
 """Limit of the first portion, before the device's speed is known, tokens."""
 SMALLEST_PORTION = 2**10
@@ -41,8 +42,9 @@ class AuditFailed(NodeError):
 class Pace:
     """Sizes of portions, such that the device prefills each in a quarter of its time limit."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, largest: int = LARGEST_PORTION) -> None:
         self._timeout_s = timeout_s
+        self._largest = largest
         self.limit = FIRST_PORTION
 
     def done(self, cost: int, took_s: float) -> None:
@@ -50,7 +52,7 @@ class Pace:
         share_s = self._timeout_s / PORTION_TIME_SHARE
         if cost >= FIRST_PORTION // 2 or took_s > share_s:
             fair = int(cost / max(took_s, 1e-3) * share_s)
-            self.limit = min(LARGEST_PORTION, max(SMALLEST_PORTION, fair))
+            self.limit = min(self._largest, max(SMALLEST_PORTION, fair))
 
     def failed(self) -> None:
         """Adapt to a portion that may have been too large."""
@@ -79,9 +81,9 @@ class Portions:
     process.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """Take the time limit of one attempt, seconds."""
-        self._pace = Pace(timeout_s)
+    def __init__(self, timeout_s: float, largest: int = LARGEST_PORTION) -> None:
+        """Take the time limit of one attempt, seconds, and the most tokens of a portion."""
+        self._pace = Pace(timeout_s, largest)
 
     async def measure(
         self,

@@ -101,6 +101,8 @@ SEQUENCES = 256
 """Texts in a batch."""
 PART_TOKENS = 2**14
 """Tokens of the texts in one request to the engine."""
+PORTION_TOKENS = 2**20
+"""Most tokens of a portion: between two of them the engine has nothing to read."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 
@@ -550,7 +552,7 @@ class VllmAuditor:
         self._base: AdapterBase | None = None
         self._engine: AuditingEngine | None = None
         self._busy = asyncio.Lock()
-        self._portions = Portions(timeout_s)
+        self._portions = Portions(timeout_s, PORTION_TOKENS)
         self._salts = itertools.count(1)
         self._warming: asyncio.Task[None] | None = None
         self._closed = False

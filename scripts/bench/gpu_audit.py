@@ -26,7 +26,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from primerl.node.verification.self_calibration import Reference, make_bounds
 from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State, Tensor
+from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
 from primerl.scripts.bench.models import SHAPES, random_policy
@@ -116,7 +117,7 @@ class Model:
     """A model directory without weights, its policies, and the language of a trained one."""
 
     directory: Path
-    states: dict[int, State]
+    states: Mapping[int, State]
     corpus: Corpus | None = None
 
 
@@ -134,7 +135,7 @@ class Bench:
     options: argparse.Namespace
 
     @property
-    def states(self) -> dict[int, State]:
+    def states(self) -> Mapping[int, State]:
         """Policies by version."""
         return self.model.states
 
@@ -219,9 +220,13 @@ def make_policies(directory: Path, options: argparse.Namespace) -> Model:
         for name, one in made.items():
             if len(one.shape) == 2:
                 made[name] = from_torch((to_torch(one).to(DEVICE) * GAIN).cpu())
-    states: dict[int, State] = {OWN: own}
+    states = StateHistory(2)
     if options.cheats:
-        states[BEFORE] = altered(own, stepped(1e-6), DEVICE)
+        before = altered(own, stepped(1e-6), DEVICE)
+        states.add(BEFORE, before)
+        states.add(OWN, own, changes(before, own))  # a publisher knows them
+    else:
+        states.add(OWN, own)
     if CUDA:
         torch.cuda.empty_cache()
     return Model(directory, states, corpus)

@@ -391,8 +391,12 @@ async def test_audits_are_made_one_after_the_other_and_a_cancelled_one_leaves_th
 async def test_an_audit_of_many_portions_swaps_each_version_in_once(
     shared: VllmAuditor, swapped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(portions, "LARGEST_PORTION", 20)
-    monkeypatch.setattr(portions, "SMALLEST_PORTION", 20)
+    sized = portions.portion_size
+
+    def small(costs: Sequence[int], limit: int) -> int:
+        return sized(costs, min(20, limit))
+
+    monkeypatch.setattr(portions, "portion_size", small)
     await shared.audit([item(FINE)], STATES)
     swapped.clear()
     items = [item(FINE, version) for version in (3, 1, 2) * 8]
