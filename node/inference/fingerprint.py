@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 Hidden = NDArray[np.float32]
 """Hidden states [tokens, width]."""
 Floats = NDArray[np.float64]
+Codes = NDArray[np.integer]
+"""The bytes of a proof: scales, or codes."""
 Integers = NDArray[np.int64]
 
 NUMBERS = 7
@@ -109,7 +111,11 @@ class Projection:
 
     def check(self, proof: bytes, tokens: int) -> None:
         """Raise BadProof unless the bytes of every token are the one encoding of some state."""
-        _decode([proof], [tokens])
+        self.check_all([(proof, tokens)])
+
+    def check_all(self, replies: Sequence[tuple[bytes, int]]) -> None:
+        """Check the (proof, tokens) of many replies at once, as check() does one."""
+        _checked([proof for proof, _ in replies], [tokens for _, tokens in replies])
 
     def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
         """Compare a proof with own hidden states [tokens, width] of the same reply.
@@ -270,23 +276,38 @@ def _finite(projected: Hidden) -> Floats:
 
 def _decode(proofs: Sequence[bytes], lengths: Sequence[int]) -> Floats:
     """Decode the untrusted proofs of replies into projected states [tokens, 7]. Raises BadProof."""
+    return _states(*_checked(proofs, lengths))
+
+
+def _checked(proofs: Sequence[bytes], lengths: Sequence[int]) -> tuple[Codes, Codes]:
+    """Return the scales [tokens] and codes [tokens, 7] of the untrusted proofs of replies. Raises BadProof."""
     for proof, tokens in zip(proofs, lengths, strict=True):
         if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
             raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
-    decoded, proper = decode_rows(b"".join(proofs))
+    scale, codes, proper = _parse(b"".join(proofs))
     if not proper.all():
         places = np.concatenate([np.arange(length) for length in lengths])
         raise BadProof(f"token {places[np.argmin(proper)]}: its codes do not fit its scale")
-    return decoded
+    return scale, codes
 
 
 def decode_rows(proof: bytes) -> tuple[Floats, NDArray[np.bool_]]:
     """Decode rows of untrusted bytes to states [tokens, 7], and return which are valid [tokens]."""
+    scale, codes, proper = _parse(proof)
+    return _states(scale, codes), proper
+
+
+def _parse(proof: bytes) -> tuple[Codes, Codes, NDArray[np.bool_]]:
+    """Take rows of untrusted bytes apart: scales [tokens], codes [tokens, 7], and which rows are valid."""
     packed = np.asfortranarray(np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES))
     scale, codes = packed[:, 0], packed[:, 1:].view(np.int8)
     largest = np.abs(codes).view(np.uint8).max(axis=1)  # -128 counts as 128
     proper = np.where(scale == 0, largest == 0, (largest >= _LEAST) & (largest <= _MOST))
-    return codes * _SCALES[scale][:, None], proper
+    return scale, codes, proper
+
+
+def _states(scale: Codes, codes: Codes) -> Floats:
+    return codes * _SCALES[scale][:, None]
 
 
 def rounded(projected: NDArray[np.floating]) -> Floats:

@@ -41,22 +41,31 @@ _PROJECTION = Projection()
 # -- checks of an item -----------------------------------------------------------------------------
 
 
-def check_item(
-    item: AuditItem, vocabulary: int, layers: int, routes: RouteShape | None = None
-) -> Unreadable | None:
-    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can.
+def check_items(
+    items: Sequence[AuditItem], vocabulary: int, layers: int, routes: RouteShape | None = None
+) -> list[Unreadable | None]:
+    """Explain why items cannot be measured by a model of `layers` layers; None for each that can.
 
-    `routes` is the shape of routes in its run.
+    `routes` is the shape of routes in their run.
     """
-    detail = _fault(item, vocabulary) or _boundary_fault(item, layers) or _route_fault(item, routes)
-    if detail:
-        return Unreadable(detail, proof=False)
+    details = [
+        _fault(item, vocabulary) or _boundary_fault(item, layers) or _route_fault(item, routes)
+        for item in items
+    ]
+    sound = [item for item, detail in zip(items, details, strict=True) if not detail]
+    proofs = iter(_proof_faults(sound))
+    return [Unreadable(one, proof=False) if one else next(proofs) for one in details]
+
+
+def _proof_faults(items: Sequence[AuditItem]) -> list[Unreadable | None]:
+    """Explain what is wrong with the proofs of items: all at once, or one by one if any is bad."""
     try:
-        for proof, tokens in split_proof(item):
-            _PROJECTION.check(proof, tokens)
+        _PROJECTION.check_all([reply for item in items for reply in split_proof(item)])
     except BadProof as error:
-        return Unreadable(str(error), proof=True)
-    return None
+        if len(items) == 1:
+            return [Unreadable(str(error), proof=True)]
+        return [fault for item in items for fault in _proof_faults([item])]
+    return [None] * len(items)
 
 
 def split_proof(item: AuditItem) -> list[tuple[bytes, int]]:

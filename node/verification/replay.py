@@ -40,7 +40,7 @@ from .auditor import (
     Unreadable,
     check_versions,
 )
-from .measures import check_item, compare_replies, distances, routing, split_proof, summarize
+from .measures import check_items, compare_replies, distances, routing, split_proof, summarize
 
 Integers = NDArray[np.int64]
 
@@ -167,7 +167,7 @@ class Replay:
         check_versions(items, states)
         vocabulary = huggingface.vocab_size(self._model_dir)
         layers = layer_count(self._model_dir)
-        faults = [check_item(item, vocabulary, layers, self._terms.routes) for item in items]
+        faults = check_items(items, vocabulary, layers, self._terms.routes)
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound)
         done: dict[int, Measured] = {}

@@ -83,7 +83,7 @@ from .auditor import (
     check_model_routes,
     check_versions,
 )
-from .measures import check_item, compare_replies, routing, split_proof, summarize
+from .measures import check_items, compare_replies, routing, split_proof, summarize
 from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
@@ -376,8 +376,11 @@ class _Text:
 
     def reach(self, version: int) -> int:
         """Count the sampled tokens up to the last that is measured under `version`."""
+        item = self.item
+        if version in item.others or (len(item.claimed) == 1 and not self.parts):
+            return len(item.versions)
         own = (self.versions == version) & self.anew
-        return len(own) if version in self.item.others else int(own.nonzero()[0][-1]) + 1
+        return int(own.nonzero()[0][-1]) + 1
 
     def keep(self, version: int, rows: Rows) -> None:
         """Keep the measurements of the first reach() tokens."""
@@ -502,7 +505,7 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
     first: dict[_Prefix, int] = {}
     found: dict[int, list[int]] = {}
     for number, text in enumerate(texts):
-        leader = first.setdefault(text.prefix(int(text.places[0])), number)
+        leader = first.setdefault(text.prefix(text.item.replies[0].start), number)
         if leader != number and ends[number] > 1:
             found.setdefault(leader, []).append(number)
     return found
@@ -588,7 +591,7 @@ class VllmAuditor:
         run = self._require_started()
         shape, keeps = run.routes, run.proofs.kv_cache == "kept"
         check_versions(items, states)
-        faults = await asyncio.to_thread(lambda: [self._fault(item, shape) for item in items])
+        faults = await asyncio.to_thread(self._faults, items, shape)
         size = 0 if shape is None else shape.token_bytes
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         texts = [_Text(item, size, keeps) for item in sound]
@@ -620,11 +623,15 @@ class VllmAuditor:
             raise EngineError("the auditor is not running: start() it, and do not close it before")
         return self._run
 
-    def _fault(self, item: AuditItem, routes: RouteShape | None) -> Unreadable | None:
-        """Explain why an item cannot be measured; None if it can."""
-        fault = check_item(item, self._vocabulary, self._layers, routes)
-        if fault is not None:
-            return fault
+    def _faults(
+        self, items: Sequence[AuditItem], routes: RouteShape | None
+    ) -> list[Unreadable | None]:
+        """Explain why items cannot be measured; None for each that can."""
+        faults = check_items(items, self._vocabulary, self._layers, routes)
+        return [fault or self._fault(item) for item, fault in zip(items, faults, strict=True)]
+
+    def _fault(self, item: AuditItem) -> Unreadable | None:
+        """Explain why a sound item is not for this auditor; None if it is."""
         longest = self._config.max_model_len
         if len(item.token_ids) > longest:
             detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"

@@ -55,6 +55,7 @@ from primerl.node.inference.numerics import numerics_of
 from primerl.node.models.model_files import export
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.ops.errors import NodeError, UsageError
+from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import SUSPECT, proof_contract
 from primerl.node.verification.checks import CheckedRollout
@@ -585,6 +586,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=4.7)
     options = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message).160s", level=logging.INFO)
+    share_python()  # as a node does
     options.cheats = options.cheats or not options.honest
     if options.quick:
         SHAPES["quick"], options.shape = small(options.shape), "quick"

@@ -39,7 +39,7 @@ from primerl.node.verification.auditor import (
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.measures import (
     FLOOR,
-    check_item,
+    check_items,
     compare_replies,
     distances,
     summarize,
@@ -352,9 +352,12 @@ def test_a_proof_has_the_lengths_of_the_replies() -> None:
     replies = [SampledSpan(1, 3, 0), SampledSpan(4, 5, 0)]
     make = Projection().make
     proof = make(np.ones((2, 8), np.float32)) + make(np.ones((1, 8), np.float32))
+    good = AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, proof)
 
     def checked(proof: bytes) -> bool | None:
-        fault = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, proof), 1, 0)
+        item = AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, proof)
+        [_, fault, last] = check_items([good, item, good], 1, 0)
+        assert last is None, "a bad proof does not spoil others that are checked with it"
         return fault and fault.proof
 
     assert checked(proof) is None
