@@ -29,6 +29,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -557,6 +558,7 @@ class VllmAuditor:
         self._busy = asyncio.Lock()
         self._portions = Portions(timeout_s, PORTION_TOKENS)
         self._salts = itertools.count(1)
+        self._summing = ThreadPoolExecutor(1, "audit sums")  # several would wait for each other
         self._warming: asyncio.Task[None] | None = None
         self._closed = False
         self.loading_s = 0.0
@@ -617,6 +619,7 @@ class VllmAuditor:
             await self._engine.child.kill()
         async with self._busy:
             await self._drop()
+        self._summing.shutdown(wait=False)
 
     def _require_started(self) -> RunManifest:
         if self._run is None or self._closed:
@@ -686,7 +689,7 @@ class VllmAuditor:
     def _sum_up(self, texts: Sequence[_Text]) -> None:
         """Begin to summarize those that were read, while the next ones are."""
         if done := [text for text in _unsummed(texts) if text.is_read]:
-            sums = asyncio.get_running_loop().run_in_executor(None, sum_up, done)
+            sums = asyncio.get_running_loop().run_in_executor(self._summing, sum_up, done)
             for number, text in enumerate(done):
                 text.sums = _Sum(sums, number)
 

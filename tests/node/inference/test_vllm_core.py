@@ -1,9 +1,11 @@
 """What runs in the process that a node starts for vLLM, here in this one: needs vLLM, and a minute."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -12,6 +14,7 @@ from support.engine_cases import MAX_LENGTH, SHAPE, make_qwen3, request
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import EngineStats
 from primerl.node.inference.handover import shared_file
+from primerl.node.inference.prefill import PrefillRequest, make_claims
 from primerl.node.inference.vllm import VllmCore
 from primerl.node.ops.errors import UsageError
 from primerl.node.weights.state import State
@@ -102,6 +105,39 @@ async def test_what_was_given_up_or_collected_is_kept_no_longer(
         [[key, 1] for key in range(1000)], []
     )
     assert len(kept) == 1  # the last, which the next question would have confirmed
+
+
+async def test_texts_are_read_while_those_of_later_calls_are_sent(
+    core: tuple[VllmCore, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, state = core
+    await load(engine, 20, state)
+    read, paused = VllmCore._read, VllmCore._paused  # pyright: ignore[reportPrivateUsage]
+    sent: list[int] = []
+    sent_at_end_of_pause: list[int] = []
+
+    async def noted(core: VllmCore, key: int, request: PrefillRequest) -> None:
+        sent.append(key)
+        await read(core, key, request)
+
+    @contextlib.asynccontextmanager
+    async def watched(core: VllmCore, *, clear_cache: bool = True) -> AsyncGenerator[None]:
+        async with paused(core, clear_cache=clear_cache):
+            yield
+        sent_at_end_of_pause.append(len(sent))
+
+    def texts(seed: int) -> list[PrefillRequest]:
+        claims = make_claims(np.array([2]), np.array([seed]), np.array([3])).tobytes()
+        return [PrefillRequest([4, 5 + number], claims, 1.0) for number in range(8)]
+
+    await engine.prefill(texts(0))  # installs what reads
+    monkeypatch.setattr(VllmCore, "_read", noted)
+    monkeypatch.setattr(VllmCore, "_paused", watched)
+    sent.clear()
+    found = await asyncio.gather(*(engine.prefill(texts(seed)) for seed in range(16)))
+    assert [len(one) for one in found] == [8] * 16
+    assert len(sent) == 128
+    assert sent_at_end_of_pause == [8], "one pause, while the first call's texts are sent"
 
 
 async def test_without_a_gpu_there_is_no_sleep(tmp_path: Path) -> None:
