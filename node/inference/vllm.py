@@ -315,7 +315,7 @@ class VllmCore:
         self._reading = 0
         """prefill() calls under way."""
         self._sending = asyncio.Lock()
-        """Held by the one that sends its texts: the engine begins with these before others are sent."""
+        """Held by the prefill() call whose texts are sent: the engine begins with the first call's."""
         self._drawing: dict[int, asyncio.Task[Any]] = {}
         """Requests under way that keep their keys and values when the weights change, by key."""
         self._restarting: set[int] = set()
@@ -474,12 +474,9 @@ class VllmCore:
         keys = [next(self._serial) for _ in requests]
         self._reading += 1
         try:
-            async with asyncio.TaskGroup() as tasks:
-                async with self._sending, self._gathering(len(requests)):
-                    for key, one in zip(keys, requests, strict=True):
-                        tasks.create_task(self._read(key, one))
-                    for _ in range(SENDING_TURNS):
-                        await asyncio.sleep(0)
+            async with asyncio.TaskGroup() as tasks, self._gathering(len(requests)):
+                for key, one in zip(keys, requests, strict=True):
+                    tasks.create_task(self._read(key, one))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         finally:  # also when cancelled: the worker forgets them
@@ -572,16 +569,17 @@ class VllmCore:
 
     @contextlib.asynccontextmanager
     async def _gathering(self, requests: int) -> AsyncGenerator[None]:
-        """Run no step inside the block, so that the next one has all `requests` sent there.
+        """Send the `requests` that the block makes, before those of other blocks.
 
-        Otherwise the first of them gets a step of its own, the next few another: a dozen small steps, each as
-        slow as a full one.
+        No step runs meanwhile if there are no others yet. Otherwise the first of them gets a step of its own,
+        the next few another: a dozen small steps, each as slow as a full one.
         """
-        if requests < 2 or self._reading > 1:  # others fill the next step already
+        alone = requests > 1 and self._reading == 1  # else others fill the next step already
+        pause = self._paused(clear_cache=False) if alone else contextlib.nullcontext()
+        async with self._sending, pause:
             yield
-            return
-        async with self._paused(clear_cache=False):
-            yield
+            for _ in range(SENDING_TURNS):
+                await asyncio.sleep(0)
 
     async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
         """Make `method` of the workers write the weights of `version` while nothing is generated."""

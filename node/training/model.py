@@ -228,8 +228,8 @@ logger = logging.getLogger(__name__)
 MULTIPLE = 128
 """Rows are padded to a multiple of this on a GPU: matrix kernels are fast, and there are few shapes."""
 CASES = 64
-"""Compiled versions of a layer: of each kind, with gradients and without, trained and frozen, for lengths that
-vary. torch stops at 8, and computes what comes then without compiling."""
+"""Most compiled versions of a layer: of each kind, with gradients and without, trained and frozen, for lengths
+that vary. torch compiles 8 by default, and computes any others uncompiled."""
 PROBE = 5
 """Tokens for comparing the logprobs of this code with the model's own."""
 PROBE_NATS = 1e-3

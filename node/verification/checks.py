@@ -302,8 +302,7 @@ def _check_proof(branch: Branch, run: RunManifest) -> None:
     fingerprint = Projection()
     try:
         lengths = [end - start for start, end in sampled_runs(branch.sampled)]
-        for part, tokens in split(branch.proof, lengths, fingerprint):
-            fingerprint.check(part, tokens)
+        fingerprint.check_all(split(branch.proof, lengths, fingerprint))
     except BadProof as error:
         raise Rejected(Reason.BAD_PROOF, str(error)) from error
 

@@ -130,7 +130,7 @@ async def test_texts_are_read_while_those_of_later_calls_are_sent(
         claims = make_claims(np.array([2]), np.array([seed]), np.array([3])).tobytes()
         return [PrefillRequest([4, 5 + number], claims, 1.0) for number in range(8)]
 
-    await engine.prefill(texts(0))  # installs what reads
+    await engine.prefill(texts(0))  # installs the prompt reader
     monkeypatch.setattr(VllmCore, "_read", noted)
     monkeypatch.setattr(VllmCore, "_paused", watched)
     sent.clear()
