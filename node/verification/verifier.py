@@ -10,7 +10,7 @@ Invariants:
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 REWARD_TOLERANCE = 1e-6
 SCORED_AT_ONCE = 32
 """Rollouts of one submission that are scored at a time: a reward may wait for a judge model."""
+PORTION_TOKENS = 1 << 17
+"""Tokens after which a search for copies ends its portion: some 20 ms of a thread."""
 SCORED_AGAIN = 3
 """Repeated scorings of a rollout with a reward other than claimed, before blaming its worker."""
 STUCK_MOST = 2
@@ -230,7 +232,9 @@ class Verifier:
             plan = plan_of(
                 submission, run=self._run_id, trainer=self._run.trainer, node=arrival.node
             )
-            checked = check_submission(submission, lease, self._run, version, plan)
+            checked = await asyncio.to_thread(
+                check_submission, submission, lease, self._run, version, plan
+            )
             conditions = conditions or AuditConditions(self._run.proofs)
             work = _Work(lease, arrival, plan, conditions, checked.rejections)
             rollouts = checked.rollouts
@@ -240,16 +244,18 @@ class Verifier:
             if earlier is not None:
                 await asyncio.wait([earlier])
             # While they were scored the publisher may have dropped an old version; a stale rollout leaves no
-            # trace among the copies.
+            # trace among the copies. What is held now is kept for the audit: copies are looked for meanwhile.
+            states: Mapping[int, State] = {}
             if before is None:
                 passed = [one for one in passed if self._check_held(one.rollout, work)]
-            passed = [one for one in passed if self._check_copy(one.rollout, work)]
+                states = self._claimed_states(passed)
+            passed = await self._without_copies(passed, work)
         finally:
             done.set_result(None)
         if before is not None:
             _reject_as_before(passed, before, work)
         else:
-            await self._audit(passed, work, rate)
+            await self._audit(passed, states, work, rate)
             if conditions.unlearned:
                 for one in work.without_rejected(passed):
                     work.reject(one.rollout, Reason.UNCALIBRATED, conditions.unlearned)
@@ -304,19 +310,37 @@ class Verifier:
             work.reject(rollout, Reason.STALE, detail)
         return not lost
 
-    def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
+    async def _without_copies(
+        self, passed: Sequence[RescoredRollout], work: _Work
+    ) -> list[RescoredRollout]:
+        """Reject copies, and return the others. A thread looks for them: the event loop goes on."""
         sampling = environment_of(self._run, work.lease).sampling
         if sampling.temperature == 0 or sampling.top_k:
             # Replies to equal prompts are equal, or may be: logprobs do not tell what the few tokens share.
-            return True
+            return list(passed)
+        arrival, originals = work.arrival, list[RescoredRollout]()
+
+        def look(portion: Sequence[RescoredRollout]) -> list[Rejected | None]:
+            return [self._fault_of_copy(arrival, one.rollout, sampling.top_p) for one in portion]
+
+        for portion in _portions(passed):
+            # a verification that is cancelled leaves its thread at most this portion
+            faults = await asyncio.to_thread(look, portion)
+            for one, fault in zip(portion, faults, strict=True):
+                if fault is None:
+                    originals.append(one)
+                else:
+                    work.reject(one.rollout, fault.reason, fault.detail)
+        return originals
+
+    def _fault_of_copy(
+        self, arrival: ReceivedSubmission, rollout: CheckedRollout, top_p: float
+    ) -> Rejected | None:
         try:
-            self._copies.check(
-                work.arrival.number, work.arrival.node, rollout, top_p=sampling.top_p
-            )
+            self._copies.check(arrival.number, arrival.node, rollout, top_p=top_p)
         except Rejected as fault:
-            work.reject(rollout, fault.reason, fault.detail)
-            return False
-        return True
+            return fault
+        return None
 
     async def _score_all(
         self, rollouts: Sequence[CheckedRollout], work: _Work
@@ -431,12 +455,17 @@ class Verifier:
 
     # -- audits ------------------------------------------------------------------------------------
 
-    async def _audit(self, passed: Sequence[RescoredRollout], work: _Work, rate: float) -> None:
+    async def _audit(
+        self,
+        passed: Sequence[RescoredRollout],
+        states: Mapping[int, State],
+        work: _Work,
+        rate: float,
+    ) -> None:
         """Audit the rollouts that the challenge picks, and all others once one of these is rejected.
 
-        Takes the states that `passed` claims before it waits for anything.
+        `states` has at least those that `passed` claims.
         """
-        states = self._claimed_states(passed)
         drawn = [one for one in passed if is_audited(work.arrival.challenge, *one.place, rate)]
         await self._audit_these(drawn, states, work)
         # Also if an audit failed: a worker that can make audits fail must not be paid for the others.
@@ -655,6 +684,19 @@ def _claims(rollout: CheckedRollout) -> set[int]:
         for branch in rollout.branches
         for version in (branch.policy_first, branch.policy_last, *(v for _, v in branch.spans))
     }
+
+
+def _portions(passed: Sequence[RescoredRollout]) -> Iterator[list[RescoredRollout]]:
+    """Divide rollouts, in order, into portions of about PORTION_TOKENS, of one rollout at least."""
+    portion, tokens = list[RescoredRollout](), 0
+    for one in passed:
+        portion.append(one)
+        tokens += sum(len(branch.token_ids) for branch in one.rollout.branches)
+        if tokens >= PORTION_TOKENS:
+            yield portion
+            portion, tokens = [], 0
+    if portion:
+        yield portion
 
 
 def _differ(one: float, other: float) -> bool:
