@@ -229,7 +229,7 @@ def unpack_f32(data: bytes) -> list[float]:
     """Unpack log-probabilities. Raises RemoteProtocolError(MALFORMED), also for NaN and infinities."""
     filled: array[float] = array("f")
     values = _fill(filled, data).tolist()
-    if not all(math.isfinite(value) for value in values):
+    if not all(map(math.isfinite, values)):
         raise RemoteProtocolError(Reason.MALFORMED, "a logprob is not finite")
     return values
 

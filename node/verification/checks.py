@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, environment_of
 from ...protocol.manifests import EnvironmentContract, RunManifest
@@ -226,15 +228,17 @@ def _unpack(record: BranchRecord) -> Branch:
         tokens, logprobs = unpack_u32(record.tokens), unpack_f32(record.logprobs)
     except RemoteProtocolError as error:
         raise Rejected(error.reason, error.detail) from error
-    if any(flag > 1 for flag in record.sampled) or len(record.sampled) != len(tokens):
+    if max(record.sampled, default=0) > 1 or len(record.sampled) != len(tokens):
         raise Rejected(Reason.MALFORMED, "the mask does not fit the tokens")
-    if len(logprobs) != sum(record.sampled):
+    mask = np.frombuffer(record.sampled, np.bool_)
+    if len(logprobs) != np.count_nonzero(mask):
         raise Rejected(Reason.MALFORMED, "not one logprob per sampled token")
-    drawn = iter(logprobs)
+    spread = np.zeros(len(mask))
+    spread[mask] = logprobs
     return Branch(
         token_ids=tokens,
-        sampled=[flag == 1 for flag in record.sampled],
-        logprobs=[next(drawn) if flag else 0.0 for flag in record.sampled],
+        sampled=mask.tolist(),
+        logprobs=spread.tolist(),
         policy_first=record.policy_first,
         policy_last=record.policy_last,
         finish=record.finish,
@@ -251,7 +255,7 @@ def _check_lengths(branch: Branch, run: RunManifest) -> None:
         raise Rejected(Reason.MALFORMED, "a prompt and then sampled tokens are expected")
     if max(branch.token_ids) >= run.model.vocab_size:
         raise Rejected(Reason.TOKEN_OUT_OF_RANGE, f"token {max(branch.token_ids)}")
-    if any(value > 1e-3 for value in branch.logprobs):
+    if max(branch.logprobs) > 1e-3:
         raise Rejected(Reason.BAD_LOGPROBS, "a logprob above zero")
 
 
@@ -267,7 +271,7 @@ def check_termination(branch: Branch, run: RunManifest, environment: Environment
         raise Rejected(Reason.TOO_LARGE, f"{len(runs)} turns")
     for number, (start, end) in enumerate(runs):
         reply = branch.token_ids[start:end]
-        if any(token in stops for token in reply[:-1]):
+        if not stops.isdisjoint(reply[:-1]):
             raise Rejected(Reason.BAD_TERMINATION, "tokens after a stop token")
         full = len(reply) == longest or end == run.limits.max_model_len
         is_last, ended = number == len(runs) - 1, reply[-1] in stops
@@ -319,12 +323,11 @@ def _check_routes(branch: Branch, run: RunManifest) -> None:
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
     """Return the half-open index ranges of runs of sampled tokens: one per reply."""
+    flags = bytes(sampled)
     runs: list[tuple[int, int]] = []
-    start = -1
-    for position, flag in enumerate([*sampled, False]):
-        if flag and start < 0:
-            start = position
-        elif not flag and start >= 0:
-            runs.append((start, position))
-            start = -1
+    end = 0
+    while (start := flags.find(1, end)) >= 0:
+        end = flags.find(0, start)
+        end = end if end >= 0 else len(flags)
+        runs.append((start, end))
     return runs

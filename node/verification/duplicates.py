@@ -10,7 +10,7 @@ near-certain replies never count as copies, and no claim of one worker can make 
 top-p, tokens are up to 1 / top_p likelier than their logprobs say, and so much less of a surprise. A worker
 that understates the surprise at every size is not found here, but by audits of logprobs and seeds.
 
-Windows are known by 64 bits that a secret decides (_Hashes): two texts share them with probability 4e-18,
+Windows are known by 64 bits that a secret decides (WindowHashes): two texts share them with probability 4e-18,
 whatever their sender chose, as nobody knows the secret. Each step is numpy's over all windows of a size, never
 Python's over single ones: time grows with the tokens, and not with how many windows are alike.
 """
@@ -75,7 +75,7 @@ class CopyDetector:
 
     def __init__(self, max_windows: int = MAX_WINDOWS, *, secret: bytes | None = None) -> None:
         """`secret` decides the hashes; by default it is drawn."""
-        self._hashes = _Hashes(secrets.token_bytes(32) if secret is None else secret)
+        self._hashes = WindowHashes(secrets.token_bytes(32) if secret is None else secret)
         self._windows = _Index(max_windows)
         self._turn = threading.Lock()
 
@@ -165,7 +165,7 @@ class _Earlier:
         return windows.first_of_most(np.concatenate(self._rows), np.concatenate(self._counts))
 
 
-class _Hashes:
+class WindowHashes:
     """Keyed hashes of windows. A window's hash is made of those of its two halves.
 
     Two lanes of 32 bits, strongly universal at each doubling (multilinear, D. Lemire and O. Kaser, "Strongly
@@ -205,7 +205,7 @@ class _Hashes:
 class _Text:
     """Sampled tokens of a branch, and its windows that have enough surprise."""
 
-    def __init__(self, branch: Branch, top_p: float, hashes: _Hashes) -> None:
+    def __init__(self, branch: Branch, top_p: float, hashes: WindowHashes) -> None:
         sampled = np.frombuffer(bytes(branch.sampled), np.bool_)
         # numpy takes several times as long to read a list as an array does
         self.tokens = np.frombuffer(array("I", branch.token_ids), np.uint32)[sampled]

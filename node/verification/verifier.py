@@ -189,7 +189,7 @@ class Verifier:
                     one.name,
                 )
         self._earlier: asyncio.Future[None] | None = None
-        """Done when the previous submission was checked for copies: of two, the first received is the
+        """Done when all submissions before were checked for copies: of two, the first received is the
         original."""
 
     @property
@@ -251,7 +251,11 @@ class Verifier:
                 states = self._claimed_states(passed)
             passed = await self._without_copies(passed, work)
         finally:
-            done.set_result(None)
+            # also if this one is refused at once: the next one waits for all that came before
+            if earlier is None or earlier.done():
+                done.set_result(None)
+            else:
+                earlier.add_done_callback(lambda _: done.set_result(None))
         if before is not None:
             _reject_as_before(passed, before, work)
         else:
