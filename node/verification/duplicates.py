@@ -75,7 +75,7 @@ class CopyDetector:
 
     def __init__(self, max_windows: int = MAX_WINDOWS, *, secret: bytes | None = None) -> None:
         """`secret` decides the hashes; by default it is drawn."""
-        self._hashes = WindowHashes(secrets.token_bytes(32) if secret is None else secret)
+        self.hashes = WindowHashes(secrets.token_bytes(32) if secret is None else secret)
         self._windows = _Index(max_windows)
         self._turn = threading.Lock()
 
@@ -115,7 +115,7 @@ class CopyDetector:
 
         Windows are taken in order of size, then of offset: a token counts for the first that holds it.
         """
-        text = _Text(branch, top_p, self._hashes)
+        text = _Text(branch, top_p, self.hashes)
         earlier.of += len(text.tokens)
         covered = np.zeros(len(text.tokens), np.bool_)
         aligned: list[Keys] = []

@@ -1,8 +1,12 @@
 """Copies are found however they are cut, and the first sender of a text is blamed for nothing."""
 
-from collections.abc import Sequence
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import permutations
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +15,14 @@ import pytest
 from primerl.crypto.hashing import short
 from primerl.node.environments.environment import Branch
 from primerl.node.verification.checks import CheckedRollout, Rejected
-from primerl.node.verification.duplicates import SHARE, SURPRISE, CopyDetector
+from primerl.node.verification.duplicates import (
+    SHARE,
+    SIZES,
+    SURPRISE,
+    WINDOW_BYTES,
+    CopyDetector,
+    WindowHashes,
+)
 from primerl.protocol.errors import Reason
 
 VICTIM, THIEF, THIRD = b"victim", b"thief", b"third"
@@ -233,3 +244,79 @@ def test_memory_is_bounded_and_the_longest_unmet_go_first() -> None:
     huge = Book(max_windows=10)
     huge.copied(0, VICTIM, drawn(0, 5000))
     assert len(huge) == 10
+
+
+def test_a_full_store_takes_the_bytes_that_are_stated() -> None:
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        book = Book(1 << 14)
+        for arrival in range(12):
+            book.copied(arrival, bytes([arrival]) * 32, drawn(arrival, 1 << 15))
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(book) == 1 << 14
+    assert book.nbytes == WINDOW_BYTES * (1 << 14)
+    assert taken <= book.nbytes + (1 << 16)  # besides: the keys of the hashes, and the objects
+
+
+def steps(work: Callable[[], object]) -> int:
+    """Calls of Python and C functions."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def same_words(tokens: int) -> Text:
+    """Every window is like every other."""
+    return Text([5] * tokens, [-2.0] * tokens)
+
+
+def other_words(tokens: int) -> Text:
+    return drawn(1, tokens)
+
+
+@pytest.mark.parametrize("make", [other_words, same_words])
+def test_a_text_eight_times_as_long_takes_no_more_steps(make: Callable[[int], Text]) -> None:
+    """New or copied: numpy goes over all windows of a size at once, also if all of them are found."""
+    counts: list[list[int]] = []
+    for tokens in (2048, 8 * 2048):
+        book, text = Book(), make(tokens)
+        counts.append([steps(partial(book.source, at, VICTIM, text)) for at in range(2)])
+        assert book.source(2, THIEF, text) == of(0, VICTIM)
+    (new, copied), (long_new, long_copied) = counts
+    assert long_new < 1.5 * new
+    assert long_copied < 1.5 * copied
+
+
+def test_who_does_not_know_the_secret_cannot_say_which_texts_share_a_hash() -> None:
+    """Windows that are equal have equal hashes, at any offset; those of another secret have others."""
+    tokens = np.array(drawn(1, 600).tokens, np.uint32)
+    mine, same, other = (
+        dict(WindowHashes(secret).sliding(tokens)) for secret in (b"a", b"a", b"b")
+    )
+    moved = dict(WindowHashes(b"a").sliding(np.concatenate([tokens[:5], tokens])))
+    assert tuple(mine) == SIZES
+    for size in SIZES:
+        assert len(mine[size]) == 600 - size + 1
+        assert np.array_equal(mine[size], same[size])
+        assert np.array_equal(mine[size], moved[size][5:])
+        assert not np.isin(mine[size], other[size]).any()
+        assert len(np.unique(mine[size])) == len(mine[size])
+    assert WindowHashes(b"a").whole(tokens) != WindowHashes(b"b").whole(tokens)
+
+
+def test_each_detector_draws_a_secret_of_its_own() -> None:
+    tokens = np.array(drawn(1, 40).tokens, np.uint32)
+    drawn_twice = [CopyDetector(16).hashes.whole(tokens) for _ in range(2)]
+    assert drawn_twice[0] != drawn_twice[1]

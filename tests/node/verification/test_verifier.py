@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from support.protocol_cases import (
     played_otherwise,
     refuses,
 )
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import (
@@ -78,6 +80,35 @@ class ArrivalsOnly(CopyDetector):
         self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
     ) -> None:
         self.asked.append(arrival)
+
+
+class Lingering(ArrivalsOnly):
+    """Takes until it may go on; `drops`: states that are lost meanwhile."""
+
+    def __init__(self, drops: dict[int, State] | None = None) -> None:
+        super().__init__()
+        self._drops = drops
+        self.may_go = threading.Event()
+        self.waited_in_vain = False
+
+    def check(
+        self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
+    ) -> None:
+        super().check(arrival, node, rollout, top_p=top_p)
+        self.waited_in_vain |= not self.may_go.wait(20.0)
+        self.may_go.set()
+        if self._drops is not None:
+            self._drops.clear()
+
+
+class Groups(tuple[GroupRecord, ...]):
+    """Groups of a submission that know which thread reads them."""
+
+    read_by: int | None = None
+
+    def __iter__(self) -> Iterator[GroupRecord]:
+        self.read_by = threading.get_ident()
+        return super().__iter__()
 
 
 class Scripted(CountingEnvironment):
@@ -154,13 +185,72 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
         asyncio.create_task(checked.verify(submission, lease, arrival(number), version=4, rate=0.0))
         for number in (1, 2)
     ]
-    for _ in range(50):  # the second is scored, the first is not
+    await until(lambda: environment.asked == 2)  # the second is scored, the first is not
+    for _ in range(50):
         await asyncio.sleep(0)
-    assert (environment.asked, copies.asked) == (2, [])
+    assert copies.asked == []
     environment.first_may_go.set()
     async with asyncio.timeout(60.0):
         await asyncio.gather(*both)
     assert copies.asked == [1, 2]
+
+
+async def test_a_bundle_that_is_refused_at_once_opens_no_way_past_the_one_before() -> None:
+    """A copy that was sent right after such a bundle waits for its source, too."""
+    environment, copies = Scripted(), ArrivalsOnly()
+    environment.first_may_go.clear()
+    submission, lease = played(rewards=[1.0])
+    checked = Verifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
+    empty = msgspec.structs.replace(submission, groups=())
+    source, refused, copy = (
+        asyncio.create_task(checked.verify(sent, lease, arrival(number), version=4, rate=0.0))
+        for number, sent in enumerate((submission, empty, submission))
+    )
+    with refuses(Reason.WRONG_TASK):
+        await refused
+    await until(lambda: environment.asked == 2)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    environment.first_may_go.set()
+    async with asyncio.timeout(60.0):
+        await asyncio.gather(source, copy)
+    assert copies.asked == [0, 2]
+
+
+async def test_the_loop_goes_on_while_copies_are_looked_for() -> None:
+    """However long the texts are: peers, leases and heads are answered meanwhile."""
+    copies = Lingering()
+    submission, lease = played()
+    checked = Verifier(RUN, MANIFEST, [Scripted()], FailingAudits(), {3: {}}, copies)
+    verifying = asyncio.create_task(
+        checked.verify(submission, lease, arrival(), version=4, rate=0.0)
+    )
+    await until(lambda: copies.asked)
+    copies.may_go.set()
+    await verifying
+    assert len(copies.asked) == 8
+    assert not copies.waited_in_vain
+
+
+async def test_the_loop_goes_on_while_a_bundle_is_unpacked() -> None:
+    submission, lease = played()
+    groups = Groups(submission.groups)
+    sent = msgspec.structs.replace(submission, groups=groups)
+    found = await reasons(verifier(Scripted(), {3: {}}), sent, lease, 0.0)
+    assert found == {}
+    assert groups.read_by not in {None, threading.get_ident()}
+
+
+async def test_what_is_held_when_copies_are_looked_for_is_audited_with_that() -> None:
+    """The publisher drops the policy meanwhile."""
+    states: dict[int, State] = {3: {}}
+    audits = FailingAudits()
+    copies = Lingering(states)
+    copies.may_go.set()
+    submission, lease = played()
+    checked = Verifier(RUN, MANIFEST, [Scripted()], audits, states, copies)
+    found = await reasons(checked, submission, lease, 1.0)
+    assert (found, audits.calls, states) == ({Reason.AUDIT_FAILED: 8}, 1, {})
 
 
 async def test_what_claims_a_policy_that_is_not_held_is_stale_though_the_lot_spares_it() -> None:
