@@ -549,6 +549,50 @@ FAULTS = (
         ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
     ),
     Fault(
+        "copies are looked for in the event loop",
+        "node/verification/verifier.py",
+        "faults = await asyncio.to_thread(look, portion)",
+        "faults = look(portion)",
+        ("test_the_loop_goes_on_while_copies_are_looked_for",),
+    ),
+    Fault(
+        "bundles are unpacked in the event loop",
+        "node/verification/verifier.py",
+        """checked = await asyncio.to_thread(
+            check_submission, submission, lease, self._run, version, plan
+        )""",
+        "checked = check_submission(submission, lease, self._run, version, plan)",
+        ("test_the_loop_goes_on_while_a_bundle_is_unpacked",),
+    ),
+    Fault(
+        "a bundle that is refused lets a copy past its source",
+        "node/verification/verifier.py",
+        "if earlier is None or earlier.done():",
+        "if not done.done():",
+        ("test_a_bundle_that_is_refused_at_once_opens_no_way_past_the_one_before",),
+    ),
+    Fault(
+        "a policy that is dropped while copies are looked for is missing at the audit",
+        "node/verification/verifier.py",
+        "await self._audit(passed, states, work, rate)",
+        "await self._audit(passed, self._claimed_states(passed), work, rate)",
+        ("test_what_is_held_when_copies_are_looked_for_is_audited_with_that",),
+    ),
+    Fault(
+        "hashes of texts need no secret",
+        "node/verification/duplicates.py",
+        'drawn = b"".join(derive("windows of texts", secret, bytes([at])) for at in range(count))',
+        'drawn = b"".join(derive("windows of texts", b"", bytes([at])) for at in range(count))',
+        ("test_who_does_not_know_the_secret_cannot_say_which_texts_share_a_hash",),
+    ),
+    Fault(
+        "texts that were found again are forgotten first",
+        "node/verification/duplicates.py",
+        "self._windows.touch(rows[some])",
+        "pass",
+        ("test_memory_is_bounded_and_the_longest_unmet_go_first",),
+    ),
+    Fault(
         "rollouts of a stranger make bounds of noise",
         "node/verification/self_calibration.py",
         "if not self.vouched(makers) or numerics == UNKNOWN:",

@@ -69,8 +69,8 @@ class Owner(NamedTuple):
 class CopyDetector:
     """Store of recently verified rollouts' texts, with the first sender of each.
 
-    Takes WINDOW_BYTES for each of `max_windows`, and besides while it checks a rollout 100 bytes per token of its
-    longest branch. Threads may share it: they take turns, one rollout at a time.
+    Takes WINDOW_BYTES for each of `max_windows`, a power of two, and up to 200 bytes for each token of a rollout
+    while it is checked. Threads may share it: they take turns, one rollout at a time.
     """
 
     def __init__(self, max_windows: int = MAX_WINDOWS, *, secret: bytes | None = None) -> None:
@@ -169,8 +169,8 @@ class WindowHashes:
     """Keyed hashes of windows. A window's hash is made of those of its two halves.
 
     Two lanes of 32 bits, strongly universal at each doubling (multilinear, D. Lemire and O. Kaser, "Strongly
-    universal string hashing is fast"): h = (k1 a + k2 b + k3 mod 2^64) >> 32. Two different windows of up to 512
-    tokens collide in both lanes with probability (9 / 2^32)^2 = 4e-18 over the secret.
+    universal string hashing is fast"): h = (k1 a + k2 b + k3 mod 2^64) >> 32. Two different windows of up to
+    512 tokens collide in both lanes with probability (9 / 2^32)^2 = 4e-18 over the secret.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -232,8 +232,8 @@ class _Text:
 class _Index:
     """Keys of windows with their owners: a hash table with chains, in arrays of a fixed size.
 
-    Rows are dropped in the order in which they were last stored or touched: `_log` lists rows in that order, and
-    an entry counts if it is the last of its row.
+    Rows are dropped in the order in which they were last stored or touched: `_log` lists rows in that order,
+    and an entry counts if it is the last of its row.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -293,16 +293,12 @@ class _Index:
     def is_before(self, rows: Rows, owner: Owner) -> Flags:
         """Return which rows have owners that came before `owner`."""
         arrivals, places = self._arrivals[rows], self._places[rows]
-        return (arrivals < owner.arrival) | (
-            (arrivals == owner.arrival) & (places < owner.place)
-        )
+        return (arrivals < owner.arrival) | ((arrivals == owner.arrival) & (places < owner.place))
 
     def is_after(self, rows: Rows, owner: Owner) -> Flags:
         """Return which rows have owners that came after `owner`."""
         arrivals, places = self._arrivals[rows], self._places[rows]
-        return (arrivals > owner.arrival) | (
-            (arrivals == owner.arrival) & (places > owner.place)
-        )
+        return (arrivals > owner.arrival) | ((arrivals == owner.arrival) & (places > owner.place))
 
     def owner(self, row: int) -> Owner:
         """Return the owner of a row; its node is the beginning of the id."""

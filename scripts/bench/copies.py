@@ -8,7 +8,8 @@ window by itself. Time is CPU time of the thread per rollout of --tokens sampled
 
 The event loop's stops are the longest times between two turns of a task that only waits, while a bundle of
 --rollouts rollouts is verified: by a Verifier, and by the same checks in the loop, as they once were. Rewards
-cost nothing and nothing is audited.
+cost nothing and nothing is audited. Wall time counts other load on the machine, CPU time does not: goals are on
+CPU time.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass
+from operator import sub
 
 import msgspec
 import numpy as np
@@ -29,7 +31,7 @@ from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout, Rejected, check_submission
 from primerl.node.verification.duplicates import MAX_WINDOWS, CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verifier
+from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, RolloutRecord, Submission
@@ -65,6 +67,16 @@ class Row:
     """CPU time per rollout, median."""
     reference_ms: float
     """The same of the first search; 0 if it was not measured."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The longest time between two turns of the event loop."""
+
+    work: str
+    cpu_ms: float
+    """CPU time of the process meanwhile: what other programs on the machine do adds nothing."""
+    ms: float
 
 
 class Unquestioned(CountingEnvironment):
@@ -179,27 +191,31 @@ def bundle(tokens: int, rollouts: int, branches: int) -> tuple[Submission, Lease
     return Submission(lease=b"", groups=groups, engine="hf"), lease, run
 
 
-async def longest_stop(work: Awaitable[object]) -> float:
-    """Return the longest time without a turn for another task while `work` is awaited, ms."""
-    longest, last = 0.0, time.perf_counter()
+async def longest_stop(work: Awaitable[object]) -> tuple[float, float]:
+    """Return the longest time, CPU and wall, without a turn for another task while `work` is awaited, ms."""
+    stopped = [0.0, 0.0]
+
+    def clocks() -> tuple[float, float]:
+        return time.process_time(), time.perf_counter()
 
     async def turn() -> None:
-        nonlocal longest, last
+        last = clocks()
         while True:
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last = max(longest, now - last), now
+            now = clocks()
+            stopped[:] = (max(*each) for each in zip(stopped, map(sub, now, last), strict=True))
+            last = now
 
     turning = asyncio.create_task(turn())
     await asyncio.sleep(0.01)
-    longest = 0.0
-    await work
+    result = await work
     await asyncio.sleep(0.01)
     turning.cancel()
-    return 1000 * longest
+    del result  # a trainer keeps what it accepts: to free it is not part of verifying it
+    return 1000 * stopped[0], 1000 * stopped[1]
 
 
-async def verify_in_thread(submission: Submission, lease: Lease, run: RunManifest) -> None:
+async def verify_in_thread(submission: Submission, lease: Lease, run: RunManifest) -> Verified:
     """Verify as a trainer does."""
     environment = Unquestioned()
     verifier = Verifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
@@ -207,6 +223,7 @@ async def verify_in_thread(submission: Submission, lease: Lease, run: RunManifes
     verified = await verifier.verify(submission, lease, arrival, version=4, rate=0.0)
     if verified.rejections:
         raise SystemExit(f"rejected: {verified.rejections[0]}")
+    return verified
 
 
 async def verify_in_loop(submission: Submission, lease: Lease, run: RunManifest) -> None:
@@ -216,35 +233,36 @@ async def verify_in_loop(submission: Submission, lease: Lease, run: RunManifest)
         copies.check(1, WORKER.node_id, one)
 
 
-def stops(options: argparse.Namespace) -> dict[str, float]:
-    """Measure the stops of the loop, ms."""
-    found: dict[str, float] = {}
+def stops(options: argparse.Namespace) -> list[Stop]:
+    """Measure the stops of the loop."""
+    found: list[Stop] = []
 
-    def measure(name: str, work: Awaitable[object]) -> None:
-        found[name] = asyncio.run(with_turns(work))
-        print(f"  {name:46} {found[name]:9.1f}", flush=True)
-
-    async def with_turns(work: Awaitable[object]) -> float:
+    async def with_turns(work: Awaitable[object]) -> tuple[float, float]:
         return await longest_stop(work)
 
-    print(f"\n  longest stop of the loop, {options.rollouts} rollouts {'':6} ms")
+    def measure(name: str, work: Awaitable[object]) -> None:
+        found.append(Stop(name, *asyncio.run(with_turns(work))))
+        print(f"  {name:34} {found[-1].cpu_ms:9.1f} {found[-1].ms:12.1f}", flush=True)
+
+    print(f"\n  longest stop, {options.rollouts} rollouts, ms {'':10} CPU         wall")
     measure("nothing to verify", asyncio.sleep(1.0))
-    one = bundle(options.tokens, options.rollouts, 1)
-    measure("verified", verify_in_thread(*one))
-    measure("verified in the loop, as before", verify_in_loop(*one))
-    four = bundle(options.tokens, options.rollouts, 1 if options.quick else 4)
-    measure("verified, four branches a rollout", verify_in_thread(*four))
+    single = bundle(options.tokens, options.rollouts, 1)
+    measure("verified", verify_in_thread(*single))
+    measure("in the loop, as before", verify_in_loop(*single))
+    if not options.quick:
+        several = bundle(options.tokens, options.rollouts, 4)
+        measure("verified, four branches a rollout", verify_in_thread(*several))
     return found
 
 
-def judge(rows: Sequence[Row], stopped: dict[str, float], size: float) -> list[Goal]:
+def judge(rows: Sequence[Row], stopped: Sequence[Stop], size: float) -> list[Goal]:
     """Return every goal with the value reached."""
     ratio = rows[0].reference_ms / rows[0].ms
     return [
         *(at_most(f"{row.text}: CPU time", row.ms, MS, "ms per rollout") for row in rows),
         at_least("new texts: faster than the first search", ratio, FASTER, "x"),
         at_most("memory of a full store", size, MIB, "MiB"),
-        at_most("longest stop of the loop", stopped["verified"], STOP_MS, "ms"),
+        at_most("longest stop of the loop", stopped[1].cpu_ms, STOP_MS, "ms of CPU"),
     ]
 
 
@@ -262,7 +280,7 @@ def main() -> int:
     stopped = stops(options)
     goals = judge(rows, stopped, size)
     table = [asdict(row) for row in rows]
-    return conclude(table, goals, options.json, stops_ms=stopped, store_mib=size)
+    return conclude(table, goals, options.json, stops=list(map(asdict, stopped)), store_mib=size)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Slow, and easy to read: what node/verification/duplicates.py finds is compared with it. Do not make it faster.
 """
 
-
 from collections.abc import Iterator
 from itertools import compress
 from math import log
@@ -13,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl.crypto.hashing import digest, short
-from primerl.protocol.errors import Reason
 from primerl.node.environments.environment import Branch
 from primerl.node.verification.checks import CheckedRollout, Rejected
+from primerl.protocol.errors import Reason
 
 SURPRISE = 40.0
 """Least surprise of a window that counts, nats."""

@@ -58,22 +58,17 @@ def edited(text: Text, places: Sequence[int]) -> Text:
     return Text(tokens, text.logprobs)
 
 
+def branch_of(text: Text) -> Branch:
+    sampled = [False] + [True] * len(text.tokens)
+    return Branch([7, *text.tokens], sampled, [0.0, *text.logprobs], 3, 3, "stop")
+
+
 class Book(CopyDetector):
     """A detector that is told of texts, and says what it found."""
 
     def source(self, arrival: int, node: bytes, *texts: Text, index: int = 0) -> str:
         """The share that was copied, and of whose arrival; empty if it is no copy."""
-        branches = [
-            Branch(
-                [7, *one.tokens],
-                [False] + [True] * len(one.tokens),
-                [0.0, *one.logprobs],
-                3,
-                3,
-                "stop",
-            )
-            for one in texts
-        ]
+        branches = [branch_of(text) for text in texts]
         try:
             self.check(arrival, node, CheckedRollout(0, index, branches, 0.0))
         except Rejected as fault:
@@ -197,10 +192,7 @@ def test_what_top_p_makes_likely_is_no_surprise() -> None:
     """Of two equal replies under a top-p of 0.1 each token may be ten times as likely as its logprob says."""
     for top_p, is_copy in ((1.0, True), (0.5, True), (0.1, False)):
         detector, text = CopyDetector(), drawn(1, 100)
-        branch = Branch(
-            [7, *text.tokens], [False] + [True] * 100, [0.0, *text.logprobs], 3, 3, "stop"
-        )
-        rollout = CheckedRollout(0, 0, [branch], 0.0)
+        rollout = CheckedRollout(0, 0, [branch_of(text)], 0.0)
         detector.check(1, VICTIM, rollout, top_p=top_p)
         with pytest.raises(Rejected) if is_copy else nullcontext():
             detector.check(2, THIRD, rollout, top_p=top_p)
@@ -254,11 +246,19 @@ def test_a_full_store_takes_the_bytes_that_are_stated() -> None:
         for arrival in range(12):
             book.copied(arrival, bytes([arrival]) * 32, drawn(arrival, 1 << 15))
         taken = tracemalloc.get_traced_memory()[0] - before
+        text, twice = same_words(1 << 15), [branch_of(same_words(1 << 15))] * 2
+        book.copied(20, VICTIM, text)
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        with pytest.raises(Rejected):
+            book.check(21, THIEF, CheckedRollout(0, 0, twice, 0.0))
+        beside = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
     assert len(book) == 1 << 14
     assert book.nbytes == WINDOW_BYTES * (1 << 14)
     assert taken <= book.nbytes + (1 << 16)  # besides: the keys of the hashes, and the objects
+    assert beside <= 200 * (1 << 16)
 
 
 def steps(work: Callable[[], object]) -> int:
