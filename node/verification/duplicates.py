@@ -69,8 +69,8 @@ class Owner(NamedTuple):
 class CopyDetector:
     """Store of recently verified rollouts' texts, with the first sender of each.
 
-    Takes WINDOW_BYTES for each of `max_windows`, a power of two, and up to 200 bytes for each token of a rollout
-    while it is checked. Threads may share it: they take turns, one rollout at a time.
+    Takes WINDOW_BYTES for each of `max_windows`, a power of two, and up to 200 bytes for each token of a
+    rollout while it is checked. Threads may share it: they take turns, one rollout at a time.
     """
 
     def __init__(self, max_windows: int = MAX_WINDOWS, *, secret: bytes | None = None) -> None:
