@@ -243,7 +243,7 @@ def test_a_full_store_takes_the_bytes_that_are_stated() -> None:
     try:
         before, _ = tracemalloc.get_traced_memory()
         book = Book(1 << 14)
-        for arrival in range(12):
+        for arrival in range(9):
             book.copied(arrival, bytes([arrival]) * 32, drawn(arrival, 1 << 15))
         taken = tracemalloc.get_traced_memory()[0] - before
         text, twice = same_words(1 << 15), [branch_of(same_words(1 << 15))] * 2
