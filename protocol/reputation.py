@@ -394,7 +394,8 @@ class Reputation:
             self.audited += 1
             self.clean_streak = 0 if one.outcome == "rejected" else self.clean_streak + 1
             self._add(one, room)
-            self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
+            step = other_step(one.other_policy, test.other_scale)
+            self.other_nats = max(0.0, self.other_nats + step)
             if self.cheat_nats >= test.bar:
                 self.ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
             elif self.other_nats >= test.bar:
@@ -414,7 +415,8 @@ class Reputation:
         before = self.cheat_nats, self.other_nats
         for one in audits:
             self._add(one, room)
-            self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
+            step = other_step(one.other_policy, test.other_scale)
+            self.other_nats = max(0.0, self.other_nats + step)
         if len(self.accusers) < 2:
             most = ALONE_MOST * test.bar
             self.cheat_nats = min(self.cheat_nats, max(before[0], most))
@@ -498,11 +500,11 @@ class Reputation:
         self.banned = self.banned or why
 
 
-def _other(nats: float, test: BanTest) -> float:
-    """One increment of the test for another policy."""
+def other_step(nats: float, other_scale: float) -> float:
+    """One increment of the test for another policy, by a rollout's other_policy; see BanTest."""
     if math.isnan(nats):
         return 0.0
-    return max(-CLIP_NATS, min(CLIP_NATS, nats * test.other_scale)) - CLIP_COST
+    return max(-CLIP_NATS, min(CLIP_NATS, nats * other_scale)) - CLIP_COST
 
 
 def beta_low(a: float, b: float) -> float:

@@ -66,6 +66,8 @@ HONEST_KEPT = 2048
 """Measured rollouts of reference workers, of each numerics class."""
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
+VALIDATORS = "validators"
+"""Key of a trainer's records of validators (protocol/validators.py)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

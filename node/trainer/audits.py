@@ -1,14 +1,19 @@
 """Audits by validators: hand out jobs, collect reports, repeat some measurements.
 
-A report counts only if its job, submission and challenge are ours and its signer is the validator that was
-given the job.
+Invariants:
+- a report counts only if its job, submission and challenge are ours and its signer is the validator that was
+  given the job;
+- nothing in a report counts against a worker: what a validator does not call clean is measured by the trainer,
+  and where that is not possible it is an audit that failed;
+- which rollouts that a validator calls clean are measured again is drawn after its report, and secretly;
+- a disqualified validator stays so when the trainer starts again: the ledger keeps its record.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...crypto.hashing import short
@@ -32,11 +37,19 @@ from ...protocol.messages import (
     OtherPolicies,
 )
 from ...protocol.recent import RecentDict
-from ...protocol.reputation import Outcome
-from ..ops.errors import EngineError, UsageError
+from ...protocol.reputation import other_step
+from ...protocol.validators import (
+    Comparison,
+    Judged,
+    ValidatorRecord,
+    decode_records,
+    encode_records,
+)
+from ..ops.errors import EngineError, StorageError, UsageError
 from ..p2p.rpc import send
 from ..p2p.transport import Stream, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
+from ..storage.ledger import VALIDATORS, Ledger
 from ..verification.auditor import (
     MEASURES,
     AuditAnswer,
@@ -45,11 +58,12 @@ from ..verification.auditor import (
     AuditTarget,
     Measured,
     Unreadable,
+    boundary_distances,
     evidence,
     plain_turns,
 )
-from ..verification.checks import CheckedRollout
-from ..verification.judge import judge
+from ..verification.bounds import PROVISIONAL
+from ..verification.judge import blame, first_above, judge
 
 logger = logging.getLogger(__name__)
 
@@ -60,68 +74,49 @@ ALIVE_S = 5.0
 """A validator without a request for this long is not waited for."""
 TAKE_S = 2.0
 """Time that a job waits for a validator to take it."""
+RESERVED_S = 0.25
+"""Time in which only the validator that was drawn for a job may take it."""
 BENCH_S = 60.0
-"""First pause of a validator that let a job time out; it doubles with each further one in a row."""
+"""First pause of a validator that let a job time out; it doubles with each further one."""
 MAX_BENCH_S = 3600.0
+"""Longest such pause; one is forgotten in each such time that passes after a pause."""
 MAX_JOBS = 16
 """Maximum number of jobs at a time; the trainer audits others itself."""
 KEPT_NUMBERS = 1024
 """Numbers of finished jobs that are remembered, to tell a replay from an unknown job."""
-MIN_COMPARED = 32
-"""Rollouts measured twice before small differences in judgement count."""
-MAX_DIFFERING = 0.25
-"""Maximum share of differing judgements among them; with honest noise it is a few in a hundred."""
 OVERLAP = 0.05
-"""Share of a validator's jobs that is measured again."""
+"""Share of the rollouts that a validator calls clean that is measured again."""
+DRAWN_OF_JOB = 0.2
+"""Share of the rollouts of a drawn job that is measured again: OVERLAP / DRAWN_OF_JOB of the jobs are drawn.
+With few rollouts of many jobs a cheat is found sooner than with all rollouts of a few; with one of each job the
+trainer would load almost as many versions as without validators."""
 FIRST_JOBS = 4
 """Jobs of a validator that is new in this run; all of them are measured again."""
+CONFIRMED_MOST = 8
+"""Rejections of one job that are measured again first; if all are confirmed, the others are left alone."""
+UNCONFIRMED_NATS = 4.0
+"""Most evidence of another policy against a worker that counts on the word of validators; a ban takes 8 at
+least."""
+SAME_NATS = 1.0
+"""Least excess of a validator's evidence of another policy over the trainer's that counts as a difference."""
+MAX_WORKERS = 4096
+"""Workers whose unconfirmed evidence is remembered."""
+UNCONFIRMED = "a validator did not find it clean, and it was not measured again"
 
 Found = Sequence[Measured | Unreadable]
 """The measurements of one rollout: one entry per branch."""
 
 
 @dataclass
-class ValidatorRecord:
-    """Results of a validator's reports, compared with the trainer's own audits."""
-
-    jobs: int = 0
-    """Reports received from it."""
-    compared: int = 0
-    differing: int = 0
-    disqualified: str = ""
-    """Reason why its reports no longer count in this run; empty while they count."""
-
-    def compare(self, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
-        """Compare one job that was measured twice; return whether all judgements agree.
-
-        Two honest machines differ by noise: one may judge clean and the other suspect, but never guilty.
-        """
-        differing = 0
-        for told, own in zip(theirs, ours, strict=True):
-            differing += told != own
-            if {told, own} == {"clean", "rejected"}:
-                self.disqualified = f"it called {told} what the trainer finds {own}"
-        self.compared += len(theirs)
-        self.differing += differing
-        enough = self.compared >= MIN_COMPARED
-        if enough and self.differing > MAX_DIFFERING * self.compared and not self.disqualified:
-            self.disqualified = (
-                f"{self.differing} of {self.compared} rollouts were judged otherwise by the trainer"
-            )
-        return not differing
-
-
-@dataclass
 class ValidatorState:
     """The last known state of one validator."""
 
-    record: ValidatorRecord = field(default_factory=ValidatorRecord)
     asked: float = 0.0
     """Monotonic seconds of its last request."""
     epoch: int = 0
     versions: frozenset[int] = frozenset()
     missed: int = 0
-    """Jobs in a row that timed out or failed."""
+    """Jobs that timed out or failed, apart from those that are forgotten."""
     benched_until: float = 0.0
     waiting: int = 0
     """Requests that wait for a job."""
@@ -145,6 +140,9 @@ class AssignedAudit:
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     validator: bytes = b""
     """The validator that took the job; empty while none has."""
+    drawn: bytes = b""
+    """The validator that alone may take it until `open_at`; empty for none."""
+    open_at: float = 0.0
 
     def places(self) -> list[tuple[int, int]]:
         """Return (group, rollout) of each chosen rollout, in order."""
@@ -162,21 +160,94 @@ class AuditQueue:
         validators: Iterable[bytes] = (),
         timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
     ) -> None:
-        """`validators` are the node ids whose reports count; `timeout_s` is the time for one job."""
+        """`validators` are the node ids whose reports count; `timeout_s` is the time for one job.
+
+        `chance` draws who measures what, by default secretly.
+        """
         self._run_id = run_id
         self._trainer = trainer
         self._timeout_s = timeout_s
         self._clock = clock
+        self._chance = chance or random.SystemRandom()
+        self._ledger: Ledger | None = None
         self._jobs: dict[int, AssignedAudit] = {}
         self._finished = RecentDict[int, None](KEPT_NUMBERS)
         self._numbers = 0
         self._changed = asyncio.Condition()
         self.validators = {node: ValidatorState() for node in validators}
+        self._records = {node: ValidatorRecord() for node in self.validators}
+        """Also of validators that are no longer named, since they may be named again."""
+
+    # -- records of validators ------------------------------------------------------------------------
+
+    def keep_in(self, ledger: Ledger) -> None:
+        """Load the records of earlier starts of this run, and keep all in `ledger` from now on.
+
+        Raises StorageError.
+        """
+        if self._ledger is ledger:
+            return
+        self._ledger = ledger
+        try:
+            stored = decode_records(ledger.get(VALIDATORS))
+            self._records |= {bytes.fromhex(node): one for node, one in stored.items()}
+        except ValueError as error:  # msgspec.DecodeError is one
+            raise StorageError(
+                f"the records of validators in {ledger.path} cannot be read ({error}): restore "
+                "the ledger from a copy"
+            ) from error
+        for warning in self.warnings():
+            logger.warning("%s", warning)
+
+    def record(self, node: bytes) -> ValidatorRecord:
+        """Return the record of a validator of this run."""
+        return self._records[node]
 
     def records(self) -> dict[bytes, ValidatorRecord]:
         """Return the record of each validator so far."""
-        return {node: state.record for node, state in self.validators.items()}
+        return {node: self._records[node] for node in self.validators}
+
+    def passed(self, worker: bytes) -> bool:
+        """Return whether a validator called rejected work of this worker clean."""
+        name = worker.hex()
+        return any(name in one.passed for one in self._records.values())
+
+    def warnings(self) -> list[str]:
+        """Name the validators that are disqualified, with what to do."""
+        return [
+            f"validator {node.hex()} is disqualified for this run: {one.disqualified}. Take it from "
+            "verification.validators, or `primerl-node pardon` it if its operator can explain it"
+            for node, one in self.records().items()
+            if one.disqualified
+        ]
+
+    def save(self, node: bytes) -> None:
+        """Keep the changed record of a validator; if it is disqualified, take its jobs back."""
+        if self._ledger is not None:
+            named = {one.hex(): record for one, record in self._records.items()}
+            self._ledger.set(VALIDATORS, encode_records(named))
+        if self._records[node].disqualified:
+            for job in self._jobs.values():
+                if job.validator == node:
+                    _give_up(job)
+
+    def ban(self, node: bytes, why: str) -> None:
+        """Disqualify a node if it is a validator; `why` is a sentence."""
+        if node in self._records:
+            self._records[node].disqualify(why)
+            self.save(node)
+
+    def pardon(self, node: bytes) -> None:
+        """Begin the record of a validator anew, and forget that validators covered for a worker."""
+        for validator, one in self._records.items():
+            if one.passed and node.hex() in one.passed:
+                one.forget_pass(node)
+                self.save(validator)
+        if node in self._records:
+            self._records[node] = ValidatorRecord()
+            self.save(node)
 
     # -- requests of validators -----------------------------------------------------------------------
 
@@ -228,8 +299,8 @@ class AuditQueue:
         if validator is None:
             detail = "no validator of this run: ask its operator to add your id to verification.validators"
             raise RemoteProtocolError(Reason.NOT_ADMITTED, detail)
-        if validator.record.disqualified:
-            raise RemoteProtocolError(Reason.BANNED, validator.record.disqualified)
+        if why := self._records[peer].disqualified:
+            raise RemoteProtocolError(Reason.BANNED, why)
         validator.asked = self._clock()
         return validator
 
@@ -261,16 +332,36 @@ class AuditQueue:
             validator.asked = self._clock()
 
     def _next_job(self, peer: bytes, validator: ValidatorState) -> AssignedAudit | None:
-        """Assign the oldest job that this validator can do."""
-        if self._clock() < validator.benched_until:
+        """Assign the oldest job that this validator can do and another one was not drawn for."""
+        now = self._clock()
+        if now < validator.benched_until:
             return None
         for job in self._jobs.values():
-            held = job.epoch == validator.epoch and job.versions <= validator.versions
-            if held and not job.validator:
+            others = job.drawn not in (b"", peer) and now < job.open_at
+            if not job.validator and not others and self._can_do(peer, job):
                 job.validator = peer
                 job.taken.set()
                 return job
         return None
+
+    def _can_do(self, peer: bytes, job: AssignedAudit) -> bool:
+        """Return whether a validator has the versions of a job now; it never measures its own work."""
+        validator = self.validators[peer]
+        held = job.epoch == validator.epoch and job.versions <= validator.versions
+        return held and job.call.node != peer
+
+    def _draw(self, job: AssignedAudit) -> bytes:
+        """Draw one of the validators that wait for a job like this; empty if fewer than two do.
+
+        So no validator has the work of a worker by asking at the right moment, or oftener than others.
+        """
+        now = self._clock()
+        able = [
+            node
+            for node, one in self.validators.items()
+            if one.waiting > 0 and now >= one.benched_until and self._can_do(node, job)
+        ]
+        return self._chance.choice(able) if len(able) > 1 else b""
 
     async def _send_job(self, stream: Stream, job: AssignedAudit) -> None:
         call = job.call
@@ -295,27 +386,32 @@ class AuditQueue:
 
     # -- requests of the trainer ---------------------------------------------------------------------
 
-    def available(self, versions: frozenset[int], epoch: int) -> bool:
-        """Return whether a validator is present that has these versions, apart from the newest ones."""
+    def available(self, versions: frozenset[int], epoch: int, worker: bytes = b"") -> bool:
+        """Return whether a validator other than `worker` is present that has these versions, apart from the
+        newest ones."""
         now = self._clock()
         return any(
             (one.waiting > 0 or now - one.asked < ALIVE_S)
             and now >= one.benched_until
-            and not one.record.disqualified
+            and not self._records[node].disqualified
+            and node != worker
             and one.holds(versions, epoch)
-            for one in self.validators.values()
+            for node, one in self.validators.items()
         )
 
     async def report(self, call: AuditCall, epoch: int) -> tuple[bytes, AuditReport] | None:
         """Have a validator audit; return its id and report, or None if none reported in time."""
         versions = frozenset(call.states)
         fits = len(call.chosen) <= MAX_CHOSEN and len(versions) <= MAX_SHELF
-        if not fits or len(self._jobs) >= MAX_JOBS or not self.available(versions, epoch):
+        if not fits or len(self._jobs) >= MAX_JOBS:
+            return None
+        if not self.available(versions, epoch, call.node):
             return None
         self._numbers += 1
         job = AssignedAudit(
             self._numbers, call, versions, epoch, asyncio.get_running_loop().create_future()
         )
+        job.drawn, job.open_at = self._draw(job), self._clock() + RESERVED_S
         self._jobs[job.number] = job
         await self._notify()
         try:
@@ -339,14 +435,21 @@ class AuditQueue:
         if report is None or report.failed:
             self._bench(job, f"could not audit: {report.failed if report else 'the stream broke'}")
             return None
-        self.validators[job.validator].missed = 0
         return job.validator, report
 
     def _bench(self, job: AssignedAudit, why: str) -> None:
-        validator = self.validators[job.validator]
+        """Give a validator nothing for a time, once for all jobs that it had then.
+
+        Finished jobs do not shorten the next pause: else it could hold up one in two for as long as it likes.
+        """
+        validator, now = self.validators[job.validator], self._clock()
+        if now < validator.benched_until or self._records[job.validator].disqualified:
+            return
+        forgotten = int((now - validator.benched_until) / MAX_BENCH_S)
+        validator.missed = max(0, validator.missed - forgotten)
         pause = min(BENCH_S * 2**validator.missed, MAX_BENCH_S)
         validator.missed += 1
-        validator.benched_until = self._clock() + pause
+        validator.benched_until = now + pause
         logger.warning(
             "validator %s %s; it is given nothing for %.0f s", short(job.validator), why, pause
         )
@@ -380,23 +483,28 @@ class RemoteAuditors:
         overlap: float = OVERLAP,
         first_jobs: int = FIRST_JOBS,
     ) -> None:
-        """`epoch` returns the current epoch; `chance` decides which jobs are measured again.
+        """`epoch` returns the current epoch; `chance` decides which rollouts are measured again.
 
-        `chance` must be secret.
+        `chance` must be secret; `overlap` is the share of them.
         """
         self._own = own
         self._queue = queue
         self._epoch = epoch
         self._chance = chance
-        self._overlap = overlap
+        self._of_job = max(DRAWN_OF_JOB, overlap)
+        self._of_jobs = overlap / self._of_job
         self._first_jobs = first_jobs
+        self._unconfirmed = RecentDict[bytes, float](MAX_WORKERS)
+        """Evidence of another policy against workers that only validators found: a CUSUM, in nats."""
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
         """See AuditService.audit().
 
-        The trainer audits rollouts of several branches itself: the bundle lacks their turns.
+        The trainer audits rollouts of several branches itself: the bundle lacks their turns. And those of a
+        worker that a validator has covered for.
         """
-        plain = [one for one in call.chosen if _is_plain(one) and not call.by_trainer]
+        own = call.by_trainer or self._queue.passed(call.node)
+        plain = [one for one in call.chosen if _is_plain(one) and not own]
         told = (
             await self._queue.report(replace(call, chosen=plain), self._epoch()) if plain else None
         )
@@ -412,35 +520,103 @@ class RemoteAuditors:
         return AuditAnswer(measured, answer.validator)
 
     async def _confirm(self, call: AuditCall, validator: bytes, report: AuditReport) -> AuditAnswer:
-        """Return the report as an answer, or for some jobs the trainer's own measurements."""
-        told = _measured(call.chosen, report)
-        record = self._queue.validators[validator].record
+        """Return the report's measurements, with the trainer's own in place of those that it repeats.
+
+        It repeats a share drawn by lot, and what counts against the worker. Of many rejections it first repeats
+        a few: if they are confirmed, the worker is as good as banned, and the others are left alone.
+        """
+        record, told = self._queue.record(validator), _measured(call.chosen, report)
+        theirs = dict(enumerate(_judge_all(call, told)))
+        drawn = self._draw(record.jobs < self._first_jobs, theirs)
         record.jobs += 1
-        drawn = record.jobs <= self._first_jobs or self._chance.random() < self._overlap
-        outcomes = _outcomes(call, told)
-        # Measured bounds come from the trainer's own audits: a validator's device may add its own noise.
-        condemned = call.contract.bounds == "measured" and set(outcomes) != {"clean"}
-        if not drawn and not condemned:
-            return AuditAnswer(told, validator)
-        try:
-            own = await self._own.audit(call)
-        except EngineError as error:
-            logger.warning("a report of %s is not compared: %s", short(validator), error)
-            if condemned:
-                raise
-            return AuditAnswer(told, validator)
-        if not drawn:
-            return own
-        if record.compare(outcomes, _outcomes(call, own.measured)):
-            return AuditAnswer(told, validator)
+        loud = self._loud(call, theirs, told)
+        theirs |= dict.fromkeys(loud, Judged("suspect"))
+        condemned = {n for n, one in theirs.items() if one.outcome != "clean"}
+        rejected = {n for n in condemned if theirs[n].outcome == "rejected"}
+        sample = set(self._chance.sample(sorted(rejected), min(CONFIRMED_MOST, len(rejected))))
+        own = await self._repeat(call, drawn | condemned - rejected | sample)
+        ours = _judge_some(call, own)
+        if any(n in ours and ours[n].outcome != "rejected" for n in sample):
+            own |= await self._repeat(call, rejected - own.keys())
+            ours = _judge_some(call, own)
+        for n in loud & own.keys():
+            if (
+                ours[n].outcome == "clean"
+                and _step(call, own[n]) > _step(call, told[n]) - SAME_NATS
+            ):
+                ours[n] = theirs[n]
+        pairs = {n: Comparison(theirs[n], one) for n, one in ours.items()}
+        believed = not record.disqualified
+        record.note(
+            call.node,
+            len(told),
+            [one for n, one in pairs.items() if n in drawn],
+            [one for n, one in pairs.items() if n in condemned],
+        )
+        self._queue.save(validator)
         if record.disqualified:
-            logger.error(
-                "VALIDATOR %s IS DISQUALIFIED for this run: %s. Take it from verification.validators "
-                "unless its operator can explain it",
-                validator.hex(),
-                record.disqualified,
+            if believed:
+                logger.error(
+                    "VALIDATOR %s IS DISQUALIFIED for this run: %s. Take it from verification.validators "
+                    "unless its operator can explain it",
+                    validator.hex(),
+                    record.disqualified,
+                )
+            condemned = set(theirs)
+            own |= await self._repeat(call, condemned - own.keys())
+        unmeasured: Found = [Unreadable(UNCONFIRMED, proof=False)]
+        answer = [
+            own[n] if n in own else unmeasured if n in condemned else found
+            for n, found in enumerate(told)
+        ]
+        agreed = all(one.theirs.outcome == one.ours.outcome for one in pairs.values())
+        used = not record.disqualified and (agreed or len(own) < len(told))
+        return AuditAnswer(answer, validator if used else b"")
+
+    def _draw(self, all_of_it: bool, rollouts: Collection[int]) -> set[int]:
+        """Draw the rollouts of a job that are measured again whatever the report says."""
+        if all_of_it:
+            return set(rollouts)
+        if self._chance.random() >= self._of_jobs:
+            return set()
+        return {n for n in rollouts if self._chance.random() < self._of_job}
+
+    def _loud(
+        self, call: AuditCall, theirs: Mapping[int, Judged], told: Sequence[Found]
+    ) -> set[int]:
+        """Find the clean rollouts that would add too much evidence of another policy on a validator's word."""
+        steps = {
+            n: _step(call, found) for n, found in enumerate(told) if theirs[n].outcome == "clean"
+        }
+        nats = most = self._unconfirmed.get(call.node, 0.0)
+        for step in steps.values():
+            nats = max(0.0, nats + step)
+            most = max(most, nats)
+        loud = (
+            {n for n, step in steps.items() if step > 0} if most > UNCONFIRMED_NATS else set[int]()
+        )
+        if loud:
+            nats = self._unconfirmed.get(call.node, 0.0)
+            nats = max(0.0, nats + sum(step for n, step in steps.items() if n not in loud))
+        self._unconfirmed[call.node] = nats
+        return loud
+
+    async def _repeat(self, call: AuditCall, rollouts: Collection[int]) -> dict[int, Found]:
+        """Measure some rollouts of a job; returns nothing if the trainer cannot audit now."""
+        numbers = sorted(rollouts)
+        if not numbers:
+            return {}
+        chosen = [call.chosen[n] for n in numbers]
+        try:
+            answer = await self._own.audit(replace(call, chosen=chosen))
+        except EngineError as error:
+            logger.warning(
+                "%d rollouts that a validator measured are not measured again: %s",
+                len(numbers),
+                error,
             )
-        return own
+            return {}
+        return dict(zip(numbers, answer.measured, strict=True))
 
 
 def read_nodes(name: str, texts: Sequence[str]) -> list[bytes]:
@@ -454,27 +630,40 @@ def read_nodes(name: str, texts: Sequence[str]) -> list[bytes]:
     return nodes
 
 
-def _outcomes(call: AuditCall, measured: Sequence[Found]) -> list[Outcome]:
+def _judge_all(call: AuditCall, measured: Sequence[Found]) -> list[Judged]:
     return [
-        _outcome(one.rollout, found, call.contract)
-        for one, found in zip(call.chosen, measured, strict=True)
+        _judged(one, found, call.contract) for one, found in zip(call.chosen, measured, strict=True)
     ]
+
+
+def _judge_some(call: AuditCall, measured: Mapping[int, Found]) -> dict[int, Judged]:
+    return {n: _judged(call.chosen[n], found, call.contract) for n, found in measured.items()}
+
+
+def _step(call: AuditCall, measured: Found) -> float:
+    """Return what a measured rollout adds to the test for another policy, nats; 0 if it is unreadable."""
+    if any(isinstance(one, Unreadable) for one in measured):
+        return 0.0
+    found = max(one.other_policy for one in measured if isinstance(one, Measured))
+    return other_step(found, call.contract.other_scale)
 
 
 def _is_plain(one: AuditTarget) -> bool:
     return plain_turns(one.rollout.branches) is not None
 
 
-def _outcome(rollout: CheckedRollout, measured: Found, contract: ProofContract) -> Outcome:
-    """Judge one rollout; a rollout unreadable through no fault of the worker counts as suspect."""
+def _judged(target: AuditTarget, measured: Found, contract: ProofContract) -> Judged:
+    """Judge one rollout as the verifier does; one unreadable through no fault of the worker is suspect."""
     unreadable = [one for one in measured if isinstance(one, Unreadable)]
     if unreadable:
-        return "rejected" if any(one.proof for one in unreadable) else "suspect"
-    found = evidence(rollout, [one for one in measured if isinstance(one, Measured)])
+        proof = any(one.proof for one in unreadable)
+        return Judged("rejected", certain=True) if proof else Judged("suspect", failed=True)
+    numbers = [one for one in measured if isinstance(one, Measured)]
+    found = evidence(target.rollout, numbers)
     judgement = judge(found, contract)
-    if judgement.reason is not None:
-        return "rejected"
-    return "suspect" if judgement.suspect else "clean"
+    outcome = blame(found, judgement, boundary_distances(numbers), contract).outcome
+    certain = judgement.reason is not None and first_above(found, PROVISIONAL) != ""
+    return Judged(outcome, certain=certain)
 
 
 def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]:

@@ -22,7 +22,7 @@ def show_leases(status: Status, scheduler: LeaseScheduler, progress: Progress) -
     status.pipelines = registry.pipelines.rows()
     status.bounds = registry.bounds.rows(registry.classes())
     missing = registry.bounds.warnings(registry.classes(strangers=True))
-    status.warnings = [*registry.warnings(), *missing]
+    status.warnings = [*registry.warnings(), *missing, *registry.audits.warnings()]
 
 
 def show_training(status: Status, role: TrainerRole) -> None:

@@ -138,6 +138,7 @@ class WorkerRegistry:
         self._sealed_manifest = sealed_manifest
         self.book = book
         self.audits = audits
+        audits.keep_in(services.ledger)
         self.clock = clock
         self._started = clock()
         self.pipelines = PipelineCoordinator(
@@ -414,22 +415,25 @@ class WorkerRegistry:
         return known.refused
 
     def ban(self, name: str, why: str) -> bytes:
-        """Ban the worker whose id begins with `name` until it is pardoned; return its id.
+        """Ban the worker or validator whose id begins with `name` until it is pardoned; return its id.
 
         Raises UsageError.
         """
         node = self._find(name)
         said = printable(why, MAX_REASON)
-        self.reputation(node).ban(f"by the operator ({said})" if said else "by the operator")
+        reason = f"by the operator ({said})" if said else "by the operator"
+        self.reputation(node).ban(reason)
+        self.audits.ban(node, reason)
         return self._changed_by_hand(node)
 
     def pardon(self, name: str) -> bytes:
         """Forget all evidence about the worker whose id begins with `name`; return its id.
 
-        It is a newcomer again, whose work is all audited. Raises UsageError.
+        It is a newcomer again, whose work is all audited; a validator is believed again. Raises UsageError.
         """
         node = self._find(name)
         self.reputations[node] = Reputation()
+        self.audits.pardon(node)
         if node in self.workers:
             self.workers[node].proven = False
         return self._changed_by_hand(node)
@@ -438,7 +442,9 @@ class WorkerRegistry:
         """Return the id of the only worker whose id begins with `name`. Raises UsageError."""
         begun = name.strip().lower()
         found = [
-            one for one in self.workers.keys() | self.reputations if one.hex().startswith(begun)
+            one
+            for one in self.workers.keys() | self.reputations | self.audits.records()
+            if one.hex().startswith(begun)
         ]
         if len(begun) < MIN_PREFIX or not found:
             raise UsageError(

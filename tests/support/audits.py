@@ -83,7 +83,7 @@ def call(*places: AuditTarget, sealed: bytes = b"bundle" * 100) -> AuditCall:
 
 
 class Own:
-    """The trainer's own audits: scripted results, and a count of calls."""
+    """The trainer's own audits: scripted results by the rollout's group, and a record of calls."""
 
     def __init__(self, *found: Measured | Unreadable, dead: bool = False) -> None:
         self.found = found or (CLEAN, CLEAN)
@@ -96,8 +96,13 @@ class Own:
         if self._dead:
             raise EngineError("dead")
         return AuditAnswer(
-            [[one] * len(c.items) for c, one in zip(call.chosen, self.found, strict=False)]
+            [[self.found[one.rollout.group]] * len(one.items) for one in call.chosen]
         )
+
+    @property
+    def rollouts(self) -> int:
+        """Count the rollouts of all calls."""
+        return sum(len(one.chosen) for one in self.calls)
 
 
 @dataclass

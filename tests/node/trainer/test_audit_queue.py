@@ -4,6 +4,10 @@ import asyncio
 import dataclasses
 import math
 import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,14 +34,25 @@ from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
-from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.ops.errors import StorageError, UsageError
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_nodes
-from primerl.node.verification.auditor import AuditCall, Measured, Unreadable
+from primerl.node.storage.ledger import VALIDATORS, Ledger
+from primerl.node.trainer.audits import (
+    BENCH_S,
+    CONFIRMED_MOST,
+    DRAWN_OF_JOB,
+    OVERLAP,
+    UNCONFIRMED_NATS,
+    AuditQueue,
+    RemoteAuditors,
+    read_nodes,
+)
+from primerl.node.verification.auditor import AuditAnswer, AuditCall, Measured, Unreadable
 from primerl.protocol.audits import MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob, AuditWait
+from primerl.protocol.reputation import other_step
 
 CUT_SHORT = Unreadable("cut short", proof=True)
 NO_END = Unreadable("no end", proof=False)
@@ -69,9 +84,10 @@ async def test_a_validator_gets_the_submission_and_its_report_is_the_answer() ->
     assert (job.node, job.submission, job.size) == (WORKER.node_id, digest(data), len(data))
     assert (job.versions, job.challenge) == ((2, 3), call().challenge)
     assert [(one.claimed, one.others) for one in job.others] == [(3, (2,))]
-    await audits.take_in(VALIDATOR.node_id, sealed(report(job, GUILTY, CUT_SHORT)))
+    theirs = msgspec.structs.replace(CLEAN, logprob=0.01), CLEAN
+    await audits.take_in(VALIDATOR.node_id, sealed(report(job, *theirs)))
     found = await answer
-    assert found.measured == [[GUILTY], [CUT_SHORT]]
+    assert found.measured == [[one] for one in theirs]
     assert found.validator == VALIDATOR.node_id
     assert own.calls == []
 
@@ -208,12 +224,12 @@ async def test_a_validator_that_cannot_audit_says_so_and_the_trainer_does() -> N
 
 async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their_place() -> None:
     own, audits = Own(ODD, ODD), audit_queue()
-    validator = asyncio.create_task(serve(audits, VALIDATOR, GUILTY))
+    validator = asyncio.create_task(serve(audits, VALIDATOR, CLEAN))
     await asyncio.sleep(0)
     mixed = call(chosen(0, 0, branches=2), chosen(0, 1), chosen(1, 0, branches=3))
     found = await remote(own, audits).audit(mixed)
     validator.cancel()
-    assert found.measured == [[ODD] * 2, [GUILTY], [ODD] * 3]
+    assert found.measured == [[ODD] * 2, [CLEAN], [ODD] * 3]
     assert found.validator == VALIDATOR.node_id
     assert [len(one.chosen) for one in own.calls] == [2]
 
@@ -267,18 +283,18 @@ async def test_honest_noise_disqualifies_no_validator() -> None:
     for _ in range(40):
         assert (await auditors.audit(call())).validator == VALIDATOR.node_id
     validator.cancel()
-    record = audits.validators[VALIDATOR.node_id].record
-    assert (record.compared, record.differing, record.disqualified) == (86, 3, "")
+    record = audits.record(VALIDATOR.node_id)
+    assert (record.compared, record.overturned, record.disqualified) == (86, 3, "")
 
 
 async def test_a_validator_that_suspects_everybody_is_found_in_time() -> None:
     own, audits = Own(), audit_queue()
-    validator = asyncio.create_task(serve(audits, VALIDATOR, ODD, NO_END))
+    validator = asyncio.create_task(serve(audits, VALIDATOR, ODD, ODD))
     await asyncio.sleep(0)
-    auditors = remote(own, audits, overlap=1.0)
+    auditors = remote(own, audits)
     for _ in range(16):
-        await auditors.audit(call())
-    assert "32 of 32" in audits.validators[VALIDATOR.node_id].record.disqualified
+        assert (await auditors.audit(call())).measured == [[CLEAN], [CLEAN]]
+    assert "32 of the 32" in audits.record(VALIDATOR.node_id).disqualified
     with refuses(Reason.BANNED):
         await validator
 
@@ -294,7 +310,9 @@ async def test_the_first_jobs_and_then_a_share_are_measured_again() -> None:
         counts.append(len(own.calls))
     validator.cancel()
     assert counts[3] == 4
-    assert 8 <= counts[-1] - 4 <= 35
+    # half of the jobs are drawn, and a fifth of their rollouts: 20 rollouts of 100 jobs
+    assert 20 <= own.rollouts - 8 <= 60
+    assert counts[-1] - 4 < own.rollouts - 8 + 1
 
 
 async def test_a_trainer_whose_own_auditor_died_still_has_its_validators() -> None:
@@ -332,7 +350,8 @@ async def test_a_reference_is_measured_by_the_trainer_alone_so_no_validator_move
 async def test_what_a_validator_finds_odd_the_trainer_measures_itself() -> None:
     """Bounds are of the trainer's own audits: on another device honest work may look odd. Nobody is blamed."""
     own, audits = Own(CLEAN, CLEAN), audit_queue()
-    for theirs, asked in (((CLEAN, CLEAN), 0), ((CLEAN, ODD), 1), ((GUILTY, CLEAN), 2)):
+    noisy = msgspec.structs.replace(CLEAN, fingerprint=0.3)
+    for theirs, asked in (((CLEAN, CLEAN), 0), ((CLEAN, ODD), 1), ((noisy, CLEAN), 2)):
         waiting = await present(audits)
         answer = asyncio.create_task(remote(own, audits).audit(measured()))
         job, _ = await waiting
@@ -344,12 +363,265 @@ async def test_what_a_validator_finds_odd_the_trainer_measures_itself() -> None:
     assert (record.compared, record.disqualified) == (0, "")
 
 
-async def test_no_worker_is_rejected_on_a_validators_word_while_the_trainer_cannot_audit() -> None:
-    own, audits = Own(dead=True), audit_queue()
+@pytest.mark.parametrize("theirs", [ODD, GUILTY, CUT_SHORT], ids=["odd", "guilty", "no proof"])
+async def test_no_worker_is_rejected_on_a_validators_word_while_the_trainer_cannot_audit(
+    theirs: Measured | Unreadable,
+) -> None:
+    for asked in (call(), measured()):
+        found, audits = await answered(Own(dead=True), asked, CLEAN, theirs)
+        clean, (other,) = found.measured
+        assert clean == [CLEAN]
+        assert isinstance(other, Unreadable)
+        assert not other.proof
+        assert audits.record(VALIDATOR.node_id).disqualified == ""
+
+
+# -- what counts against a worker ------------------------------------------------------------------
+
+
+async def answered(
+    own: Own, asked: AuditCall, *theirs: Measured | Unreadable, **settings: Any
+) -> tuple[AuditAnswer, AuditQueue]:
+    """The answer on one job, of which a validator reports `theirs`."""
+    audits = audit_queue()
     waiting = await present(audits)
-    answer = asyncio.create_task(remote(own, audits).audit(measured()))
+    answer = asyncio.create_task(remote(own, audits, **settings).audit(asked))
     job, _ = await waiting
     assert isinstance(job, AuditJob)
-    await audits.take_in(VALIDATOR.node_id, sealed(report(job, CLEAN, ODD)))
-    with pytest.raises(EngineError):
-        await answer
+    await audits.take_in(VALIDATOR.node_id, sealed(report(job, *theirs)))
+    return await answer, audits
+
+
+@pytest.mark.parametrize("theirs", [GUILTY, CUT_SHORT], ids=["guilty", "no proof"])
+async def test_a_rejection_counts_only_if_the_trainer_finds_it_too_and_an_invented_one_ends_the_validator(
+    theirs: Measured | Unreadable,
+) -> None:
+    found, audits = await answered(Own(CLEAN, CLEAN), call(), CLEAN, theirs)
+    assert found.measured == [[CLEAN], [CLEAN]]
+    assert (
+        "called rejected what the trainer finds clean"
+        in audits.record(VALIDATOR.node_id).disqualified
+    )
+    found, audits = await answered(Own(CLEAN, theirs), call(), CLEAN, theirs)
+    assert found.measured == [[CLEAN], [theirs]]
+    assert found.validator == VALIDATOR.node_id
+    record = audits.record(VALIDATOR.node_id)
+    assert (record.rechecked, record.overturned, record.disqualified) == (1, 0, "")
+
+
+async def test_a_validator_that_was_right_for_long_ends_with_its_first_invented_rejection() -> None:
+    """It behaves while all of its jobs are measured again, and after that."""
+    own, audits = Own(), audit_queue()
+    auditors = remote(own, audits, first_jobs=4)
+    lies: list[Measured] = []
+    validator = await seated(serve_as(audits, lambda: lies or [CLEAN, CLEAN]), audits)
+    for _ in range(40):
+        assert (await auditors.audit(call())).validator == VALIDATOR.node_id
+    lies += [GUILTY, GUILTY]
+    assert (await auditors.audit(call())).measured == [[CLEAN], [CLEAN]]
+    with refuses(Reason.BANNED):
+        await validator
+
+
+async def serve_as(audits: AuditQueue, say: Callable[[], Sequence[Measured]]) -> None:
+    """Run a validator that decides for each job what it reports."""
+    while True:
+        reply, _ = await request(audits)
+        if isinstance(reply, AuditJob):
+            await audits.take_in(VALIDATOR.node_id, sealed(report(reply, *say())))
+
+
+async def seated(serving: Coroutine[Any, Any, None], audits: AuditQueue) -> "asyncio.Task[None]":
+    """Start a validator; return once the queue has its request."""
+    task = asyncio.create_task(serving)
+    await until(lambda: audits.validators[VALIDATOR.node_id].waiting > 0)
+    return task
+
+
+def flood(count: int) -> AuditCall:
+    """A job of many rollouts of one group."""
+    return call(*(chosen(0, n) for n in range(count)))
+
+
+async def test_of_a_flood_of_cheats_a_few_are_measured_again_and_no_other_counts() -> None:
+    own = Own(GUILTY)
+    found, audits = await answered(own, flood(64), *[GUILTY] * 64)
+    assert own.rollouts == CONFIRMED_MOST
+    assert found.measured.count([GUILTY]) == CONFIRMED_MOST
+    others = [one for (one,) in found.measured if one != GUILTY]
+    assert all(isinstance(one, Unreadable) and not one.proof for one in others)
+    assert audits.record(VALIDATOR.node_id).disqualified == ""
+
+
+async def test_of_many_rejections_one_that_the_trainer_does_not_find_has_all_measured_again() -> (
+    None
+):
+    own = Own(CLEAN)
+    found, audits = await answered(own, flood(64), *[GUILTY] * 64)
+    assert found.measured == [[CLEAN]] * 64
+    assert own.rollouts == 64  # each once
+    assert audits.record(VALIDATOR.node_id).disqualified
+
+
+async def test_a_job_of_a_validator_that_lies_is_measured_by_the_trainer_as_a_whole() -> None:
+    """Else a validator would cover for three by accusing the fourth."""
+    own = Own(GUILTY, CLEAN)
+    found, _ = await answered(own, call(), CLEAN, GUILTY)
+    assert found.measured == [[GUILTY], [CLEAN]]
+    assert found.validator == b""
+
+
+async def test_evidence_of_another_policy_counts_on_a_validators_word_up_to_a_few_nats() -> None:
+    """Each of these is within the bounds: only their sum bans a worker."""
+    hint = msgspec.structs.replace(CLEAN, other_policy=3.0)
+    own, audits = Own(CLEAN), audit_queue()
+    auditors = remote(own, audits)
+    validator = await seated(serve_as(audits, lambda: [hint]), audits)
+    nats = 0.0
+    for _ in range(20):
+        answer = await auditors.audit(flood(1))
+        nats += sum(other_step(one.other_policy, PROOFS.other_scale) for one in seen(answer))
+        nats = max(0.0, nats)
+        assert nats <= UNCONFIRMED_NATS
+    validator.cancel()
+    assert own.rollouts > 10
+    assert audits.record(VALIDATOR.node_id).alarming > 0
+
+
+async def test_evidence_of_another_policy_that_the_trainer_finds_too_counts_in_full() -> None:
+    hint = msgspec.structs.replace(CLEAN, other_policy=3.0)
+    own, audits = Own(hint), audit_queue()
+    auditors = remote(own, audits)
+    validator = await seated(serve_as(audits, lambda: [hint]), audits)
+    answers = [await auditors.audit(flood(1)) for _ in range(20)]
+    validator.cancel()
+    assert [one.measured for one in answers] == [[[hint]]] * 20
+    assert audits.record(VALIDATOR.node_id).overturned == 0
+
+
+def seen(answer: AuditAnswer) -> list[Measured]:
+    return [one for found in answer.measured for one in found if isinstance(one, Measured)]
+
+
+# -- what a validator lets pass --------------------------------------------------------------------
+
+
+async def test_a_validator_that_passes_cheats_is_found_at_the_rate_that_the_docs_state() -> None:
+    """docs/proofs.md: 1 - q (1 - (1 - s)^k) of the jobs of k cheats pass, with q = OVERLAP / s."""
+    chance = random.Random(3)
+    survived: list[int] = []
+    for _ in range(20):
+        own, audits = Own(GUILTY), audit_queue()
+        auditors = RemoteAuditors(own, audits, epoch=lambda: 0, chance=chance, first_jobs=0)
+        validator = await seated(serve_as(audits, lambda: [CLEAN] * 4), audits)
+        jobs = 0
+        while not audits.record(VALIDATOR.node_id).disqualified and jobs < 60:
+            await auditors.audit(flood(4))
+            jobs += 1
+        survived.append(jobs - 1)
+        with refuses(Reason.BANNED):
+            await validator
+    found = OVERLAP / DRAWN_OF_JOB * (1 - (1 - DRAWN_OF_JOB) ** 4)
+    expected = 1 / found - 1
+    assert 0.5 * expected < sum(survived) / 20 < 1.5 * expected
+
+
+async def test_a_worker_that_a_validator_covered_for_is_measured_by_the_trainer_from_then_on() -> (
+    None
+):
+    own, audits = Own(GUILTY, GUILTY), audit_queue(VALIDATOR, SECOND)
+    validator = asyncio.create_task(serve(audits, VALIDATOR))
+    await asyncio.sleep(0)
+    auditors = remote(own, audits, overlap=1.0)
+    await auditors.audit(call())
+    with refuses(Reason.BANNED):
+        await validator
+    second = await present(audits, SECOND)
+    answer = await remote(own, audits).audit(call())
+    assert answer.measured == [[GUILTY], [GUILTY]]
+    assert answer.validator == b""
+    audits.pardon(WORKER.node_id)
+    assert not audits.passed(WORKER.node_id)
+    second.cancel()
+
+
+async def test_a_validator_never_measures_its_own_work() -> None:
+    own, audits = Own(), audit_queue()
+    waiting = await present(audits)
+    mine = dataclasses.replace(call(), node=VALIDATOR.node_id)
+    assert (await remote(own, audits).audit(mine)).validator == b""
+    assert isinstance((await waiting)[0], AuditWait)
+
+
+async def test_who_of_several_validators_measures_a_job_is_drawn_and_not_who_asks_oftenest() -> (
+    None
+):
+    audits = audit_queue(VALIDATOR, SECOND, chance=random.Random(5))
+    servers = [asyncio.create_task(serve(audits, VALIDATOR)) for _ in range(6)]
+    servers.append(asyncio.create_task(serve(audits, SECOND)))
+    auditors = remote(Own(), audits)
+    by: Counter[bytes] = Counter()
+    for _ in range(60):
+        await until(lambda: all(one.waiting for one in audits.validators.values()))
+        by[(await auditors.audit(call())).validator] += 1
+    for server in servers:
+        server.cancel()
+    assert by[VALIDATOR.node_id] + by[SECOND.node_id] == 60
+    assert 18 <= by[SECOND.node_id] <= 42
+
+
+async def test_a_validator_that_finishes_jobs_between_is_benched_longer_all_the_same() -> None:
+    now = [1000.0]
+    audits = audit_queue(clock=lambda: now[0])
+    for pause in (BENCH_S, 2 * BENCH_S, 4 * BENCH_S):
+        for failed in ("", "no memory left"):
+            job, waiting = await job_of(audits)
+            rows = {"measured": (), "failed": failed} if failed else {}
+            await audits.take_in(VALIDATOR.node_id, sealed(report(job, **rows)))
+            assert bool(await waiting) is not bool(failed)
+        assert audits.validators[VALIDATOR.node_id].benched_until == now[0] + pause
+        now[0] += pause + 1
+
+
+# -- restarts and operators ------------------------------------------------------------------------
+
+
+async def test_a_disqualified_validator_stays_so_when_the_trainer_starts_again(
+    tmp_path: Path,
+) -> None:
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        audits = audit_queue()
+        audits.keep_in(ledger)
+        validator = asyncio.create_task(serve(audits, VALIDATOR, GUILTY, CLEAN))
+        await asyncio.sleep(0)
+        await remote(Own(), audits).audit(call())
+        with refuses(Reason.BANNED):
+            await validator
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        again = audit_queue()
+        again.keep_in(ledger)
+        with refuses(Reason.BANNED):
+            await request(again)
+        assert again.record(VALIDATOR.node_id) == audits.record(VALIDATOR.node_id)
+        assert VALIDATOR.node_id.hex() in again.warnings()[0]
+        again.pardon(VALIDATOR.node_id)
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        pardoned = audit_queue()
+        pardoned.keep_in(ledger)
+        assert isinstance((await request(pardoned))[0], AuditWait)
+
+
+async def test_jobs_of_a_validator_that_is_disqualified_are_taken_back_at_once() -> None:
+    audits = audit_queue()
+    job, waiting = await job_of(audits)
+    audits.ban(VALIDATOR.node_id, "by the operator")
+    assert await waiting is None
+    with refuses(Reason.BANNED):
+        await audits.take_in(VALIDATOR.node_id, sealed(report(job)))
+
+
+def test_records_that_cannot_be_read_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        ledger.set(VALIDATORS, b'{"00": 1}')
+        with pytest.raises(StorageError, match="restore the ledger from a copy"):
+            audit_queue().keep_in(ledger)
