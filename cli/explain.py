@@ -11,7 +11,13 @@ from ..node.config.paths import expand_home
 from .command import AsJson, DataDir, default_data_dir, find_node
 
 if TYPE_CHECKING:
-    from ..node.ops.explain import Explanation, RejectedRollout, StageEvidence, VerdictLine
+    from ..node.ops.explain import (
+        Explanation,
+        RejectedRollout,
+        StageEvidence,
+        ValidatorStanding,
+        VerdictLine,
+    )
 
 SHORT = 10
 MAX_ROWS = 32
@@ -32,7 +38,7 @@ def run(
         typer.Argument(
             metavar="VERDICT",
             help="A lease id, or the first digits of a submission's digest or of a node's id (its latest "
-            "rejected one); else the latest rejected one.",
+            "rejected one, or of a validator its standing); else the latest rejected one.",
         ),
     ] = "",
     data_dir: DataDir = None,
@@ -55,7 +61,7 @@ def run(
     Examples:
       primerl-node explain --data-dir worker       the latest that was rejected
       primerl-node explain 4294967298 -d worker    by lease
-      primerl-node explain 1f0c -d outputs/demo    by digest, or by worker as `peers` shows it
+      primerl-node explain 1f0c -d outputs/demo    by digest, or by worker or validator as `peers` shows it
       primerl-node explain --list
     """
     import msgspec
@@ -64,11 +70,14 @@ def run(
     from .tables import write
 
     directory = _directory(data_dir)
+    validator = None if everything else explain.standing(directory, verdict.strip())
     found = explain.listed(directory, last, verdict.strip()) if everything else None
-    shown = explain.explain(directory, verdict.strip()) if found is None else None
+    shown = explain.explain(directory, verdict.strip()) if not (everything or validator) else None
     if as_json:
-        encoded = msgspec.json.encode(shown if found is None else found)
+        encoded = msgspec.json.encode(validator or (shown if found is None else found))
         typer.echo(msgspec.json.format(encoded).decode())
+    elif validator is not None:
+        write(validator_standing(validator))
     elif shown is None:
         write(verdict_list(found or ()))
     else:
@@ -116,6 +125,36 @@ def verdict_list(lines: "Sequence[VerdictLine]") -> Any:
     return fitted(names, rows, right=right, elastic=("REASON",), drop=("AUDITED", "NO"))
 
 
+def validator_standing(found: "ValidatorStanding") -> Any:
+    """Draw how far the trainer believes a validator."""
+    from rich.console import Group
+
+    from .tables import label_table
+
+    facts = [("validator", found.id), *_standing_facts(found)]
+    if found.passed:
+        names = ", ".join(one[:SHORT] for one in found.passed[-MAX_ROWS:])
+        facts.append(("covered for", f"{names}: the trainer measures their work itself"))
+    note = (
+        "The trainer measures by itself a share of what a validator calls clean, and whatever it does not call "
+        "clean: nothing counts against a worker on a validator's word."
+    )
+    return Group(label_table(facts), "", _folded(note))
+
+
+def _standing_facts(found: "ValidatorStanding") -> list[tuple[str, str]]:
+    again = found.compared + found.rechecked
+    return [
+        ("measured", f"{found.rollouts} rollouts in {found.jobs} jobs"),
+        (
+            "measured again",
+            f"{again}: {found.compared} drawn by lot, {found.rechecked} that it did not call clean; "
+            f"{found.overturned} judged otherwise",
+        ),
+        ("standing", f"disqualified: {found.disqualified}" if found.disqualified else "believed"),
+    ]
+
+
 def explanation(found: "Explanation") -> Any:
     """Draw a verdict: the facts, a paragraph for each reason, the evidence, and the stages."""
     from rich.console import Group
@@ -138,6 +177,9 @@ def explanation(found: "Explanation") -> Any:
             else "nothing",
         ),
     ]
+    if found.standing is not None:
+        rows = _standing_facts(found.standing)
+        facts.append(("validator", f"{rows[0][1]}; {rows[2][1]}"))
     if found.challenge:
         facts.append(("challenge", f"{found.challenge}  (rate {found.rate:.3g})"))
     parts: list[Any] = [label_table(facts)]

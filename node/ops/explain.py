@@ -16,7 +16,8 @@ from ...protocol.manifests import ProofContract, RunManifest, run_id
 from ...protocol.numerics import ClassBounds
 from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
-from ..storage.ledger import MANIFEST, KeptVerdict, LedgerView
+from ...protocol.validators import decode_records
+from ..storage.ledger import MANIFEST, VALIDATORS, KeptVerdict, LedgerView
 from ..verification.judge import REASONS
 from .errors import NodeError, StorageError, UsageError, printable
 
@@ -286,6 +287,25 @@ class StageEvidence(msgspec.Struct, frozen=True):
     """Bounds of the distances."""
 
 
+class ValidatorStanding(msgspec.Struct, frozen=True):
+    """How far a trainer believes a validator, and why."""
+
+    id: str
+    jobs: int
+    rollouts: int
+    """Rollouts that it measured."""
+    compared: int
+    """Those that the trainer measured, too, drawn by lot."""
+    rechecked: int
+    """Those that the trainer measured because the validator did not call them clean."""
+    overturned: int
+    """Those measured twice that the trainer judged otherwise."""
+    disqualified: str
+    """Why it is not believed; empty while it is."""
+    passed: list[str]
+    """Workers whose rejected work it called clean."""
+
+
 class Explanation(msgspec.Struct, frozen=True):
     """A verdict of the run's trainer, signature checked."""
 
@@ -315,6 +335,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """Class of workers that the bounds were measured for; empty where the manifest's hold for all."""
     rejected_at_most: float = 1.0
     """Share of honest rollouts that these bounds reject, 95 % upper bound; 1 where it was not measured."""
+    standing: ValidatorStanding | None = None
+    """The standing of the validator, in the ledger of its trainer."""
 
 
 class VerdictLine(msgspec.Struct, frozen=True):
@@ -386,6 +408,42 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
         f"no verdict on {wanted} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer "
         "keeps the last 10000, and a node gets those on its own work"
     )
+
+
+def standing(data_dir: Path, wanted: str) -> ValidatorStanding | None:
+    """Return the standing of the validator whose id begins with `wanted`, if a trainer's ledger here has it.
+
+    None also if several begin with it. Raises UsageError, StorageError.
+    """
+    if len(wanted) < MIN_PREFIX:
+        return None
+    for book in _books(data_dir):
+        found = [one for one in _standings(book) if one.id.startswith(wanted.lower())]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _standings(book: _Book) -> list[ValidatorStanding]:
+    try:
+        records = decode_records(book.view.get(VALIDATORS))
+    except msgspec.DecodeError as error:
+        raise StorageError(
+            f"the records of validators in {book.path} cannot be read ({error}): restore the file from a copy"
+        ) from error
+    return [
+        ValidatorStanding(
+            id=node,
+            jobs=one.jobs,
+            rollouts=one.rollouts,
+            compared=one.compared,
+            rechecked=one.rechecked,
+            overturned=one.overturned,
+            disqualified=printable(one.disqualified, None),
+            passed=list(one.passed),
+        )
+        for node, one in records.items()
+    ]
 
 
 def listed(data_dir: Path, count: int, wanted: str = "") -> list[VerdictLine]:
@@ -514,6 +572,7 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         numerics=str(measured.numerics) if measured else "",
         rejected_at_most=measured.rejected_at_most if measured else 1.0,
         stages=_stages(verdict.pipeline, proofs) if verdict.pipeline else None,
+        standing=next((one for one in _standings(book) if one.id == verdict.validator.hex()), None),
     )
 
 
