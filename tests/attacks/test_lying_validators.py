@@ -62,15 +62,15 @@ async def disqualified(swarm: AuditedSwarm) -> None:
 async def test_a_validator_that_calls_honest_work_fraud_bans_nobody_and_loses_its_standing(
     tmp_path: Path, model_dir: Path, lie: Callable[[Found], Found]
 ) -> None:
-    fakes = Fakes(last_step=12)  # the run ends when the test has looked
+    fakes = Fakes(last_step=8)  # the run ends when the test has looked
     validator = VALIDATOR.node_id
-    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, max_steps=14) as swarm:
+    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, max_steps=9) as swarm:
         await swarm.start_trainer()
         swarm.add_validator(BentAuditor(fakes, later(lie)))
         await swarm.seated()
         workers = [swarm.add_worker(name) for name in ("a", "b", "c")]
         await disqualified(swarm)
-        await swarm.wait_step(12)  # the run goes on
+        await swarm.wait_step(8)  # the run goes on
         rows = await rows_of(swarm)
         for worker in workers:
             row = rows[worker.node_id.hex()]
@@ -82,7 +82,7 @@ async def test_a_validator_that_calls_honest_work_fraud_bans_nobody_and_loses_it
         summary = await swarm.finished()
         verdicts = swarm.verdicts()
         known = standing(swarm.trainer.data_dir, validator.hex()[:8])
-    assert summary["steps"] == 14
+    assert summary["steps"] == 9
     assert summary["rejected"].keys() <= {"stale"}
     assert known is not None
     assert "what the trainer finds clean" in known.disqualified

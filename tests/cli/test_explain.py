@@ -19,9 +19,10 @@ from support.verdict_cases import (
 )
 
 from primerl.node.ops.explain import MEANINGS, meaning
-from primerl.node.storage.ledger import MANIFEST
+from primerl.node.storage.ledger import MANIFEST, VALIDATORS
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Blamed, PipelineVerdict
+from primerl.protocol.validators import ValidatorRecord, encode_records
 
 from .conftest import Cli
 
@@ -280,3 +281,35 @@ def test_the_stages_that_it_can_be_of_are_counted(cli: Cli, tmp_path: Path) -> N
     assert found["stages"] is None
     found = json.loads(cli("explain", "-d", str(node), "--json").out)
     assert found["stages"]["blamed"][1]["stages"] == [0, 1]
+
+
+def test_a_trainer_shows_how_far_it_believes_a_validator(cli: Cli, tmp_path: Path) -> None:
+    validator = STRANGER.node_id.hex()
+    record = ValidatorRecord(
+        jobs=12,
+        rollouts=90,
+        compared=7,
+        rechecked=3,
+        overturned=1,
+        disqualified="it called clean what the trainer finds rejected",
+        passed=(WORKER.node_id.hex(),),
+    )
+    book = fill(tmp_path / "run" / "trainer" / "ledger.db", signed(VERDICT))
+    book.set(VALIDATORS, encode_records({validator: record}))
+    book.close()
+    run = ("-d", str(tmp_path / "run"))
+    words = " ".join(cli("explain", validator[:10], *run).out.split())
+    assert "90 rollouts in 12 jobs" in words
+    assert "10: 7 drawn by lot, 3 that it did not call clean; 1 judged otherwise" in words
+    assert "disqualified: it called clean what the trainer finds rejected" in words
+    assert f"covered for {WORKER.node_id.hex()[:10]}" in words
+    assert json.loads(cli("explain", validator, "--json", *run).out)["overturned"] == 1
+    verdict = " ".join(cli("explain", ID, *run).out.split())
+    assert "validator 90 rollouts in 12 jobs; disqualified: it called clean" in verdict
+
+
+def test_records_of_validators_that_cannot_be_read_are_one_line(cli: Cli, tmp_path: Path) -> None:
+    book = fill(tmp_path / "run" / "trainer" / "ledger.db", signed(VERDICT))
+    book.set(VALIDATORS, b"{")
+    book.close()
+    cli("explain", ID, "-d", str(tmp_path / "run")).refused(5, "restore the file from a copy")
