@@ -19,7 +19,7 @@ hundred."""
 MIN_DIFFERING = 32
 """Rollouts in a row that a validator has to judge otherwise than the trainer until its doubt is full."""
 FULL = MIN_DIFFERING * (1 - MAX_DIFFERING)
-SLIPS = 1
+SLIPS = 2
 """Rollouts that a validator may call clean although the trainer rejects them, if noise can explain it; one in
 SLIP_EVERY compared ones besides."""
 SLIP_EVERY = 2500

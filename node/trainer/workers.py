@@ -443,7 +443,7 @@ class WorkerRegistry:
         begun = name.strip().lower()
         found = [
             one
-            for one in self.workers.keys() | self.reputations | self.audits.records()
+            for one in self.workers.keys() | self.reputations.keys() | self.audits.records().keys()
             if one.hex().startswith(begun)
         ]
         if len(begun) < MIN_PREFIX or not found:

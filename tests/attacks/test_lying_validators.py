@@ -11,6 +11,7 @@ from support.audits import VALIDATOR, AuditedSwarm, BentAuditor, Found
 from support.hostile import Rogue, altered_branch
 from support.witness import Fakes
 
+from primerl.node.ops.control import ask
 from primerl.node.ops.explain import explain, standing
 from primerl.node.verification.auditor import Measured, Unreadable
 from primerl.protocol.errors import Reason
@@ -78,15 +79,21 @@ async def test_a_validator_that_calls_honest_work_fraud_bans_nobody_and_loses_it
             assert row["top_reason"] in ("", "stale")
         assert any("is disqualified" in one for one in (await swarm.trainer.status())["warnings"])
         before = len(swarm.verdicts())
+        known = standing(swarm.trainer.data_dir, validator.hex()[:8])
+        await asyncio.to_thread(ask, swarm.trainer.data_dir, "pardon", name=validator.hex())
+        assert (await rows_of(swarm))[validator.hex()]["refused"] == ""
+        await asyncio.to_thread(ask, swarm.trainer.data_dir, "ban", name=validator.hex())
         fakes.go.set()
         summary = await swarm.finished()
         verdicts = swarm.verdicts()
-        known = standing(swarm.trainer.data_dir, validator.hex()[:8])
+        after = standing(swarm.trainer.data_dir, validator.hex()[:8])
     assert summary["steps"] == 9
     assert summary["rejected"].keys() <= {"stale"}
     assert known is not None
     assert "what the trainer finds clean" in known.disqualified
     assert known.overturned > 0
+    assert after is not None
+    assert after.disqualified == "by the operator"
     assert any(one.validator == validator for one in verdicts[:before])
     assert all(one.validator == b"" for one in verdicts[before:])
 

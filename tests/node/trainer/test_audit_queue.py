@@ -536,7 +536,8 @@ async def test_a_worker_that_a_validator_covered_for_is_measured_by_the_trainer_
     await auditors.audit(call())
     with refuses(Reason.BANNED):
         await validator
-    second = await present(audits, SECOND)
+    second = asyncio.create_task(serve(audits, SECOND))
+    await until(lambda: audits.validators[SECOND.node_id].waiting > 0)
     answer = await remote(own, audits).audit(call())
     assert answer.measured == [[GUILTY], [GUILTY]]
     assert answer.validator == b""
