@@ -106,24 +106,24 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
         self.rollouts += rollouts
         self.compared += len(drawn)
         self.rechecked += len(rechecked)
-        every = {id(one): one for one in (*drawn, *rechecked)}.values()
-        self.overturned += sum(one.theirs.outcome != one.ours.outcome for one in every)
-        for one in every:
-            if one.passes:
+        every = {id(pair): pair for pair in (*drawn, *rechecked)}.values()
+        self.overturned += sum(pair.theirs.outcome != pair.ours.outcome for pair in every)
+        for pair in every:
+            if pair.passes:
                 self._note_pass(worker)
-                self.slips += not one.lie
-            if one.lie:
-                self.disqualify(one.lie)
-        for one in drawn:
-            missed = one.theirs.outcome == "clean" != one.ours.outcome
+                self.slips += not pair.lie
+            if pair.lie:
+                self.disqualify(pair.lie)
+        for pair in drawn:
+            missed = pair.theirs.outcome == "clean" != pair.ours.outcome
             self.missing = _doubt(self.missing, missed)
-        alarms = sum(one.accuses for one in rechecked)
+        alarms = sum(pair.accuses for pair in rechecked)
         for number in range(rollouts):
             self.alarming = _doubt(self.alarming, number < alarms)
         self._weigh()
 
     def _note_pass(self, worker: bytes) -> None:
-        others = (one for one in self.passed if one != worker.hex())
+        others = (name for name in self.passed if name != worker.hex())
         self.passed = (*others, worker.hex())[-MAX_PASSED:]
 
     def _weigh(self) -> None:
@@ -139,7 +139,7 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
 
     def forget_pass(self, worker: bytes) -> None:
         """Forget that it called rejected work of a worker clean."""
-        self.passed = tuple(one for one in self.passed if one != worker.hex())
+        self.passed = tuple(name for name in self.passed if name != worker.hex())
 
 
 def _doubt(value: float, differs: bool) -> float:

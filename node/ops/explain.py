@@ -418,9 +418,9 @@ def standing(data_dir: Path, wanted: str) -> ValidatorStanding | None:
     if len(wanted) < MIN_PREFIX:
         return None
     for book in _books(data_dir):
-        found = [one for one in _standings(book) if one.id.startswith(wanted.lower())]
-        if len(found) == 1:
-            return found[0]
+        matching = [known for known in _standings(book) if known.id.startswith(wanted.lower())]
+        if len(matching) == 1:
+            return matching[0]
     return None
 
 
@@ -434,15 +434,15 @@ def _standings(book: _Book) -> list[ValidatorStanding]:
     return [
         ValidatorStanding(
             id=node,
-            jobs=one.jobs,
-            rollouts=one.rollouts,
-            compared=one.compared,
-            rechecked=one.rechecked,
-            overturned=one.overturned,
-            disqualified=printable(one.disqualified, None),
-            passed=list(one.passed),
+            jobs=record.jobs,
+            rollouts=record.rollouts,
+            compared=record.compared,
+            rechecked=record.rechecked,
+            overturned=record.overturned,
+            disqualified=printable(record.disqualified, None),
+            passed=list(record.passed),
         )
-        for node, one in records.items()
+        for node, record in records.items()
     ]
 
 

@@ -192,7 +192,7 @@ class AuditQueue:
         self._ledger = ledger
         try:
             stored = decode_records(ledger.get(VALIDATORS))
-            self._records |= {bytes.fromhex(node): one for node, one in stored.items()}
+            self._records |= {bytes.fromhex(node): record for node, record in stored.items()}
         except ValueError as error:  # msgspec.DecodeError is one
             raise StorageError(
                 f"the records of validators in {ledger.path} cannot be read ({error}): restore "
@@ -212,21 +212,21 @@ class AuditQueue:
     def passed(self, worker: bytes) -> bool:
         """Return whether a validator called rejected work of this worker clean."""
         name = worker.hex()
-        return any(name in one.passed for one in self._records.values())
+        return any(name in record.passed for record in self._records.values())
 
     def warnings(self) -> list[str]:
         """Name the validators that are disqualified, with what to do."""
         return [
-            f"validator {node.hex()} is disqualified for this run: {one.disqualified}. Take it from "
+            f"validator {node.hex()} is disqualified for this run: {record.disqualified}. Take it from "
             "verification.validators, or `primerl-node pardon` it if its operator can explain it"
-            for node, one in self.records().items()
-            if one.disqualified
+            for node, record in self.records().items()
+            if record.disqualified
         ]
 
     def save(self, node: bytes) -> None:
         """Keep the changed record of a validator; if it is disqualified, take its jobs back."""
         if self._ledger is not None:
-            named = {one.hex(): record for one, record in self._records.items()}
+            named = {validator.hex(): record for validator, record in self._records.items()}
             self._ledger.set(VALIDATORS, encode_records(named))
         if self._records[node].disqualified:
             for job in self._jobs.values():
@@ -241,9 +241,9 @@ class AuditQueue:
 
     def pardon(self, node: bytes) -> None:
         """Begin the record of a validator anew, and forget that validators covered for a worker."""
-        for validator, one in self._records.items():
-            if one.passed and node.hex() in one.passed:
-                one.forget_pass(node)
+        for validator, record in self._records.items():
+            if node.hex() in record.passed:
+                record.forget_pass(node)
                 self.save(validator)
         if node in self._records:
             self._records[node] = ValidatorRecord()
@@ -358,8 +358,8 @@ class AuditQueue:
         now = self._clock()
         able = [
             node
-            for node, one in self.validators.items()
-            if one.waiting > 0 and now >= one.benched_until and self._can_do(node, job)
+            for node, validator in self.validators.items()
+            if validator.waiting > 0 and now >= validator.benched_until and self._can_do(node, job)
         ]
         return self._chance.choice(able) if len(able) > 1 else b""
 
@@ -525,13 +525,13 @@ class RemoteAuditors:
         It repeats a share drawn by lot, and what counts against the worker. Of many rejections it first repeats
         a few: if they are confirmed, the worker is as good as banned, and the others are left alone.
         """
-        record, told = self._queue.record(validator), _measured(call.chosen, report)
-        theirs = dict(enumerate(_judge_all(call, told)))
+        record, reported = self._queue.record(validator), _measured(call.chosen, report)
+        theirs = dict(enumerate(_judge_all(call, reported)))
         drawn = self._draw(record.jobs < self._first_jobs, theirs)
         record.jobs += 1
-        loud = self._loud(call, theirs, told)
+        loud = self._loud(call, theirs, reported)
         theirs |= dict.fromkeys(loud, Judged("suspect"))
-        condemned = {n for n, one in theirs.items() if one.outcome != "clean"}
+        condemned = {n for n, judged in theirs.items() if judged.outcome != "clean"}
         rejected = {n for n in condemned if theirs[n].outcome == "rejected"}
         sample = set(self._chance.sample(sorted(rejected), min(CONFIRMED_MOST, len(rejected))))
         own = await self._repeat(call, drawn | condemned - rejected | sample)
@@ -542,16 +542,16 @@ class RemoteAuditors:
         for n in loud & own.keys():
             if (
                 ours[n].outcome == "clean"
-                and _step(call, own[n]) > _step(call, told[n]) - SAME_NATS
+                and _step(call, own[n]) > _step(call, reported[n]) - SAME_NATS
             ):
                 ours[n] = theirs[n]
-        pairs = {n: Comparison(theirs[n], one) for n, one in ours.items()}
+        pairs = {n: Comparison(theirs[n], judged) for n, judged in ours.items()}
         believed = not record.disqualified
         record.note(
             call.node,
-            len(told),
-            [one for n, one in pairs.items() if n in drawn],
-            [one for n, one in pairs.items() if n in condemned],
+            len(reported),
+            [pair for n, pair in pairs.items() if n in drawn],
+            [pair for n, pair in pairs.items() if n in condemned],
         )
         self._queue.save(validator)
         if record.disqualified:
@@ -566,11 +566,11 @@ class RemoteAuditors:
             own |= await self._repeat(call, condemned - own.keys())
         unmeasured: Found = [Unreadable(UNCONFIRMED, proof=False)]
         answer = [
-            own[n] if n in own else unmeasured if n in condemned else found
-            for n, found in enumerate(told)
+            own[n] if n in own else unmeasured if n in condemned else measured
+            for n, measured in enumerate(reported)
         ]
-        agreed = all(one.theirs.outcome == one.ours.outcome for one in pairs.values())
-        used = not record.disqualified and (agreed or len(own) < len(told))
+        agreed = all(pair.theirs.outcome == pair.ours.outcome for pair in pairs.values())
+        used = not record.disqualified and (agreed or len(own) < len(reported))
         return AuditAnswer(answer, validator if used else b"")
 
     def _draw(self, all_of_it: bool, rollouts: Collection[int]) -> set[int]:
@@ -582,11 +582,13 @@ class RemoteAuditors:
         return {n for n in rollouts if self._chance.random() < self._of_job}
 
     def _loud(
-        self, call: AuditCall, theirs: Mapping[int, Judged], told: Sequence[Found]
+        self, call: AuditCall, theirs: Mapping[int, Judged], reported: Sequence[Found]
     ) -> set[int]:
         """Find the clean rollouts that would add too much evidence of another policy on a validator's word."""
         steps = {
-            n: _step(call, found) for n, found in enumerate(told) if theirs[n].outcome == "clean"
+            n: _step(call, measured)
+            for n, measured in enumerate(reported)
+            if theirs[n].outcome == "clean"
         }
         nats = most = self._unconfirmed.get(call.node, 0.0)
         for step in steps.values():
@@ -632,20 +634,21 @@ def read_nodes(name: str, texts: Sequence[str]) -> list[bytes]:
 
 def _judge_all(call: AuditCall, measured: Sequence[Found]) -> list[Judged]:
     return [
-        _judged(one, found, call.contract) for one, found in zip(call.chosen, measured, strict=True)
+        _judged(target, branches, call.contract)
+        for target, branches in zip(call.chosen, measured, strict=True)
     ]
 
 
 def _judge_some(call: AuditCall, measured: Mapping[int, Found]) -> dict[int, Judged]:
-    return {n: _judged(call.chosen[n], found, call.contract) for n, found in measured.items()}
+    return {n: _judged(call.chosen[n], branches, call.contract) for n, branches in measured.items()}
 
 
 def _step(call: AuditCall, measured: Found) -> float:
     """Return what a measured rollout adds to the test for another policy, nats; 0 if it is unreadable."""
-    if any(isinstance(one, Unreadable) for one in measured):
+    if any(isinstance(branch, Unreadable) for branch in measured):
         return 0.0
-    found = max(one.other_policy for one in measured if isinstance(one, Measured))
-    return other_step(found, call.contract.other_scale)
+    nats = max(branch.other_policy for branch in measured if isinstance(branch, Measured))
+    return other_step(nats, call.contract.other_scale)
 
 
 def _is_plain(one: AuditTarget) -> bool:
@@ -654,15 +657,15 @@ def _is_plain(one: AuditTarget) -> bool:
 
 def _judged(target: AuditTarget, measured: Found, contract: ProofContract) -> Judged:
     """Judge one rollout as the verifier does; one unreadable through no fault of the worker is suspect."""
-    unreadable = [one for one in measured if isinstance(one, Unreadable)]
+    unreadable = [branch for branch in measured if isinstance(branch, Unreadable)]
     if unreadable:
-        proof = any(one.proof for one in unreadable)
+        proof = any(branch.proof for branch in unreadable)
         return Judged("rejected", certain=True) if proof else Judged("suspect", failed=True)
-    numbers = [one for one in measured if isinstance(one, Measured)]
-    found = evidence(target.rollout, numbers)
-    judgement = judge(found, contract)
-    outcome = blame(found, judgement, boundary_distances(numbers), contract).outcome
-    certain = judgement.reason is not None and first_above(found, PROVISIONAL) != ""
+    numbers = [branch for branch in measured if isinstance(branch, Measured)]
+    seen = evidence(target.rollout, numbers)
+    judgement = judge(seen, contract)
+    outcome = blame(seen, judgement, boundary_distances(numbers), contract).outcome
+    certain = judgement.reason is not None and first_above(seen, PROVISIONAL) != ""
     return Judged(outcome, certain=certain)
 
 
