@@ -1,15 +1,17 @@
-"""`primerl-node init` and `id`: make and show this node's key."""
+"""`primerl-node init`, `id` and `retire`: make, show and end this node's key."""
 
+import asyncio
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..node.config.paths import expand_home
-from .command import AsJson, OwnDataDir, default_data_dir
+from .command import AsJson, OwnDataDir, default_data_dir, find_node
 
 if TYPE_CHECKING:
     from ..crypto.keys import SecretKey
@@ -67,6 +69,88 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
         return
     for name, value in names.items():
         typer.echo(f"{name + ':':<8}{value}")
+
+
+def retire(
+    data_dir: OwnDataDir = None,
+    ticket: Annotated[
+        str,
+        typer.Option(
+            "--ticket", help="Of a run whose trainer is told, besides those joined from here."
+        ),
+    ] = "",
+    statement: Annotated[
+        Path | None,
+        typer.Option(
+            "--statement", help="Hand in this file for its owner: -d names the trainer's directory."
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End this node's key for ever: it is lost, or somebody else has it.
+
+    Trainers that learn of it give the key no more work and take nothing from it; work that they took before
+    stays. The signed statement is kept beside the key, as key.retired, and sent to the trainers of the runs
+    that this directory joined. Without a network copy that file to a trainer's operator.
+
+    \b
+    Examples:
+      primerl-node retire -d worker
+      primerl-node retire --statement key.retired -d outputs/demo    on the trainer's machine
+    """
+    if statement is not None:
+        _hand_in(statement, data_dir, as_json)
+        return
+    from ..node.app import retirement
+    from ..node.ops.errors import UsageError
+    from ..protocol.retirement import retire as sign
+
+    path = _key_path(data_dir)
+    key = _open_key(path)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                "`retire` ends a key for ever and asks at a terminal: give --yes in a script"
+            )
+        typer.confirm(
+            f"End the key {key.node_id.hex()[:10]} of {path} for ever?", abort=True, err=True
+        )
+    kept = retirement.retired_file(path.parent)
+    # one that was written before is sent again: the first time counts
+    sealed = retirement.read(kept) if kept.exists() else sign(key, int(time.time()))
+    retirement.keep(path.parent, sealed)
+    tickets = retirement.known_tickets(path.parent, ticket)
+    answers = asyncio.run(retirement.tell(tickets, sealed)) if tickets else {}
+    _report(answers, kept, as_json)
+
+
+def _report(answers: dict[str, str], kept: Path, as_json: bool) -> None:
+    """Print which trainers took a retirement. Raises NetworkError unless all did, and there was one."""
+    from ..node.ops.errors import NetworkError
+
+    if as_json:
+        typer.echo(json.dumps({"statement": str(kept), "trainers": answers}))
+    else:
+        typer.echo(f"retired: {kept}")
+        for trainer, fault in answers.items():
+            typer.echo(f"trainer {trainer[:10]}: {fault or 'told'}")
+    if not answers or any(answers.values()):
+        fault = "a trainer was not told" if answers else "no trainer is known here"
+        raise NetworkError(
+            f"the key is retired here, but {fault}: run this again (with --ticket), or send {kept} to its "
+            "operator for `primerl-node retire --statement`"
+        )
+
+
+def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
+    """Give a retirement to the trainer that runs here."""
+    from ..node.app import retirement
+    from ..node.ops.control import ask
+
+    sealed = retirement.read(expand_home(statement))
+    answer = ask(find_node(data_dir), "retire", sealed=sealed.hex())
+    typer.echo(json.dumps(answer) if as_json else f"retired {answer['node'][:10]}")
 
 
 def _key_path(data_dir: Path | None) -> Path:

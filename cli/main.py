@@ -57,7 +57,7 @@ Configuration, for rl, train, join, judge, sft, calibrate, eval, inference and d
 
 \b
 Exit codes:
-  0 done               4 port or directory in use     8 the run itself failed
+  0 done               4 port, directory, key in use    8 the run itself failed
   1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
   2 wrong usage        6 no peer could be reached      143 terminated
   3 wrong ticket       7 engine or trainer failed
@@ -126,6 +126,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "stop": (status.stop, "Stop the running node in order."),
     "init": (identity.init, "Make this node's key."),
     "id": (identity.show, "Show this node's id."),
+    "retire": (identity.retire, "End this node's key: it was stolen, or is of no use."),
 }
 for _name, (_command, _help) in CONFIGURED.items():
     app.command(_name, short_help=_help, cls=ConfigCommand, context_settings=FREE)(_command)

@@ -295,6 +295,8 @@ def state_of(row: PeerRow) -> str:
     if row.refused:
         why = row.refused
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
+    if row.second:
+        return row.second
     if row.left or row.silent_s:
         return f"{'left' if row.left else 'silent'} {duration(row.silent_s)}"
     if row.suspicion >= SUSPICIOUS:

@@ -40,6 +40,7 @@ class Purpose(StrEnum):
     AUDIT = "audit"
     PIPELINE = "pipeline"
     BOUNDS = "bounds"
+    RETIREMENT = "retirement"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -59,6 +59,8 @@ class Reason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     WITHDRAWN = "withdrawn"
     RUN_ENDED = "run_ended"
+    KEY_IN_USE = "key_in_use"
+    KEY_RETIRED = "key_retired"
 
 
 class ProtocolError(Exception):

@@ -312,6 +312,12 @@ class Goodbye(Message, frozen=True):
     """LEAVING, or the error that ended this node."""
 
 
+class RetireKey(Message, frozen=True):
+    """This key is retired; anybody may hand that on."""
+
+    retirement: SmallSealed
+
+
 class Accepted(Message, frozen=True):
     """Plain yes."""
 
@@ -394,6 +400,7 @@ ControlRequest = (
     | Goodbye
     | OfferStage
     | GetBounds
+    | RetireKey
 )
 """Requests that may open a stream on ALPN_CONTROL."""
 PipelineRequest = OpenLine | PrepareVersion | Probe

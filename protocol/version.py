@@ -13,7 +13,9 @@ several environments, each with a name, a group size, a sampling contract and a 
 one of them, and a worker says which it can play; rollouts of a mixture of experts may bring their routes, and
 audits measure these; a lease may bring the prompts of its tasks, and is then up to 256 KiB long; a run may take
 the likeliest token, which is said as temperature 0; its engines may quantize weights to FP8; an environment may
-draw from its likeliest tokens only, by top_p and top_k, and end replies by strings.
+draw from its likeliest tokens only, by top_p and top_k, and end replies by strings; a key that is in use on
+another connection, or that its owner has retired, is refused for a reason of its own, and a retirement is a
+signed fact.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

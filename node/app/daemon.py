@@ -35,11 +35,18 @@ if TYPE_CHECKING:
     from .judge import JudgeAddress
 
 KEY_FILE = "key.pem"
+RETIRED_FILE = "key.retired"
+"""The sealed retirement of the key beside it."""
 PASSPHRASE = "PRIMERL_PASSPHRASE"
 
 
 def load_key(data_dir: Path) -> SecretKey:
-    """The node's key, made at the first start. Raises KeyFileError."""
+    """The node's key, made at the first start. Raises KeyFileError; UsageError if it was retired."""
+    if (retired := data_dir / RETIRED_FILE).exists():
+        raise UsageError(
+            f"the key of {data_dir} was retired ({retired}), trainers do not answer it: choose another "
+            "--data-dir, which gets a key of its own"
+        )
     path = data_dir / KEY_FILE
     passphrase = os.environ.get(PASSPHRASE) or None
     if not os.path.lexists(path):

@@ -35,6 +35,10 @@ from ..verification.auditor import Auditor
 logger = logging.getLogger(__name__)
 
 
+MakeTransport = Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]]
+"""Starts the transport of a key at a port; 0 for any."""
+
+
 async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
     """A started iroh endpoint. Raises AddressInUse."""
     from ..p2p.iroh import IrohTransport
@@ -169,7 +173,7 @@ class MakeLedger(Protocol):
 class Factories:
     """Factories of everything that touches the world."""
 
-    transport: Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]] = start_iroh
+    transport: MakeTransport = start_iroh
     discovery: Callable[
         [NetworkConfig, SecretKey, bytes, Sequence[str]], Awaitable[Discovery | None]
     ] = start_libp2p

@@ -261,7 +261,7 @@ class JudgeNode(IssuingNode):
         engine = LeasedReplies(run, prompts)
         async with self._http(engine, run, model_dir, name) as url, asyncio.TaskGroup() as group:
             for work in (
-                services.router(handler.handle).run(),
+                services.router(handler.handle, gate=registry.gate).run(),
                 services.watch_fraud(),
                 self.issued.keep_fresh(),
                 supply.run(scheduler),

@@ -34,6 +34,7 @@ from ..inference.numerics import check_exact, check_kept, check_quantization, ch
 from ..models import base_weights
 from ..ops.control import PeerRow, Status
 from ..ops.errors import (
+    BusyError,
     NetworkError,
     NodeError,
     RunFailed,
@@ -47,7 +48,7 @@ from ..ops.monitors import MonitoredRun, Monitors, configured, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
 from ..p2p.rpc import Refused, receive
-from ..p2p.services import RECORD_TTL_S, NodeServices
+from ..p2p.services import KEY_REFUSALS, RECORD_TTL_S, NodeServices, key_error
 from ..p2p.status_view import peer_rows, show_network
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
@@ -171,6 +172,7 @@ class PeerNode(Node):
                         ).run()
                     ),
                     tasks.create_task(services.watch_fraud()),
+                    tasks.create_task(services.watch_key()),
                 ]
                 gossip = services.gossip()
                 if gossip is not None:
@@ -201,6 +203,7 @@ class PeerNode(Node):
     async def _join(self, services: NodeServices, ticket: Ticket, directory: Path) -> JoinedRun:
         self.phase = "joining"
         documents = await self._hello(services, ticket)
+        services.admitted.set()
         run = documents.manifest
         await asyncio.to_thread(self._check_environments, run)
         logger.info(
@@ -363,6 +366,8 @@ class PeerNode(Node):
                     raise NodeError(f"the trainer refuses us: {refusal.detail}") from refusal
                 if refusal.reason == Reason.RUN_ENDED:
                     raise RunOver(refusal.detail) from refusal
+                if refusal.reason in KEY_REFUSALS:
+                    raise key_error(refusal) from refusal
                 if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
                     raise TicketError(f"the trainer refuses us: {refusal}") from refusal
                 self._obstacle = f"the trainer is busy: {refusal}"
@@ -427,6 +432,7 @@ class PeerNode(Node):
             services.trainer,
             authority=True,
             on_fraud=services.report_fraud,
+            on_refusal=services.report_refusal,
         )
         async with asyncio.TaskGroup() as tasks:
             watches = [
@@ -513,7 +519,7 @@ class PeerNode(Node):
     async def _say_why(self, services: NodeServices, error: Exception) -> None:
         """Tell the trainer what ended this node, so that its operator sees it in the run's status."""
         cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(cause, TicketError | NetworkError | RunFailed):
+        if isinstance(cause, TicketError | NetworkError | RunFailed | BusyError):
             return  # it never let us in, is not there, or knows
         await services.say_goodbye(printable(one_line(cause), MAX_NAME))
 

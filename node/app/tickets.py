@@ -68,8 +68,7 @@ def _remembered(path: Path) -> bytes:
 
 
 def _last_ticket(data_dir: Path) -> str:
-    ledgers = sorted(data_dir.glob("runs/*/ledger.db"), key=_written, reverse=True)
-    for path in ledgers:
+    for path in _ledgers(data_dir):
         if sealed := _remembered(path):
             ticket = tickets.text_of(sealed)
             logger.info("joining the run in %s again, by the key that it admitted", path.parent)
@@ -78,6 +77,16 @@ def _last_ticket(data_dir: Path) -> str:
         f"no ticket, and {data_dir} was never admitted to a run: give --ticket with what `primerl-node "
         "ticket` prints on the trainer's machine"
     )
+
+
+def remembered_tickets(data_dir: Path) -> list[str]:
+    """Return the ticket of each run that admitted this directory's key, newest first. Raises StorageError."""
+    sealed = [_remembered(path) for path in _ledgers(data_dir)]
+    return [tickets.text_of(one) for one in sealed if one]
+
+
+def _ledgers(data_dir: Path) -> list[Path]:
+    return sorted(data_dir.glob("runs/*/ledger.db"), key=_written, reverse=True)
 
 
 def _written(path: Path) -> float:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.leases import LeaseBook, TaskQueue
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
@@ -33,6 +34,7 @@ from ..ops.errors import (
     RunFailed,
     UsageError,
     first_cause,
+    one_line,
 )
 from ..ops.gpus import is_on_gpu, usable
 from ..ops.metrics import MetricsLog, PhaseClock
@@ -277,6 +279,7 @@ class TrainerNode(IssuingNode):
                 "peers": self._peers,
                 "ban": self._ban,
                 "pardon": self._pardon,
+                "retire": self._retire,
                 **self.ticket_commands,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
@@ -547,7 +550,7 @@ class TrainerNode(IssuingNode):
         )
         async with evaluation, asyncio.TaskGroup() as group:
             background = [
-                group.create_task(services.router(handler.handle).run()),
+                group.create_task(services.router(handler.handle, gate=registry.gate).run()),
                 group.create_task(services.watch_fraud()),
                 group.create_task(self.issued.keep_fresh()),
                 *(group.create_task(one.run(scheduler)) for one in tasks),
@@ -651,6 +654,13 @@ class TrainerNode(IssuingNode):
 
     async def _pardon(self, name: str) -> dict[str, object]:
         return {"node": self._registry().pardon(name).hex()}
+
+    async def _retire(self, sealed: str) -> dict[str, object]:
+        registry = self._registry()
+        try:
+            return {"node": (await registry.retire(bytes.fromhex(sealed))).hex()}
+        except (ValueError, RemoteProtocolError) as error:
+            raise UsageError(f"this retirement is not taken: {one_line(error)}") from error
 
     def _registry(self) -> WorkerRegistry:
         """Return the workers of the run. Raises BusyError before it has begun."""

@@ -74,6 +74,8 @@ class PeerRow(msgspec.Struct):
     """Whether it said goodbye before it fell silent."""
     trusts: dict[str, float] = {}
     """By environment, of those that it sent work of."""
+    second: str = ""
+    """That another program with its key was refused lately, and from where."""
 
 
 class EngineRow(msgspec.Struct):

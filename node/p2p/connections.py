@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ...crypto.hashing import short
@@ -114,6 +115,8 @@ class ConnectionPool:
 
 Handler = Callable[[bytes, Stream], Awaitable[None]]
 """(peer's NodeId, stream) -> answered."""
+Gate = Callable[[Connection], Awaitable[None]]
+"""Called before a control request on a connection is read. Raises RemoteProtocolError to refuse it."""
 
 CONNECTIONS_PER_PEER = 12
 """One for control, LANES for chunks, and as many again that a peer has lost while we have not noticed."""
@@ -131,6 +134,8 @@ NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST = 3.0, 10.0
 to come again, which costs next to nothing."""
 STRANGER_S = 10.0
 """Time that a stranger has to say hello: its connection is closed if it asked for nothing for so long."""
+REFUSED_S = 1.0
+"""Time to read a refusal of the gate, after which its connection is closed."""
 NEWCOMER_IDLE_S = 15.0
 """A newcomer that asked for nothing for so long may lose its slot to another."""
 STRANGERS = 0.25
@@ -147,6 +152,7 @@ BLAMELESS = frozenset(
         Reason.LEASE_EXPIRED,
         Reason.LEASE_DONE,
         Reason.RUN_ENDED,
+        Reason.KEY_IN_USE,
     }
 )
 """Refusals that are not the fault of the peer that asked."""
@@ -173,6 +179,10 @@ async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream:
         await refuse(stream, Reason.BUSY, "internal error")
 
 
+async def no_gate(connection: Connection) -> None:
+    """The gate of nodes that answer every peer."""
+
+
 async def no_pipelines(peer: bytes, stream: Stream) -> None:
     """The handler of nodes that share no model with others."""
     raise RemoteProtocolError(Reason.NOT_ADMITTED, "this node shares no model with others")
@@ -193,6 +203,14 @@ class OpenConnection:
     """Streams that are being answered."""
     preferred: bool = False
     """Whether its peer is a member, and the transport knows."""
+    refused: bool = False
+    """Whether the gate refused its last request: its key is answered on another connection, or not at all."""
+
+    @property
+    def account(self) -> bytes:
+        """Whose allowance its streams use: a node's requests are counted apart from all else under its key."""
+        own = self.connection.alpn == ALPN_CONTROL and not self.refused
+        return self.connection.peer + (b"" if own else b"+")
 
 
 class Router:
@@ -206,10 +224,12 @@ class Router:
         *,
         max_streams_per_peer: int,
         max_peers: int,
+        gate: Gate = no_gate,
     ) -> None:
         self._transport = transport
         self._peers = peers
         self._handlers = handlers
+        self._gate = gate
         self._max_streams = max_streams_per_peer
         self._max_peers = max_peers
         self._open: dict[bytes, list[OpenConnection]] = {}
@@ -270,7 +290,9 @@ class Router:
             return True
         if self._all_unproven.debt(b"", now, 0.0) > MAX_WAIT_S:
             return False
-        wait = max(self._unproven.debt(peer, now, 1.0), self._all_unproven.debt(b"", now, 1.0))
+        wait = max(
+            self._unproven.debt(mine.account, now, 1.0), self._all_unproven.debt(b"", now, 1.0)
+        )
         if wait > 0.0:
             await asyncio.sleep(wait)
         return True
@@ -285,7 +307,12 @@ class Router:
                 if tier == Tier.MEMBER and not one.preferred:
                     self._transport.prefer(one.connection)
                     one.preferred = True
-                elif tier == Tier.STRANGER and not one.streams and now - one.asked >= STRANGER_S:
+                elif one.streams:
+                    continue
+                elif one.refused and now - one.asked >= REFUSED_S:
+                    self._drop(one)
+                    await one.connection.close("this key is refused here")
+                elif tier == Tier.STRANGER and now - one.asked >= STRANGER_S:
                     self._drop(one)
                     await one.connection.close("say hello")
 
@@ -293,7 +320,7 @@ class Router:
         """Whether a new connection can be served, if need be in place of those of another peer."""
         peer = mine.connection.peer
         if peer in self._open:
-            return len(self._open[peer]) < CONNECTIONS_PER_PEER
+            return await self._make_own_room(mine, self._open[peer])
         if len(self._open) < self._max_peers:
             return True
         if not self._may_swap(mine):
@@ -304,6 +331,24 @@ class Router:
         logger.debug("%s makes room for %s", short(evicted), short(peer))
         for one in self._open.pop(evicted):
             await one.connection.close("too many connections")
+        return True
+
+    async def _make_own_room(self, mine: OpenConnection, there: list[OpenConnection]) -> bool:
+        """Whether a peer may have another connection; a thief of its key must not use them up.
+
+        Where it has all of them, one that the gate refused makes room, and for control any other that was idle
+        longest.
+        """
+        if len(there) < CONNECTIONS_PER_PEER:
+            return True
+        gone = next((one for one in there if one.refused), None)
+        if gone is None and mine.connection.alpn == ALPN_CONTROL:
+            others = [one for one in there if one.connection.alpn != ALPN_CONTROL]
+            gone = min(others, key=lambda one: one.asked, default=None)
+        if gone is None:
+            return False
+        self._drop(gone)
+        await gone.connection.close("too many connections")
         return True
 
     def _may_swap(self, mine: OpenConnection) -> bool:
@@ -373,20 +418,34 @@ class Router:
 
     async def _answer(self, mine: OpenConnection, stream: Stream) -> None:
         try:
-            await self._handle(mine.connection, stream)
+            await self._handle(mine, stream)
         finally:
             mine.streams -= 1
 
-    async def _handle(self, connection: Connection, stream: Stream) -> None:
-        peer = connection.peer
-        crowded = self._streams[peer] >= self._max_streams
-        if crowded or not self._requests.take(peer, time.monotonic()):
+    async def _handle(self, mine: OpenConnection, stream: Stream) -> None:
+        connection, peer = mine.connection, mine.connection.peer
+        account = mine.account
+        crowded = self._streams[account] >= self._max_streams
+        if crowded or not self._requests.take(account, time.monotonic()):
             await refuse(stream, Reason.RATE_LIMITED, "too many requests at once")
             return
-        self._streams[peer] += 1
+        self._streams[account] += 1
         try:
-            await answer_stream(self._handlers[connection.alpn], self._peers, peer, stream)
+            handler = self._handlers[connection.alpn]
+            if connection.alpn == ALPN_CONTROL:
+                handler = partial(self._enter, mine)
+            await answer_stream(handler, self._peers, peer, stream)
         finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
+            self._streams[account] -= 1
+            if not self._streams[account]:
+                del self._streams[account]
+
+    async def _enter(self, mine: OpenConnection, peer: bytes, stream: Stream) -> None:
+        """Answer a control request that the gate lets through."""
+        try:
+            await self._gate(mine.connection)
+        except RemoteProtocolError:
+            mine.refused = True
+            raise
+        mine.refused = False
+        await self._handlers[ALPN_CONTROL](peer, stream)

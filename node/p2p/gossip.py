@@ -14,6 +14,7 @@ from ...protocol.envelope import Purpose, read_envelope, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Holding, PeerRecord
 from ...protocol.messages import HeadNotice
+from ...protocol.retirement import read_retirement
 from ...protocol.trust import EquivocationProof
 from .discovery import Discovery, GossipFact
 from .heads import HeadStore
@@ -86,13 +87,16 @@ class Gossip:
         record: Callable[[], bytes],
         holdings: HoldingsAnnouncer,
         on_fraud: Callable[[RemoteProtocolError], None],
+        admitted: asyncio.Event | None = None,
     ) -> None:
+        """`admitted`: set once this node may be spoken of; a second one with its key must not be."""
         self._discovery = discovery
         self._book = book
         self._peers = peers
         self._record = record
         self._holdings = holdings
         self._on_fraud = on_fraud
+        self._admitted = admitted
 
     async def run(self) -> None:
         """Listen and announce until cancelled."""
@@ -102,6 +106,8 @@ class Gossip:
             tasks.create_task(self._tell())
 
     async def _announce(self) -> None:
+        if self._admitted is not None:
+            await self._admitted.wait()
         while True:
             await self._discovery.publish(self._record())
             await asyncio.sleep(RECORD_INTERVAL_S)
@@ -133,6 +139,8 @@ class Gossip:
             holding, until = read_holding(fact.sealed, run, now)
             if holding.node != self._holdings.node:
                 self._peers.hold(holding, until)
+        elif purpose == Purpose.RETIREMENT:
+            self._peers.retire(read_retirement(fact.sealed).node)
         elif purpose == Purpose.EQUIVOCATION:
             told = unseal(fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=now, run=run)
             self._book.trusted.check_proof(told.body)

@@ -276,12 +276,14 @@ class HeadFollower:
         *,
         authority: bool,
         on_fraud: Callable[[RemoteProtocolError], None],
+        on_refusal: Callable[[Refused], None] = lambda refusal: None,
     ) -> None:
         self._book = book
         self._links = links
         self._peer = peer
         self._authority = authority
         self._on_fraud = on_fraud
+        self._on_refusal = on_refusal
         self.connected = False
         self.heard = asyncio.Event()
         """Set by every message; a waiter for the next one clears it."""
@@ -297,6 +299,7 @@ class HeadFollower:
             try:
                 await self._follow()
             except Refused as refusal:
+                self._on_refusal(refusal)
                 logger.info("%s gives us no heads: %s", short(self._peer), refusal)
             except RemoteProtocolError as error:
                 if error.reason == Reason.EQUIVOCATION:

@@ -114,6 +114,8 @@ READ_PIECE = MIB
 READ_AHEAD = 64 * KIB
 """Reads for less than that return any data that is there: a foreign call costs as much as 100 KiB of data."""
 MAX_REASON = 256
+ANSWER_LOOK_S = 0.02
+"""Interval at which a connection is looked at that was asked for a sign of life."""
 CLOSED_CODE = 0
 ABORTED_CODE = 1
 LOST = re.compile(
@@ -273,6 +275,10 @@ class IrohConnection:
         remote = ""
         if selected is not None and selected.is_ip:
             remote = str(selected.remote_addr).rpartition(":")[0].strip("[]")
+        elif (
+            selected is None
+        ):  # iroh selects paths by peer: a second connection of one key has none
+            remote = self.accepted_from.rpartition(":")[0].strip("[]")
         return PathInfo(
             kind="relayed" if selected is not None and selected.is_relay else "direct",
             remote=remote,
@@ -280,6 +286,21 @@ class IrohConnection:
             bytes_sent=stats.udp_tx_bytes,
             bytes_received=stats.udp_rx_bytes,
         )
+
+    async def answers(self, within: float) -> bool:
+        """Whether a packet comes back for one that has to be acknowledged.
+
+        A datagram takes no stream of the peer's limit, and nobody has to read it there.
+        """
+        received = self._connection.stats().udp_rx_datagrams
+        with suppress(self.foreign_error, TimeoutError):
+            async with asyncio.timeout(within):
+                self._connection.send_datagram(b"\0")
+                while not self.closed:
+                    if self._connection.stats().udp_rx_datagrams != received:
+                        return not self.closed
+                    await asyncio.sleep(ANSWER_LOOK_S)
+        return False
 
     async def close(self, reason: str = "") -> None:
         """Close the connection; the peer reads `reason`. Data not yet acknowledged is lost."""

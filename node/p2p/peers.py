@@ -50,6 +50,8 @@ class Peer:
     record: PeerRecord | None = None
     sealed: bytes = b""
     """The sealed record, to pass on."""
+    retired: bool = False
+    """Whether its key was retired: nothing is fetched from it any more."""
     hinted: bool = False
     """A ticket names it: it is never forgotten."""
     addresses: tuple[str, ...] = ()
@@ -114,6 +116,8 @@ class PeerTable:
     def learn(self, record: PeerRecord, sealed: bytes) -> None:
         """Take in a verified peer record."""
         peer = self.get(record.node)
+        if peer.retired:
+            return
         peer.record, peer.sealed = record, sealed
         peer.addresses = record.addresses or peer.addresses
 
@@ -144,6 +148,12 @@ class PeerTable:
         if len(hold) >= ENOUGH_HOLDERS:
             return hold
         return hold + [node for node, what in told if what == (epoch, version, False)]
+
+    def retire(self, node: bytes) -> None:
+        """Forget where a node is whose key was retired; of nodes without a row there is nothing to forget."""
+        if (peer := self._peers.get(node)) is not None and not peer.hinted:
+            peer.retired, peer.record, peer.sealed, peer.addresses = True, None, b"", ()
+            peer.holding = None
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
         """Take in addresses from a ticket, before any record is known."""

@@ -15,16 +15,16 @@ import msgspec
 from ... import __version__
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import ANYBODY, Opened, Purpose, seal, unseal
-from ...protocol.errors import RemoteProtocolError
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PeerRecord, Role
 from ...protocol.messages import Accepted, Goodbye, Message
 from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
-from ..ops.errors import RunFailed
+from ..ops.errors import BusyError, NodeError, RunFailed, TicketError
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
-from .connections import ConnectionPool, Handler, Router, no_pipelines
+from .connections import ConnectionPool, Gate, Handler, Router, no_gate, no_pipelines
 from .discovery import Discovery
 from .download import BlobFetcher
 from .gossip import Gossip, HoldingsAnnouncer
@@ -44,6 +44,21 @@ FAREWELL_S = 0.5
 """Time for a proof of equivocation to leave before the node does."""
 GOODBYE_S = 2.0
 """Longest time that a node which leaves takes to say so."""
+
+
+KEY_REFUSALS = frozenset({Reason.KEY_IN_USE, Reason.KEY_RETIRED})
+
+
+def key_error(refusal: Refused) -> NodeError:
+    """Return what ends a node whose key its trainer refuses for one of KEY_REFUSALS."""
+    if refusal.reason == Reason.KEY_RETIRED:
+        return TicketError(
+            f"the trainer refuses us: {refusal.detail}; another --data-dir gets a key of its own"
+        )
+    return BusyError(
+        f"the trainer refuses us: {refusal.detail} (another --data-dir gets one). If nobody of yours copied "
+        "this directory, the key was stolen: `primerl-node retire` ends it for good"
+    )
 
 
 @dataclass
@@ -69,6 +84,11 @@ class NodeServices:
     holdings: HoldingsAnnouncer
     """Versions that we hold, to be gossiped where discovery is on."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the trainer has admitted this node."""
+    key_refusals: "asyncio.Queue[Refused]" = field(
+        default_factory=lambda: asyncio.Queue[Refused](1)
+    )
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are no weights and are never collected: model files, manifests."""
 
@@ -118,9 +138,13 @@ class NodeServices:
 
     async def ask_trainer(self, message: Message, kind: type[T], *, deadline: float) -> T:
         """Ask the trainer and return its reply; see ConnectionPool.request()."""
-        return await self.links.request(
-            self.trainer, ALPN_CONTROL, message, kind, deadline=deadline
-        )
+        try:
+            return await self.links.request(
+                self.trainer, ALPN_CONTROL, message, kind, deadline=deadline
+            )
+        except Refused as refusal:
+            self.report_refusal(refusal)
+            raise
 
     def addresses(self) -> tuple[str, ...]:
         """host:port hints for tickets and records."""
@@ -149,8 +173,10 @@ class NodeServices:
         record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
         return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
 
-    def router(self, control: Handler, pipeline: Handler = no_pipelines) -> Router:
-        """Make the accept loop: `control` answers ALPN_CONTROL, `pipeline` ALPN_PIPELINE."""
+    def router(
+        self, control: Handler, pipeline: Handler = no_pipelines, gate: Gate = no_gate
+    ) -> Router:
+        """Make the accept loop: `control` answers ALPN_CONTROL behind `gate`, `pipeline` ALPN_PIPELINE."""
         network = self.config.network
         return Router(
             self.transport,
@@ -158,6 +184,7 @@ class NodeServices:
             {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
             max_streams_per_peer=network.max_streams_per_peer,
             max_peers=network.max_peers,
+            gate=gate,
         )
 
     def gossip(self) -> Gossip | None:
@@ -171,6 +198,7 @@ class NodeServices:
             record=self.public_record,
             holdings=self.holdings,
             on_fraud=self.report_fraud,
+            admitted=None if self.role == "trainer" else self.admitted,
         )
 
     async def say_goodbye(self, why: str = "") -> None:
@@ -181,6 +209,16 @@ class NodeServices:
                 await self.ask_trainer(goodbye, Accepted, deadline=GOODBYE_S)
         except (TimeoutError, TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)
+
+    def report_refusal(self, refusal: Refused) -> None:
+        """Queue the trainer's refusal of our key for watch_key(); any other refusal is ignored."""
+        if refusal.reason in KEY_REFUSALS:
+            with suppress(asyncio.QueueFull):
+                self.key_refusals.put_nowait(refusal)
+
+    async def watch_key(self) -> None:
+        """Wait until the trainer refuses our key; then raise BusyError or TicketError."""
+        raise key_error(await self.key_refusals.get())
 
     def report_fraud(self, error: RemoteProtocolError) -> None:
         """Queue a proof against the trainer for watch_fraud(); one is enough, more may be dropped."""

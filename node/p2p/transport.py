@@ -93,6 +93,13 @@ class Connection(Protocol):
         """Path kind, round-trip time and byte counters of this connection."""
         ...
 
+    async def answers(self, within: float) -> bool:
+        """Whether the peer's transport shows within so many seconds that it still has this connection.
+
+        The peer's program need not take part. Never raises.
+        """
+        ...
+
     async def close(self, reason: str = "") -> None:
         """Close the connection and all its streams. Never raises; closing twice is fine."""
         ...

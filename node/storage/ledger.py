@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS reputations (
 CREATE TABLE IF NOT EXISTS honest (
     id INTEGER PRIMARY KEY AUTOINCREMENT, class BLOB NOT NULL, node BLOB NOT NULL,
     version INTEGER NOT NULL, evidence BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS retired (node BLOB PRIMARY KEY, sealed BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bounds (class BLOB PRIMARY KEY, sealed BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spool (
     digest BLOB PRIMARY KEY, lease_id INTEGER NOT NULL, deadline REAL NOT NULL,
@@ -245,6 +246,15 @@ class Ledger:
         """Return the id of the ticket that admitted a node; empty if it is not known."""
         row = self._db.execute("SELECT ticket FROM admitted WHERE node = ?", (node,)).fetchone()
         return b"" if row is None else bytes(row[0])
+
+    def retire(self, node: bytes, sealed: bytes) -> None:
+        """Remember for ever that the key of a node is retired."""
+        self._write("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, sealed))
+
+    def retired(self) -> dict[bytes, bytes]:
+        """Return the sealed retirements of keys, by node."""
+        rows = self._db.execute("SELECT node, sealed FROM retired")
+        return {bytes(node): bytes(sealed) for node, sealed in rows}
 
     def add_ticket(self, name: bytes, ticket: Ticket) -> None:
         """Store a ticket under its id, unless it is stored already."""

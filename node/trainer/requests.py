@@ -18,6 +18,7 @@ from ...protocol.messages import (
     LeaseRequest,
     MeasuredBounds,
     OfferStage,
+    RetireKey,
     SubmitOffer,
     SyncRecords,
     Verdicts,
@@ -82,6 +83,10 @@ class ControlHandler:
                 worker.left, worker.failure = False, ""
                 reply = registry.pipelines.offered(peer, request)
                 await self._scheduler.take_back_from_stage(peer)
+            case RetireKey():
+                await registry.retire(request.retirement)
+                await self._scheduler.work_changed()
+                reply = Accepted()
             case SyncRecords():
                 registry.get(peer)
                 registry.renew(peer, request.records)

@@ -305,6 +305,8 @@ class LeaseScheduler:
     async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Grant leases to `peer` as soon as there is work; none after a while, or with a verdict."""
         self._answer(peer, [])  # a new request makes its earlier one obsolete
+        if worker.left:  # while its tasks were made: it said goodbye, or its key was retired
+            return []
         proven = self.registry.proven(peer)
         if proven and (leases := self._grant(peer, wanted)):
             return leases

@@ -22,7 +22,12 @@ def show_leases(status: Status, scheduler: LeaseScheduler, progress: Progress) -
     status.pipelines = registry.pipelines.rows()
     status.bounds = registry.bounds.rows(registry.classes())
     missing = registry.bounds.warnings(registry.classes(strangers=True))
-    status.warnings = [*registry.warnings(), *missing, *registry.audits.warnings()]
+    status.warnings = [
+        *registry.warnings(),
+        *registry.sessions.warnings(),
+        *missing,
+        *registry.audits.warnings(),
+    ]
 
 
 def show_training(status: Status, role: TrainerRole) -> None:
@@ -93,6 +98,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             row.audits = validator.jobs
             if validator.disqualified:
                 row.refused = row.refused or f"disqualified: {validator.disqualified}"
+        row.second = registry.sessions.second(node)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
             row.left, silence = worker.left, registry.silence(node)

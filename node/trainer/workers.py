@@ -25,6 +25,7 @@ from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
+from ...protocol.retirement import read_retirement
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..memory_plan.stages import CutModel
 from ..ops.errors import UsageError, printable
@@ -32,10 +33,12 @@ from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
 from ..p2p.services import NodeServices
+from ..p2p.transport import Connection
 from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
 from .bounds_book import BoundsBook
 from .pipeline_coordinator import PipelineCoordinator
+from .sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +153,7 @@ class WorkerRegistry:
         )
         self.pending: dict[bytes, PendingRequest] = {}
         """Lease requests that wait for work, by node."""
+        self.sessions = Sessions(services.peers, clock)
         self._hellos = TokenBuckets(HELLO_RATE, HELLO_BURST, limit=1024)
         self._warn_at = -math.inf
         self._sources: list[ChunkHolder] = []
@@ -159,6 +163,10 @@ class WorkerRegistry:
         self._present = 0
         self._present_at = -math.inf
         self._ranks = itertools.count()
+        self.retired = {
+            node: read_retirement(sealed) for node, sealed in services.ledger.retired().items()
+        }
+        """Keys that their owners ended."""
         self.turned_away: deque[str] = deque(maxlen=64)
         """Reasons why nodes were not admitted, newest last."""
         self.workers: dict[bytes, WorkerState] = {}
@@ -197,6 +205,50 @@ class WorkerRegistry:
         A reference need not earn its leases one by one.
         """
         return self._calibration is not None and node in self._calibration.references
+
+    async def gate(self, connection: Connection) -> None:
+        """Let a control request in, or refuse its key before anything is read. Raises RemoteProtocolError."""
+        if refusal := self._retired(connection.peer):
+            raise RemoteProtocolError(Reason.KEY_RETIRED, refusal)
+        await self.sessions.check(connection)
+
+    async def retire(self, sealed: bytes) -> bytes:
+        """Refuse a key from now on, as its owner states; return its node.
+
+        Its leases are released, and its session ends. What it handed in before is judged as all else. Raises
+        RemoteProtocolError (NOT_FOUND for a key without any standing in this run: keeping those would let
+        anybody fill the disk, and such a key is worth no more than a new one).
+        """
+        retirement = read_retirement(sealed)
+        node = retirement.node
+        if node in self.retired:
+            return node
+        if not self._has_standing(node):
+            raise RemoteProtocolError(Reason.NOT_FOUND, "no node of this key takes part in the run")
+        self.services.ledger.retire(node, sealed)
+        self.retired[node] = retirement
+        self.book.release(node, time.time())
+        if node in self.workers:
+            self.workers[node].left = True
+            self.pipelines.left(node)
+        self._sources_at = -math.inf  # it may be listed as a source for others no more
+        self.services.peers.retire(node)
+        logger.warning("%s: %s", short(node), self._retired(node))
+        await self.sessions.end(node)
+        if self.services.discovery is not None:
+            await self.services.discovery.publish(sealed)
+        return node
+
+    def _has_standing(self, node: bytes) -> bool:
+        known = node in self.workers or node in self.reputations or node in self.audits.validators
+        return known or self.named(node) or bool(self.services.ledger.ticket_of(node))
+
+    def _retired(self, node: bytes) -> str:
+        """Return that and when a key was retired; "" if it was not."""
+        retirement = self.retired.get(node)
+        if retirement is None:
+            return ""
+        return f"this key was retired by its owner at {utc(retirement.made)}, for ever"
 
     def seen(self, peer: bytes) -> None:
         """Record that a node sent a request."""
@@ -252,7 +304,8 @@ class WorkerRegistry:
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         else:
             self.services.ledger.keep_record(peer, hello.record)
-        # A node that says hello again has lost its earlier leases.
+        # A node that says hello again has lost its earlier leases. It is the same session's node: see gate().
+        self.sessions.began(peer)
         self.pipelines.began(peer)
         self.book.release(peer, now)
         return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
@@ -405,6 +458,8 @@ class WorkerRegistry:
     def refusal(self, node: bytes) -> str:
         """Return the reason why a node is given no work, or ""."""
         known = self.reputations.get(node)
+        if node in self.retired:
+            return self._retired(node)
         if known is None:
             return ""
         worker, barred = self.workers.get(node), self.quarantined(node)

@@ -220,6 +220,8 @@ class ValidatorRole:
     def _explain(self, error: Exception, pause: float) -> float:
         """Report why the trainer gave no job; return the seconds to wait."""
         self._obstacle = f"the trainer gives no audits: {error}"
+        if isinstance(error, Refused):
+            self._services.report_refusal(error)
         if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
             self._obstacle += "; verification.validators of the trainer has to name this node"
             logger.error(

@@ -30,7 +30,9 @@ UPLOADS = 3
 
 The trainer allows one extra per node, so a retry may overlap a dropped stream.
 """
-FINAL_REASONS = frozenset(set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL})
+FINAL_REASONS = frozenset(
+    set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL, Reason.KEY_IN_USE}
+)
 """Refusals after which the same bytes will never be accepted."""
 
 Upload = Callable[[bytes, int], Awaitable[bytes]]
@@ -145,6 +147,7 @@ class UploadQueue:
         try:
             receipt = await self._upload(sealed, lease_id)
         except Refused as refusal:
+            self._services.report_refusal(refusal)
             if refusal.reason not in FINAL_REASONS:
                 raise
             logger.warning("lease %d was refused: %s", lease_id, refusal)

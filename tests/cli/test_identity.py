@@ -6,8 +6,11 @@ import pytest
 
 from primerl.cli.identity import base58
 from primerl.crypto.keys import KeyFileError, SecretKey
+from primerl.node.app.daemon import load_key
+from primerl.node.ops.errors import UsageError
+from primerl.protocol.retirement import read_retirement, retire
 
-from .conftest import Cli
+from .conftest import Ask, Cli, Serve
 
 
 def test_init_makes_a_key_that_only_its_owner_reads_and_never_replaces_it(
@@ -61,3 +64,35 @@ def test_a_key_or_a_directory_that_cannot_be_used_is_named(
     for place in ("a", "b", "c"):
         ran = cli(command, "--data-dir", str(home / place))
         ran.refused(4 if command == "init" and place in "ab" else 5, str(home / place))
+
+
+def test_a_retired_key_is_stated_once_and_no_node_starts_with_it_again(
+    cli: Cli, home: Path
+) -> None:
+    cli("init", "-d", "d")
+    key = SecretKey.load(home / "d" / "key.pem")
+    cli("retire", "-d", "d").refused(2, "--yes")
+    assert not (home / "d" / "key.retired").exists()
+    ran = cli("retire", "-d", "d", "--yes")
+    assert ran.code == 6
+    assert "no trainer is known here" in ran.err
+    assert "`primerl-node retire --statement`" in ran.err
+    stated = (home / "d" / "key.retired").read_bytes()
+    assert read_retirement(stated).node == key.node_id
+    assert cli("retire", "-d", "d", "--yes").code == 6
+    assert (home / "d" / "key.retired").read_bytes() == stated
+    with pytest.raises(UsageError, match="was retired"):
+        load_key(home / "d")
+
+
+async def test_a_trainers_operator_hands_in_the_statement_of_an_owner_without_a_network(
+    ask: Ask, serve: Serve, home: Path
+) -> None:
+    node = str(await serve(retire={"node": "1f0c2a" + 58 * "0"}))
+    (home / "key.retired").write_bytes(retire(SecretKey.generate(), 1_800_000_000))
+    ran = await ask("retire", "--statement", "key.retired", "-d", node)
+    assert ran.out == "retired 1f0c2a0000\n"
+    (home / "wrong").write_bytes(b"no statement")
+    (await ask("retire", "--statement", "wrong", "-d", node)).refused(2, "no retirement of a key")
+    (await ask("retire", "--statement", "missing", "-d", node)).refused(5, "missing")
+    (await ask("retire", "--statement", ".", "-d", node)).refused(5, "directory")

@@ -135,6 +135,19 @@ async def test_the_reason_of_a_close_reaches_the_peer(world: World) -> None:
             await soon(pair.far.accept_stream())
 
 
+async def test_an_idle_peer_answers_however_often_and_a_closed_connection_does_not(
+    world: World,
+) -> None:
+    async with connected(world) as pair:
+        for _ in range(150):  # more than the streams that a peer lets be open at a time
+            assert await soon(pair.far.answers(10.0))
+        near, far = await streams(pair)
+        await near.write(b"undisturbed")
+        assert await soon(far.read_exact(11)) == b"undisturbed"
+        await pair.near.close()
+        assert not await soon(pair.far.answers(10.0))
+
+
 async def test_closing_a_transport_ends_its_connections_and_its_accept(world: World) -> None:
     async with connected(world) as pair:
         _near, far = await streams(pair)

@@ -1,11 +1,13 @@
 """NodeServices with only the parts that a test names."""
 
+import asyncio
 from dataclasses import fields
 from typing import Any
 
 from support.protocol_cases import RUN, TRAINER
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.services import NodeServices
 
 
@@ -16,6 +18,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
         "run_id": RUN,
         "trainer": TRAINER.node_id,
         "keep_chunks": set[bytes](),
+        "key_refusals": asyncio.Queue[Refused](1),
     }
     values: dict[str, Any] = {one.name: None for one in fields(NodeServices)}
     return NodeServices(**{**values, **known, **parts})

@@ -208,8 +208,12 @@ class MemoryConnection:
         self._id, self._peer = ids
         self._alpn = alpn
         self._released = released
+        self.remote = ""
+        """IP address of the other node."""
         self._other = self
         self._reason: str | None = None
+        self.vanished = False
+        """Whether this end's node was killed: the other end hears nothing of it, and gets no answer."""
         self._streams: weakref.WeakSet[MemoryStream] = weakref.WeakSet()
         self._incoming: AsyncQueue[MemoryStream] = AsyncQueue(STREAM_BACKLOG, self._lost)
         self._sent = 0
@@ -247,7 +251,19 @@ class MemoryConnection:
 
     def path(self) -> PathInfo:
         """Counters of what was written at either end; there is no round-trip time."""
-        return PathInfo("memory", None, self._sent, self._other._sent)
+        return PathInfo("memory", None, self._sent, self._other._sent, self.remote)
+
+    async def answers(self, within: float) -> bool:
+        """Whether a packet would come back in time."""
+        try:
+            async with asyncio.timeout(within):
+                if self._other.vanished:
+                    await asyncio.Event().wait()
+                await self._travel(self._id, self._peer, lambda: self.closed)
+                await self._travel(self._peer, self._id, lambda: self.closed)
+        except TimeoutError:
+            return False
+        return not self.closed
 
     async def close(self, reason: str = "") -> None:
         """Close both ends at once; what was not read yet is lost."""
@@ -282,8 +298,8 @@ class MemoryConnection:
         return self._incoming.offer(stream)
 
     def lose(self, reason: str) -> None:
-        """Break both ends."""
-        for end in (self, self._other):
+        """Break both ends; that of a node that was killed breaks alone."""
+        for end in (self,) if self.vanished else (self, self._other):
             end.end(reason)
 
     def end(self, reason: str) -> None:
@@ -602,6 +618,8 @@ class MemoryTransport:
         self._alpns = tuple(alpns)
         self._connections: set[MemoryConnection] = set()
         self._closed = False
+        self.public = ""
+        """IP address that others see of it; empty where they see none."""
         self._incoming: AsyncQueue[MemoryConnection] = AsyncQueue(BACKLOG, _transport_closed)
 
     @property
@@ -647,6 +665,11 @@ class MemoryTransport:
             connection.lose(reason)
         self._network.changed.fire()
 
+    def vanish(self) -> None:
+        """Kill the node: the other sides of its connections see nothing of that."""
+        for connection in self._connections:
+            connection.vanished = True
+
     def lose(self, peer: bytes) -> None:
         """Break the connections with `peer`."""
         for connection in list(self._connections):
@@ -681,6 +704,7 @@ class MemoryTransport:
             alpn=alpn,
             released=(self.released, target.released),
         )
+        far.remote = self.public
         if not target.admit(far):
             raise Unreachable(f"{short(peer)} takes no more connections now: try again later")
         self._connections.add(near)

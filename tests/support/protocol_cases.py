@@ -45,6 +45,7 @@ from primerl.protocol.manifests import (
 )
 from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
+from primerl.protocol.retirement import Retirement, retire
 from primerl.protocol.rollouts import (
     Blamed,
     BranchRecord,
@@ -360,6 +361,7 @@ OFFER = StageOffer(
 )
 
 TO_WORKER = WORKER.node_id
+RETIREMENT = Retirement(TO_WORKER, NOW)
 ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
     Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
@@ -374,6 +376,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.AUDIT: (STRANGER, REPORT, TRAINER.node_id),
     Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
     Purpose.BOUNDS: (TRAINER, BOUNDS, bytes(32)),
+    Purpose.RETIREMENT: (WORKER, RETIREMENT, bytes(32)),
 }
 """Purpose -> signer, message and recipient."""
 
@@ -453,6 +456,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Prepared(7),
     m.Probe(b"how far", 64),
     m.SyncRecords((SEALED_RECORD,)),
+    m.RetireKey(retire(WORKER, NOW)),
     m.Goodbye("stopped by its owner"),
     m.Accepted(),
     m.GetChunk(CHUNK.digest, 2000),

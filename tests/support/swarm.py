@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
-from support.memory_network import MemoryNetwork
+from support.memory_network import MemoryNetwork, MemoryTransport
 from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
@@ -133,6 +134,11 @@ class Running:
     engine: WitnessEngine | None = None
     task: "asyncio.Task[None] | None" = None
     stop: Callable[[], Awaitable[Any]] | None = None
+    copied: bool = False
+    """Whether it is a copy of another worker's directory, elsewhere."""
+    public: str = ""
+    """IP address that the trainer sees of it."""
+    transport: MemoryTransport | None = None
 
     @property
     def node_id(self) -> bytes:
@@ -307,11 +313,18 @@ class Swarm:
         engine: WitnessEngine | None = None,
         ledger: MakeLedger = Ledger,
         engine_section: Mapping[str, Any] | None = None,
+        copy_of: str = "",
+        public: str = "",
         **overrides: Any,
     ) -> Running:
-        """Start a worker, or start one again in its old directory."""
+        """Start a worker, or start one again in its old directory.
+
+        With `copy_of` it has the key of that worker, at another place. `public` is the IP address that the
+        trainer sees.
+        """
         known = self.workers.get(name)
-        worker = known or Running(key_of(name), self.directory / name)
+        worker = known or Running(key_of(copy_of or name), self.directory / name)
+        worker.copied, worker.public = bool(copy_of), public
         worker.engine = engine or WitnessEngine(self.fakes, name)
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False, "wait": True}
         base["engine"] = dict(engine_section or {})
@@ -327,10 +340,16 @@ class Swarm:
         self, worker: Running, holds: Callable[[dict[str, Any]], bool], timeout: float
     ) -> dict[str, Any]:
         """Wait until the trainer's row of a node satisfies a condition."""
+        return await self.until_row_of(worker.node_id, holds, timeout)
+
+    async def until_row_of(
+        self, node: bytes, holds: Callable[[dict[str, Any]], bool], timeout: float
+    ) -> dict[str, Any]:
+        """Wait until the trainer's row of the node of that id satisfies a condition."""
         async with asyncio.timeout(timeout):
             while True:
                 rows = {row["id"]: row for row in await self.trainer.peers()}
-                row = rows.get(worker.node_id.hex())
+                row = rows.get(node.hex())
                 if row is not None and holds(row):
                     return row
                 await asyncio.sleep(0.02)
@@ -345,6 +364,13 @@ class Swarm:
     async def crash_worker(self, name: str) -> None:
         """Kill a worker without a goodbye."""
         self.network.drop(self.workers[name].node_id)
+        await self._end(self.workers[name])
+
+    async def kill_worker(self, name: str) -> None:
+        """Kill a worker as `kill -9` does: the trainer hears nothing, not even that the connections end."""
+        transport = self.workers[name].transport
+        assert transport is not None
+        transport.vanish()
         await self._end(self.workers[name])
 
     async def _end(self, running: Running) -> None:
@@ -388,8 +414,16 @@ class Swarm:
             name = "counting" if config.id == CONFIG["environment"]["id"] else config.id
             return CountingEnvironment(max_tokens=max_tokens, name=name)
 
+        async def transport(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+            """A node that starts again has the address that it had before, like one on a fixed port."""
+            away = running.copied or not self._at_home
+            make = self.network.transport if away else partial(at_home, self.network)
+            running.transport = make(key.node_id)
+            running.transport.public = running.public
+            return running.transport
+
         return Factories(
-            transport=self._transport,
+            transport=transport,
             discovery=self._discovery,
             environment=environment,
             engine=engine,
@@ -398,12 +432,6 @@ class Swarm:
             backend=backend,
             ledger=ledger or self._trainer_ledger,
         )
-
-    async def _transport(self, network: NetworkConfig, key: SecretKey, port: int) -> Transport:
-        """A node that starts again has the address that it had before, like one on a fixed port."""
-        if not self._at_home:
-            return self.network.transport(key.node_id)
-        return at_home(self.network, key.node_id)
 
     async def _discovery(
         self, network: NetworkConfig, key: SecretKey, run: bytes, bootstrap: Sequence[str]
@@ -420,7 +448,7 @@ def key_of(worker: str) -> SecretKey:
     return SecretKey.from_seed(worker.encode().rjust(32, b"\x00"))
 
 
-def at_home(network: MemoryNetwork, node_id: bytes) -> Transport:
+def at_home(network: MemoryNetwork, node_id: bytes) -> MemoryTransport:
     """A transport at the one address that belongs to `node_id`."""
     transport = network.transport(node_id)
     network.forget(transport)

@@ -28,6 +28,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import Holding, PeerRecord
+from primerl.protocol.retirement import Retirement, retire
 from primerl.protocol.trust import TrustedRun
 
 ME = SecretKey.from_seed(bytes([9]) * 32)
@@ -78,7 +79,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def listening(directory: Path) -> AsyncGenerator[Heard]:
+async def listening(
+    directory: Path, admitted: asyncio.Event | None = None
+) -> AsyncGenerator[Heard]:
     network = MemoryNetwork()
     mine, other = network.discovery(ME.node_id), network.discovery(STRANGER.node_id)
     await other.start([])
@@ -92,6 +95,7 @@ async def listening(directory: Path) -> AsyncGenerator[Heard]:
         record=lambda: seal(ME, Purpose.PEER, RUN, record_of(ME), expires=int(LATER)),
         holdings=heard.own,
         on_fraud=lambda error: pytest.fail(str(error)),
+        admitted=admitted,
     )
     pumping = asyncio.create_task(gossip.run())
     try:
@@ -269,3 +273,49 @@ async def test_of_versions_that_pass_faster_than_one_a_second_only_the_latest_is
 def _holdings(sealed: bytes) -> list[tuple[int, int, bool]]:
     purpose: str = msgspec.msgpack.decode(sealed)[1]
     return [opened(sealed)] if purpose == Purpose.HOLDING else []
+
+
+# -- retired keys ----------------------------------------------------------------------------------------
+
+
+async def test_a_node_whose_key_is_retired_is_no_source_any_more_and_stays_forgotten(
+    tmp_path: Path,
+) -> None:
+    now = int(time.time())
+    async with listening(tmp_path) as heard:
+        await heard.neighbour.publish(fact(3))
+        await until(heard.holds)
+        forged = seal(
+            STRANGER, Purpose.RETIREMENT, bytes(32), Retirement(NODE, now), expires=int(LATER)
+        )
+        await heard.neighbour.publish(forged)
+        await until(heard.blamed)
+        assert heard.holds() is not None
+        await heard.neighbour.publish(retire(WORKER, now))
+        await until(lambda: heard.holds() is None)
+        sealed = seal(WORKER, Purpose.PEER, RUN, record_of(WORKER), expires=now + 600)
+        await heard.neighbour.publish(sealed)
+        await heard.neighbour.publish(fact(4))
+        await heard.neighbour.publish(fact(1, key=STRANGER))
+        stranger = seal(STRANGER, Purpose.PEER, RUN, record_of(STRANGER), expires=now + 600)
+        await heard.neighbour.publish(stranger)
+        await until(lambda: heard.peers.get(STRANGER.node_id).record is not None)
+        assert heard.peers.get(NODE).record is None
+        assert heard.peers.get(NODE).addresses == ()
+        assert heard.holds() is None
+
+
+async def test_a_node_announces_itself_once_it_is_admitted_and_listens_before(
+    tmp_path: Path,
+) -> None:
+    admitted = asyncio.Event()
+    async with listening(tmp_path, admitted) as heard:
+        await heard.neighbour.publish(fact(3))
+        await until(heard.holds)
+        facts = aiter(heard.neighbour.facts())
+        announced = asyncio.ensure_future(anext(facts))
+        await asyncio.sleep(0.05)
+        assert not announced.done()
+        admitted.set()
+        async with asyncio.timeout(10.0):
+            assert (await announced).source == ME.node_id

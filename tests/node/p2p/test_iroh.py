@@ -285,6 +285,34 @@ async def test_a_forgotten_stream_is_reset_and_not_ended_in_order() -> None:
             await incoming.read_exact(100)
 
 
+async def test_two_endpoints_of_one_key_do_not_mix_up_their_connections() -> None:
+    key = SecretKey.generate()
+    first, second = (IrohTransport(key, host="127.0.0.1", port=0, alpns=[ALPN]) for _ in "12")
+    async with running() as server:
+        try:
+            await first.start()
+            await second.start()
+            pairs: list[tuple[IrohConnection, IrohConnection]] = []
+            for transport in (first, second):
+                near, far = await asyncio.gather(connect(transport, server), server.accept())
+                pairs.append((near, far))
+            for _ in range(20):
+                for number, (near, far) in enumerate(pairs):
+                    stream = await near.open_stream()
+                    await stream.write(b"request %d" % number)
+                    incoming = await far.accept_stream()
+                    assert await incoming.read_exact(9) == b"request %d" % number
+                    await incoming.write(b"reply %d" % number)
+                    assert await stream.read_exact(7) == b"reply %d" % number
+            assert all(far.path().remote for _, far in pairs)
+            await first.close()
+            assert not await pairs[0][1].answers(5.0)
+            assert await pairs[1][1].answers(DEADLINE_S)
+        finally:
+            await first.close()
+            await second.close()
+
+
 CHILD = """
 import asyncio, sys
 from primerl.crypto.keys import SecretKey
@@ -313,7 +341,10 @@ async def test_a_peer_that_was_killed_is_noticed_without_a_word_from_it() -> Non
                 connection = await server.accept()
                 stream = await connection.accept_stream()
                 assert await stream.read_exact(1) == b"!"
+                assert await connection.answers(DEADLINE_S)
                 child.kill()
+                await child.wait()
+                assert not await connection.answers(0.5)
                 with pytest.raises(ConnectionLost):
                     await stream.read_exact(1)
         finally:

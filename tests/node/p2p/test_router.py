@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from support.memory_network import MemoryConnection, MemoryNetwork
+from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.connections import (
@@ -18,7 +19,7 @@ from primerl.node.p2p.connections import (
 from primerl.node.p2p.peers import PeerTable, Tier
 from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
 from primerl.node.p2p.rpc import ask as request
-from primerl.node.p2p.transport import ConnectionLost, Stream
+from primerl.node.p2p.transport import Connection, ConnectionLost, Stream
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import Accepted, Goodbye
 from primerl.protocol.version import ALPN_CONTROL
@@ -255,3 +256,53 @@ async def test_requests_of_those_that_are_no_members_are_bounded_together() -> N
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_requests_that_the_gate_refused_leave_those_of_the_same_key_their_allowance() -> None:
+    network = MemoryNetwork()
+    server, first, second = (network.transport(one) for one in (SERVER, CLIENT, CLIENT))
+    came: list[Connection] = []
+    open_again = asyncio.Event()
+
+    async def gate(connection: Connection) -> None:
+        came.append(connection)
+        if connection is came[0]:
+            return
+        if len(came) > 3:  # the third request of the thief waits, and all after it
+            await open_again.wait()
+        raise RemoteProtocolError(Reason.KEY_IN_USE, "elsewhere")
+
+    router = Router(
+        server,
+        PeerTable(),
+        {ALPN_CONTROL: answer},
+        max_streams_per_peer=2,
+        max_peers=4,
+        gate=gate,
+    )
+    running = asyncio.create_task(router.run())
+    owner, thief = [
+        await one.connect(SERVER, server.addresses(), ALPN_CONTROL, deadline=5.0)
+        for one in (first, second)
+    ]
+    try:
+        assert await request(owner, Goodbye(), Accepted, deadline=60.0) == Accepted()
+        for _ in range(2):
+            with pytest.raises(Refused, match="elsewhere"):
+                await request(thief, Goodbye(), Accepted, deadline=60.0)
+        waiting = [
+            asyncio.ensure_future(request(thief, Goodbye(), Accepted, deadline=60.0))
+            for _ in range(2)
+        ]
+        await until(lambda: len(came) == 5)
+        with pytest.raises(Refused, match="too many requests"):
+            await request(thief, Goodbye(), Accepted, deadline=60.0)
+        assert await request(owner, Goodbye(), Accepted, deadline=60.0) == Accepted()
+        open_again.set()
+        for one in waiting:
+            with pytest.raises(Refused, match="elsewhere"):
+                await one
+    finally:
+        for one in (first, second, server):
+            await one.close()
+        await asyncio.wait_for(running, 60.0)

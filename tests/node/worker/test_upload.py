@@ -144,7 +144,12 @@ async def test_a_few_at_a_time_and_the_most_urgent_first(ledger: Ledger) -> None
 
 @pytest.mark.parametrize(
     "error",
-    [TransportError("no way"), Refused(Reason.BUSY, "later"), Refused(Reason.DISK_FULL, "full")],
+    [
+        TransportError("no way"),
+        Refused(Reason.BUSY, "later"),
+        Refused(Reason.DISK_FULL, "full"),
+        Refused(Reason.KEY_IN_USE, "elsewhere"),
+    ],
     ids=str,
 )
 async def test_what_failed_is_kept_and_tried_again(
