@@ -80,7 +80,7 @@ async def open_services(
         )
         paths: TcpChunks | None = None
         if discovery is not None:
-            paths = TcpChunks(discovery, peers, bootstrap=bootstrap)
+            paths = TcpChunks(discovery, peers, bootstrap=bootstrap, trainer=trainer)
             await cleanup.enter_async_context(
                 serving(TcpChunkServer(discovery, peers, blobs.handle))
             )

@@ -33,7 +33,7 @@ from .connections import ConnectionPool
 from .discovery import StreamCarrier
 from .download_state import ChunkDownload
 from .peers import PeerTable
-from .rpc import TooSlow, receive_reply, send
+from .rpc import Refused, TooSlow, receive_reply, send
 from .transport import Connection, Stream, StreamClosed, TransportError, Unreachable
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,13 @@ FIRST_BYTE_S = 2.0
 PIECE = 128 * 1024
 PIECE_S = 6.0
 """Deadline for one piece of a chunk, of any size."""
+LINE_S = 20.0
+"""Longest wait in the upload queue of a peer, however often it says that we are in line. Nothing is lost by
+coming again: the server prefers those that got least, not those that came first."""
+ORIGIN_LINE_S = 90.0
+"""The same at the origin, which alone may have what we want; longer than its server keeps anybody in line."""
 MAX_BEATS = 240
-"""InLine messages that one request may bring: two minutes of them."""
+"""InLine messages that one request may bring: more than our own servers send in that time."""
 LANES = 4
 BULK = 1 * MIB
 """Smaller chunks do not gain from a connection of their own."""
@@ -79,6 +84,13 @@ WATCH_S = 660.0
 """The other end ends a watch some time before that."""
 IDLE_NEWS = 8
 """Messages without news before a watch counts as a flood."""
+
+
+class KeptInLine(Refused):
+    """The peer kept us in line for so long that it counts as busy."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(Reason.BUSY, f"nothing after {seconds:.0f} s in line for a chunk")
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class ChunkClient:
         request = GetChunk(chunk.digest)
         bulk = chunk.size >= BULK
         # A neighbour is one of several sources: it gets no more time to be reached than to answer.
-        async with self._ask(download, request, bulk, FIRST_BYTE_S) as (stream, answer):
+        async with self._ask(download, request, bulk, FIRST_BYTE_S, LINE_S) as (stream, answer):
             if answer.size != chunk.size:
                 raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")
             if not start():
@@ -130,7 +142,7 @@ class ChunkClient:
         names: Digests = tuple(chunk.digest for chunk in wanted)
         bulk = max(chunk.size for chunk in wanted) >= BULK
         request = GetAnyChunk(names, urgent)
-        async with self._ask(download, request, bulk, None) as (stream, answer):
+        async with self._ask(download, request, bulk, None, ORIGIN_LINE_S) as (stream, answer):
             if answer.index >= len(wanted) or answer.size != wanted[answer.index].size:
                 raise RemoteProtocolError(Reason.WRONG_DIGEST, "none of the chunks requested")
             if not take(wanted[answer.index]):
@@ -159,7 +171,12 @@ class ChunkClient:
 
     @asynccontextmanager
     async def _ask(
-        self, download: ChunkDownload, request: Message, bulk: bool, patience: float | None
+        self,
+        download: ChunkDownload,
+        request: Message,
+        bulk: bool,
+        patience: float | None,
+        line_s: float,
     ) -> AsyncGenerator[tuple[Stream, ChunkOffer]]:
         """Open a stream on which the bytes of a chunk come next."""
         peer = download.source
@@ -171,7 +188,7 @@ class ChunkClient:
             connection, lane_used = await self._connect(peer, lane, patience)
             try:
                 stream = await self._open(connection, request)
-                yield stream, await self._answer(stream, download)
+                yield stream, await self._answer(stream, download, line_s)
             except TimeoutError as error:
                 await self._links.drop(peer, ALPN_BLOBS, lane=lane_used)
                 raise TooSlow("the chunk did not come in time") from error
@@ -202,14 +219,21 @@ class ChunkClient:
                 raise
             return stream
 
-    async def _answer(self, stream: Stream, download: ChunkDownload) -> ChunkOffer:
+    async def _answer(
+        self, stream: Stream, download: ChunkDownload, line_s: float
+    ) -> ChunkOffer:
+        begun = time.monotonic()
         for _ in range(MAX_BEATS):
             async with asyncio.timeout(FIRST_BYTE_S):
                 reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
-            download.touched = time.monotonic()
+            now = time.monotonic()
             if isinstance(reply, ChunkFollows):
+                download.touched = now
                 return ChunkOffer(reply.size, reply.index)
-        raise TooSlow("too long in line for a chunk")
+            # To be in line is no progress: `touched` stays.
+            if now - begun > line_s:
+                raise KeptInLine(line_s)
+        raise RemoteProtocolError(Reason.RATE_LIMITED, "too many words about a line")
 
     async def _read(self, stream: Stream, size: int, download: ChunkDownload) -> bytes:
         pieces: list[bytes] = []
@@ -263,13 +287,23 @@ class TcpChunks:
     """Chunks from peers over TCP; a PeerPaths."""
 
     def __init__(
-        self, carrier: StreamCarrier, peers: PeerTable, *, bootstrap: Sequence[str] = ()
+        self,
+        carrier: StreamCarrier,
+        peers: PeerTable,
+        *,
+        bootstrap: Sequence[str] = (),
+        trainer: bytes = b"",
     ) -> None:
-        """`bootstrap`: discovery addresses from the ticket, of peers that may have sent no record yet."""
+        """`bootstrap`: discovery addresses from the ticket, of peers that may have sent no record yet.
+
+        `trainer`: a peer that waits for no other: they may be slow on purpose.
+        """
         self._carrier = carrier
         self._peers = peers
         self._bootstrap = tuple(bootstrap)
+        self._trainer = trainer
         self._slots = asyncio.Semaphore(FETCHES)
+        self._trainer_slots = asyncio.Semaphore(FETCHES)
         self._failures = RecentDict[bytes, tuple[int, float]](KNOWN_FAILURES)
 
     async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
@@ -283,8 +317,9 @@ class TcpChunks:
         count, until = self._failures.get(peer, (0, 0.0))
         if time.monotonic() < until:
             raise Unreachable("backing off after it was not reached over TCP")
+        slots = self._trainer_slots if peer == self._trainer else self._slots
         try:
-            async with asyncio.timeout(deadline), self._slots:
+            async with asyncio.timeout(deadline), slots:
                 data = await self._converse(peer, chunk)
         except TimeoutError as error:
             raise TooSlow(f"no chunk over TCP within {deadline:.1f} s") from error
@@ -319,8 +354,13 @@ async def _fetch(stream: Stream, chunk: ChunkRef) -> bytes:
     """One request and its chunk. Runs in the thread of the stream."""
     with suppress(StreamClosed):  # refused before it was read: the reply says why
         await send(stream, GetChunk(chunk.digest))
+    begun = time.monotonic()
     reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
+    beats = 0
     while isinstance(reply, InLine):
+        beats += 1
+        if beats >= MAX_BEATS or time.monotonic() - begun > LINE_S:
+            raise KeptInLine(LINE_S)
         reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
     if reply.size != chunk.size:
         raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")

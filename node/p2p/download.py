@@ -13,8 +13,9 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from statistics import median
 
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -22,9 +23,9 @@ from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
 from ..ops.errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
-from .chunk_client import ChunkClient, ChunkSource, PeerPaths
+from .chunk_client import ChunkClient, ChunkSource, KeptInLine, PeerPaths
 from .connections import ConnectionPool
-from .download_state import SILENT_S, ChunkDownload, DownloadState
+from .download_state import FIRST_RATE, IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
 from .peers import PeerScores, PeerTable
 from .rpc import Refused
 from .serve import WATCHES_PER_PEER, ChunkArrivals
@@ -40,6 +41,12 @@ DEPTH, DEPTH_MAX = 2, 4
 TICK_S = 0.25
 """Between two looks for late chunks, without news."""
 
+LEAST_PATIENCE_S = 0.25
+WAITING_SHARE = 3
+"""A fetch gives at most one in so many parts of its usual time, IN_LINE_S if that is not known, to sources that
+let it wait for nothing."""
+USUAL_GROWTH = 1.05
+"""A fetch is remembered as at most so many times as long as was usual: attackers shall not set what is usual."""
 OTHER_WAY_S = 10.0
 MIN_RATE = 64 * 1024
 """Bytes per second below which a seed, or a peer over another path, is given up."""
@@ -54,10 +61,21 @@ class Fetch:
         missing: dict[bytes, ChunkRef],
         origin: bytes,
         neighbours: set[bytes],
+        usual_s: float | None = None,
     ) -> None:
-        """`neighbours`: those that may still give something; they leave the set when they are dropped."""
+        """`neighbours`: those that may still give something; they leave the set when they are dropped.
+
+        `usual_s`: seconds that a fetch of this size takes; None where that is not known.
+        """
         self.fetcher = fetcher
-        self.state = DownloadState(missing, fetcher.chance)
+        size = sum(chunk.size for chunk in missing.values())
+        patience = IN_LINE_S
+        if usual_s is not None:
+            patience = min(IN_LINE_S, max(LEAST_PATIENCE_S, usual_s / WAITING_SHARE))
+        self.state = DownloadState(missing, fetcher.chance, patience)
+        self.begun = time.monotonic()
+        self.due = self.begun + patience + (size / FIRST_RATE if usual_s is None else usual_s)
+        """Time after which the origin is asked for whatever is not under way, whoever claims it."""
         self.origin = origin
         self.neighbours = neighbours
         self.error: Exception | None = None
@@ -90,7 +108,7 @@ class Fetch:
 
     def full(self) -> bool:
         """Whether no further download may begin."""
-        return self.state.sending >= MAX_SENDING
+        return self.state.sending(time.monotonic()) >= MAX_SENDING
 
     def download(
         self, source: bytes, chunk: ChunkRef | None, *, sending: bool = False
@@ -100,7 +118,7 @@ class Fetch:
         `sending`: the source has no queue, its bytes count as coming at once.
         """
         now = time.monotonic()
-        download = ChunkDownload(source, now, now, sending=sending)
+        download = ChunkDownload(source, now, now, asked=now, sending=sending)
         if chunk is not None:
             self.state.begin(chunk, download)
         return download
@@ -112,19 +130,24 @@ class Fetch:
 
         Raises what `get` raises, and RemoteProtocolError(WRONG_DIGEST).
         """
-        won = False
+        won, failed = False, True
         try:
             async with asyncio.timeout(None) as download.leash:
                 data = await get()
             download.leash = None
+            failed = False
             if data is not None and download.chunk is not None:
                 won = await self._keep(download, download.chunk, data)
         except TimeoutError:
             if download.leash is None or not download.leash.expired():
                 raise
+            failed = False  # another one was faster
+        except asyncio.CancelledError:
+            failed = False
+            raise
         finally:
             download.leash = None
-            self.state.end(download)
+            self.state.end(download, time.monotonic(), failed=failed)
             if not won:
                 self.fetcher.wasted[download.source] += download.received
             self.news.fire()
@@ -138,7 +161,7 @@ class Fetch:
         except StorageError as error:
             self.fail(error)
             return False
-        losers = self.state.arrived(chunk, time.monotonic() - download.begun)
+        losers = self.state.arrived(chunk, download, time.monotonic())
         if losers is None:
             return False
         for loser in losers:
@@ -204,7 +227,7 @@ class NeighbourFetch:
                 for number in range(DEPTH_MAX):
                     self._tasks.append(tasks.create_task(self._download(number)))
         finally:
-            self._fetch.state.withdraw(self.peer)
+            self._fetch.state.withdraw(self.peer, time.monotonic())
             self._fetch.neighbours.discard(self.peer)
             self.looked.set()
             self._fetch.news.fire()
@@ -243,7 +266,9 @@ class NeighbourFetch:
     async def _listen(self, names: Sequence[bytes]) -> None:
         async for held in self._fetcher.client.watch(self.peer, names):
             self._fetcher.scores.spoke(self.peer)
-            if self._fetch.state.claim(self.peer, held):
+            patience = self._fetcher.scores.patience(self.peer)
+            news = self._fetch.state.claim(self.peer, held, patience=patience)
+            if news and not self._fetch.state.doubted(self.peer, time.monotonic()):
                 self._fetch.progress()
             self._looked()
 
@@ -303,6 +328,9 @@ class NeighbourFetch:
     async def _refused(self, refusal: Refused) -> None:
         if refusal.reason == Reason.NOT_FOUND:
             self._lied(refusal.reason, "it lacks a chunk that it claimed")
+        elif isinstance(refusal, KeptInLine) and not self._proven:
+            self._fetcher.peers.failed(self.peer)
+            self._drop(str(refusal))
         elif refusal.reason in (Reason.BUSY, Reason.RATE_LIMITED, Reason.NOT_YET):
             await asyncio.sleep(BUSY_S)
         else:
@@ -420,7 +448,7 @@ class OriginFetch:
 
     def _wanted(self, now: float) -> list[ChunkRef]:
         state, origin = self._fetch.state, self._fetch.origin
-        if self._impatient(now):
+        if self._impatient(now) or now > self._fetch.due:
             return state.untouched(origin, now)
         unheld = state.unheld(origin, now)
         awake = [one for one in self._fetcher.seeds if self._awake(one, now)]
@@ -433,7 +461,13 @@ class OriginFetch:
         ]
 
     def _impatient(self, now: float) -> bool:
-        return now - self._fetch.progressed > PATIENCE_S
+        """Whether to ask even for chunks that the origin has sent to others."""
+        quiet = now - self._fetch.progressed
+        if quiet <= IN_LINE_S:
+            return False
+        return quiet > PATIENCE_S or all(
+            self._fetch.state.doubted(peer, now) for peer in self._fetch.neighbours
+        )
 
     async def _ask(self, wanted: list[ChunkRef]) -> None:
         now = time.monotonic()
@@ -586,6 +620,9 @@ AT_ONCE = MAX_WATCHED * WATCHES_PER_PEER // 2
 """Chunks of one fetch: half of the watches that a peer allows, so that another fetch fits beside it."""
 
 
+PACES = 16
+"""Fetches whose times are remembered."""
+
 Holders = Callable[[], Collection[bytes]]
 """Returns the peers that hold the version, by gossip; called again during a fetch."""
 
@@ -616,6 +653,8 @@ class BlobFetcher:
         self.store = store
         self.arrivals = arrivals
         self.scores = PeerScores()
+        self._paces: deque[tuple[int, float]] = deque(maxlen=PACES)
+        """(bytes, seconds) of the last fetches."""
         self.seeds = tuple(seeds)
         self.paths = paths
 
@@ -663,8 +702,15 @@ class BlobFetcher:
         chosen = self._choose(line, holders())
         few = len(missing) <= max(FEW_CHUNKS, len(chosen))
         # A peer known from gossip alone, that never served, delays nothing and spares the origin nothing.
-        hoped = {peer for peer in chosen if peer in line or self.peers.has_served(peer)}
-        fetch = Fetch(self, missing, origin, hoped)
+        # Nor does one that gave nothing in the last fetch.
+        hoped = {
+            peer
+            for peer in chosen
+            if (peer in line or self.peers.has_served(peer)) and not self.scores.stalled(peer)
+        }
+        size = sum(chunk.size for chunk in missing.values())
+        usual_s = self._usual_s(size)
+        fetch = Fetch(self, missing, origin, hoped, usual_s)
         async with asyncio.TaskGroup() as tasks:
             followed = [NeighbourFetch(fetch, peer) for peer in chosen]
             working = [tasks.create_task(one.run()) for one in followed]
@@ -672,22 +718,54 @@ class BlobFetcher:
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
             working.append(tasks.create_task(self._hear_of_more(fetch, {origin, *chosen}, holders)))
             await fetch.over.wait()
+            self._judge(fetch)
             for task in working:
                 task.cancel()
         if fetch.error is not None:
             raise fetch.error
+        seconds = time.monotonic() - fetch.begun
+        if usual_s is not None:
+            seconds = min(seconds, USUAL_GROWTH * usual_s)
+        self._paces.append((size, seconds))
+
+    def _usual_s(self, size: int) -> float | None:
+        """Median seconds of the last fetches of about `size` bytes; None if there were none."""
+        alike = [seconds for other, seconds in self._paces if size / 2 <= other <= size * 2]
+        return median(alike) if alike else None
+
+    def _judge(self, fetch: Fetch) -> None:
+        """Note how long each source let this fetch wait for nothing."""
+        now = time.monotonic()
+        for source, account in fetch.state.accounts.items():
+            doubted = fetch.state.doubted(source, now)
+            if doubted and not account.delivered:
+                logger.info("%s claimed chunks and gave none in time", short(source))
+                self.peers.failed(source)
+            self.scores.fetched(
+                source,
+                now,
+                waited=fetch.state.waited(source, now),
+                delivered=account.delivered > 0,
+                doubted=doubted,
+                seconds=now - fetch.begun,
+            )
 
     def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
         """Choose the first of the line, some holders, then others of the line at random, slow ones too.
 
-        Peers that keep failing are mostly left out, and those that lied for some time.
+        Peers that keep failing are mostly left out, and for some time those that lied, or let us wait for nothing
+        again and again.
         """
         now = time.monotonic()
-        honest = [peer for peer in dict.fromkeys(line) if not self.scores.shunned(peer, now)]
+        honest = [peer for peer in dict.fromkeys(line) if not self._left_out(peer, now)]
+        honest.sort(key=self.scores.stalled)  # stable: those that stalled come last
         ranked = self._ranked([*honest[1:], *self._hearsay(holders, line)])
         claiming = [peer for peer in ranked if peer in holders][:MAX_HOLDERS]
         others = [peer for peer in ranked if peer in honest and peer not in claiming]
         return [*honest[:1], *claiming, *others][:MAX_NEIGHBOURS]
+
+    def _left_out(self, peer: bytes, now: float) -> bool:
+        return self.scores.shunned(peer, now) or self.scores.passed_over(peer, now)
 
     def _ranked(self, peers: Sequence[bytes]) -> list[bytes]:
         """Order at random, weighted by success times bandwidth, mostly without peers that keep failing."""
@@ -701,7 +779,7 @@ class BlobFetcher:
     def _hearsay(self, holders: Collection[bytes], known: Collection[bytes]) -> list[bytes]:
         """Pick a few of the holders that only gossip names."""
         now = time.monotonic()
-        new = [peer for peer in holders if peer not in known and not self.scores.shunned(peer, now)]
+        new = [peer for peer in holders if peer not in known and not self._left_out(peer, now)]
         return self.chance.sample(new, min(len(new), MAX_HEARSAY))
 
     async def _hear_of_more(self, fetch: Fetch, known: set[bytes], holders: Holders) -> None:
@@ -718,7 +796,7 @@ class BlobFetcher:
     async def _from_origin(
         self, fetch: Fetch, followed: Sequence[NeighbourFetch], few: bool
     ) -> None:
-        await self._first_look(followed)
+        await self._first_look(followed, fetch.state.patience)
         if few and followed:
             await asyncio.sleep(min(self.place * STEP_S, STEPS_MAX_S))
         origin = OriginFetch(fetch)
@@ -729,11 +807,11 @@ class BlobFetcher:
             for number in range(DEPTH_MAX):
                 tasks.create_task(origin.run(number))
 
-    async def _first_look(self, followed: Sequence[NeighbourFetch]) -> None:
+    async def _first_look(self, followed: Sequence[NeighbourFetch], patience: float) -> None:
         """Wait until the neighbours have listed their chunks, so that the origin is not asked for these."""
         awaited = [one for one in followed if self.scores.awaited(one.peer)]
         try:
-            async with asyncio.timeout(FIRST_LOOK_S):
+            async with asyncio.timeout(min(FIRST_LOOK_S, patience)):
                 for one in awaited:
                     await one.looked.wait()
         except TimeoutError:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import nsmallest
 
+from ...protocol.envelope import read_envelope
 from ...protocol.errors import Reason
 from ...protocol.manifests import Holding, PeerRecord
+from ...protocol.recent import RecentDict
 from .limits import network_of
 from .transport import Connection, PathInfo
 
@@ -52,6 +54,8 @@ class Peer:
     """The sealed record, to pass on."""
     retired: bool = False
     """Whether its key was retired: nothing is fetched from it any more."""
+    record_until: float = 0.0
+    """Unix seconds; the newest record of a node lasts longest."""
     hinted: bool = False
     """A ticket names it: it is never forgotten."""
     addresses: tuple[str, ...] = ()
@@ -114,11 +118,17 @@ class PeerTable:
         return list(self._peers.values())
 
     def learn(self, record: PeerRecord, sealed: bytes) -> None:
-        """Take in a verified peer record."""
+        """Take in a verified peer record; an older one than that which we have, while that is valid, is ignored.
+
+        Anybody may pass on an old record, and would lead others to an address that is left.
+        """
         peer = self.get(record.node)
         if peer.retired:
             return
-        peer.record, peer.sealed = record, sealed
+        expires = read_envelope(sealed).expires
+        if time.time() < peer.record_until and expires < peer.record_until:
+            return
+        peer.record, peer.sealed, peer.record_until = record, sealed, expires
         peer.addresses = record.addresses or peer.addresses
 
     def hold(self, holding: Holding, until: float) -> None:
@@ -246,12 +256,24 @@ DETOUR_S = 60.0
 NO_DETOUR_S = 15.0
 """Time with the usual path after a detour that failed or ended."""
 REST_S = 30.0
+PATIENCE_S = 2.0
+"""Seconds that a source may let us wait for nothing, all in all, before nobody waits for it any more."""
+PATIENCE_GAIN = 0.1
+"""Share of the time of a fetch that a source which gave something is allowed again."""
+STALLS = 2
+"""Fetches in a row in which a source was doubted and gave nothing, after which it is passed over for STALL_S,
+and twice as long each further time, at most STALL_MAX_S."""
+STALL_S = 60.0
+STALL_MAX_S = 600.0
 
 
 class PeerScores:
-    """Lies, failures and detours of sources, by id: node ids, and names of seeds."""
+    """Lies, failures, delays and detours of sources, by id: node ids, and names of seeds."""
 
     def __init__(self) -> None:
+        self._patience = RecentDict[bytes, float](MAX_PEERS)
+        self._stalls = RecentDict[bytes, int](MAX_PEERS)
+        self._passed_over = RecentDict[bytes, float](MAX_PEERS)
         self._lies: dict[bytes, int] = {}
         self._shunned: dict[bytes, float] = {}
         self._detours: dict[bytes, float] = {}
@@ -266,6 +288,35 @@ class PeerScores:
     def shunned(self, source: bytes, now: float) -> bool:
         """Return whether a source is excluded for lies."""
         return now < self._shunned.get(source, 0.0)
+
+    def patience(self, source: bytes) -> float:
+        """Seconds that a source may let us wait in the next fetch; one that we do not know has PATIENCE_S."""
+        return self._patience.get(source, PATIENCE_S)
+
+    def stalled(self, source: bytes) -> bool:
+        """Whether a source let us wait for nothing in the last fetch that needed it."""
+        return self._stalls.get(source, 0) > 0
+
+    def passed_over(self, source: bytes, now: float) -> bool:
+        """Whether a source is left out, because it let us wait for nothing again and again."""
+        return now < self._passed_over.get(source, 0.0)
+
+    def fetched(
+        self, source: bytes, now: float, *, waited: float, delivered: bool, doubted: bool, seconds: float
+    ) -> None:
+        """Note what a source was worth in a fetch of so many `seconds`, of which we `waited` for nothing.
+
+        `doubted`: it let us wait for longer than it was allowed to.
+        """
+        left = self.patience(source) - waited + (PATIENCE_GAIN * seconds if delivered else 0.0)
+        self._patience[source] = min(max(left, 0.0), PATIENCE_S)
+        if delivered:
+            self._stalls.pop(source, None)
+        elif doubted:
+            stalls = self._stalls[source] = self._stalls.get(source, 0) + 1
+            if stalls >= STALLS:
+                pause = min(STALL_S * 2 ** min(stalls - STALLS, 16), STALL_MAX_S)
+                self._passed_over[source] = now + pause
 
     def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
         """Take the other path to a source for a while: the usual one failed or, with `detour`, that one.

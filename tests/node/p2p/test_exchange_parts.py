@@ -59,7 +59,7 @@ def test_what_is_on_its_way_is_not_chosen_again() -> None:
     one.claim(A, [X])
     pull = begun(one, A, 0, 0.0)
     assert one.next_of(A) is None
-    one.end(pull)
+    one.end(pull, 0.1)
     assert one.next_of(A) == CHUNKS[0]
 
 
@@ -75,7 +75,7 @@ def test_only_chunks_that_no_peer_holds_are_asked_of_the_origin() -> None:
     one.claim(A, [X, Y])
     begun(one, B, 2, 0.0)
     assert one.unheld(ORIGIN, 0.1) == [CHUNKS[3]]
-    one.withdraw(A)
+    one.withdraw(A, 0.1)
     assert one.unheld(ORIGIN, 0.1) == [CHUNKS[0], CHUNKS[1], CHUNKS[3]]
 
 
@@ -104,7 +104,7 @@ def test_a_chunk_that_is_late_is_asked_of_another_holder() -> None:
     one = board()
     one.claim(A, [X, Y])
     one.claim(B, [X])
-    one.arrived(CHUNKS[2], 1.0)
+    one.arrived(CHUNKS[2], begun(one, C, 2, -1.0), 0.0)
     pull = begun(one, A, 0, 0.0)
     pull.touched = 2.9
     assert one.late_of(B, 2.9) is None
@@ -125,8 +125,8 @@ def test_a_chunk_arrives_once_and_ends_all_that_fetch_it() -> None:
     one = board()
     one.claim(A, [X])
     pulls = [begun(one, A, 0, 0.0), begun(one, B, 0, 0.0)]
-    assert one.arrived(CHUNKS[0], 1.0) == pulls
-    assert one.arrived(CHUNKS[0], 1.0) is None
+    assert one.arrived(CHUNKS[0], pulls[0], 1.0) == pulls
+    assert one.arrived(CHUNKS[0], pulls[1], 1.0) is None
     assert one.next_of(A) is None
     assert one.typical_s == 1.0
 
