@@ -15,7 +15,6 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from statistics import median
 
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -329,15 +328,14 @@ class NeighbourFetch:
         if refusal.reason == Reason.NOT_FOUND:
             self._lied(refusal.reason, "it lacks a chunk that it claimed")
         elif isinstance(refusal, KeptInLine) and not self._proven:
-            self._fetcher.peers.failed(self.peer)
-            self._drop(str(refusal))
+            await self._failed(refusal)
         elif refusal.reason in (Reason.BUSY, Reason.RATE_LIMITED, Reason.NOT_YET):
             await asyncio.sleep(BUSY_S)
         else:
             self._fetcher.peers.failed(self.peer)
             self._drop(str(refusal))
 
-    async def _failed(self, error: TransportError) -> None:
+    async def _failed(self, error: TransportError | KeptInLine) -> None:
         logger.info("no chunk from %s: %s", short(self.peer), error)
         self._fetcher.peers.failed(self.peer)
         self._failures += 1
@@ -402,6 +400,8 @@ class NeighbourFetch:
 
 PATIENCE_S = 10.0
 """Time without progress after which the origin is asked even for chunks that it has sent to others."""
+DOUBT_S = 4.0
+"""The same where all neighbours are doubted. Not at once: they may be honest, and as busy as the origin."""
 OFFERED = 512
 """Chunks that one request to the origin names: a sample of those missing, so that requests stay small."""
 REST_FIRST_S = 0.1
@@ -463,7 +463,7 @@ class OriginFetch:
     def _impatient(self, now: float) -> bool:
         """Whether to ask even for chunks that the origin has sent to others."""
         quiet = now - self._fetch.progressed
-        if quiet <= IN_LINE_S:
+        if quiet <= DOUBT_S:
             return False
         return quiet > PATIENCE_S or all(
             self._fetch.state.doubted(peer, now) for peer in self._fetch.neighbours
@@ -729,9 +729,9 @@ class BlobFetcher:
         self._paces.append((size, seconds))
 
     def _usual_s(self, size: int) -> float | None:
-        """Median seconds of the last fetches of about `size` bytes; None if there were none."""
-        alike = [seconds for other, seconds in self._paces if size / 2 <= other <= size * 2]
-        return median(alike) if alike else None
+        """Seconds of the last fetches of about `size` bytes, of the faster ones; None if there were none."""
+        alike = sorted(seconds for other, seconds in self._paces if size / 2 <= other <= size * 2)
+        return alike[len(alike) // 4] if alike else None
 
     def _judge(self, fetch: Fetch) -> None:
         """Note how long each source let this fetch wait for nothing."""
