@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from statistics import median
+from statistics import median, median_low
 
 from ...protocol.manifests import ChunkRef
 
@@ -258,15 +258,16 @@ class DownloadState:
         already."""
         if self.missing.pop(chunk.digest, None) is None:
             return None
-        seconds = now - download.begun
-        self._seconds.append(seconds)
-        self._waits.append(now - (download.begun if download.asked is None else download.asked))
-        self._rates.append(chunk.size / max(seconds, 1e-4))
         account = self.accounts.get(download.source)
         if account is not None:
             account.delivered += 1
             account.settle(now, max(self._allowance, chunk.size / self._least_rate))
             account.owes_since = now
+        # Only now: no source is measured by itself.
+        seconds = now - download.begun
+        self._seconds.append(seconds)
+        self._waits.append(now - (download.begun if download.asked is None else download.asked))
+        self._rates.append(chunk.size / max(seconds, 1e-4))
         del self._holders[chunk.digest]
         for source, held in self._claims.items():
             held.discard(chunk.digest)
@@ -281,7 +282,7 @@ class DownloadState:
 
         Bounded: where slow sources alone deliver, what is usual is up to them.
         """
-        usual = median(self._waits) if self._waits else 0.0
+        usual = median_low(self._waits) if self._waits else 0.0
         return min(LATE * usual, usual + LATE * IN_LINE_S)
 
     @property

@@ -10,8 +10,22 @@ from support.exchange_world import payload
 from support.exchange_world import references as refs
 from support.waiting import until
 
-from primerl.node.p2p.download_state import IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
-from primerl.node.p2p.peers import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, PeerScores
+from primerl.node.p2p.download_state import (
+    FIRST_RATE,
+    IN_LINE_S,
+    SILENT_S,
+    ChunkDownload,
+    DownloadState,
+)
+from primerl.node.p2p.peers import (
+    DETOUR_S,
+    NO_DETOUR_S,
+    PATIENCE_S,
+    REST_S,
+    SHUN_S,
+    STALL_S,
+    PeerScores,
+)
 from primerl.node.p2p.serve import (
     HALF_LIFE_S,
     MOST,
@@ -25,8 +39,9 @@ from primerl.node.p2p.serve import (
     UploadTotals,
 )
 from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.manifests import ChunkRef
 
-A, B, C, ORIGIN = (bytes([number]) * 32 for number in range(4))
+A, B, C, ORIGIN, D, E = (bytes([number]) * 32 for number in range(6))
 CHUNKS = refs(payload(4, 100))
 X, Y, Z, _ = (chunk.digest for chunk in CHUNKS)
 
@@ -129,6 +144,113 @@ def test_a_chunk_arrives_once_and_ends_all_that_fetch_it() -> None:
     assert one.arrived(CHUNKS[0], pulls[1], 1.0) is None
     assert one.next_of(A) is None
     assert one.typical_s == 1.0
+
+
+# -- sources that let us wait -----------------------------------------------------------------------
+
+
+def test_the_origin_may_be_asked_for_a_chunk_in_three_lines_while_others_claim_it_too() -> None:
+    """Before, three lines at once kept out whoever had it, the origin included."""
+    state = board()
+    for source in (A, B, C, D, E):
+        state.claim(source, [X])
+    for source in (A, B, C):
+        begun(state, source, 0, 0.0, sending=False)
+    assert not state.wants(X, D, 0.1)
+    soon, later = IN_LINE_S - 0.1, IN_LINE_S + 0.1
+    assert CHUNKS[0] not in state.unheld(ORIGIN, soon)
+    assert CHUNKS[0] in state.unheld(ORIGIN, later)
+    assert state.wants(X, ORIGIN, later)
+    assert state.wants(X, D, later), "nor do lines of doubted sources keep out another holder"
+
+
+def test_a_source_that_lets_us_wait_holds_no_other_chunk_back_from_then_on() -> None:
+    """Before, its other claims counted again as soon as it had ended one line and begun the next."""
+    state = board()
+    state.claim(A, [X, Y, Z])
+    waiting = begun(state, A, 0, 0.0, sending=False)
+    assert CHUNKS[1] not in state.unheld(ORIGIN, IN_LINE_S - 0.1)
+    now = IN_LINE_S + 0.1
+    assert CHUNKS[1] in state.unheld(ORIGIN, now)
+    state.end(waiting, now, failed=True)
+    begun(state, A, 2, now, sending=False)
+    assert CHUNKS[1] in state.unheld(ORIGIN, now)
+
+
+@pytest.mark.parametrize("line_s", [0.0, 0.4, IN_LINE_S - 0.1], ids=["at once", "soon", "late"])
+def test_lines_that_end_below_the_limit_add_up(line_s: float) -> None:
+    state = board()
+    state.claim(A, [X, Y])
+    now = 0.0
+    while now < IN_LINE_S:
+        assert not state.doubted(A, now)
+        waiting = begun(state, A, 0, now, sending=False)
+        state.end(waiting, now + line_s, failed=True)
+        now += line_s + 0.25  # it was busy: we come again
+    assert state.doubted(A, now + IN_LINE_S)
+    assert state.unheld(ORIGIN, now + IN_LINE_S) == CHUNKS
+
+
+def test_a_chunk_sent_at_the_end_of_a_line_does_not_begin_the_wait_anew() -> None:
+    state = board()
+    state.claim(B, [Y])
+    state.arrived(CHUNKS[1], begun(state, B, 1, 0.0), 0.1)  # what is usual
+    state.claim(A, [X, Z])
+    late = begun(state, A, 0, 0.1, sending=False)
+    late.begun = 1.9
+    state.arrived(CHUNKS[0], late, 2.0)
+    state.end(late, 2.0)
+    begun(state, A, 2, 2.0, sending=False)
+    assert state.doubted(A, 3.0)
+
+
+def test_a_source_that_gives_at_the_usual_pace_is_never_doubted() -> None:
+    names = refs(payload(40, 100))
+    state = DownloadState({chunk.digest: chunk for chunk in names}, Random(1))
+    state.claim(A, [chunk.digest for chunk in names])
+    now = 0.0
+    for chunk in names:  # each is in line for a second, which is what lines take here
+        pull = ChunkDownload(A, now, now)
+        state.begin(chunk, pull)
+        pull.begun, now = now + 1.0, now + 1.1
+        state.arrived(chunk, pull, now)
+        state.end(pull, now)
+        assert not state.doubted(A, now)
+
+
+def test_bytes_that_come_fast_enough_are_waited_for_and_a_trickle_is_not() -> None:
+    size = 16 << 20
+    chunks = [ChunkRef(bytes([number]) * 32, size) for number in range(1, 4)]
+    state = DownloadState({chunk.digest: chunk for chunk in chunks}, Random(1))
+    fast, slow = (ChunkDownload(source, 0.0, 0.0, sending=True) for source in (A, B))
+    for download, chunk in zip((fast, slow), chunks, strict=False):
+        state.claim(download.source, [chunk.digest, chunks[2].digest])
+        state.begin(chunk, download)
+        download.touched = 9.9
+    fast.received, slow.received = 10 * FIRST_RATE, FIRST_RATE
+    assert not state.doubted(A, 10.0)
+    assert state.doubted(B, 10.0)
+    assert not state.wants(chunks[0].digest, ORIGIN, 10.0)
+    assert state.wants(chunks[1].digest, ORIGIN, 10.0)
+
+
+def test_lines_at_sources_that_gave_nothing_keep_out_no_source_that_did() -> None:
+    state = board()
+    for source in (A, B, C, D, E):
+        state.claim(source, [X, Y])
+    state.arrived(CHUNKS[1], begun(state, D, 1, 0.0), 0.1)
+    for source in (A, B, C):
+        begun(state, source, 0, 0.1, sending=False)
+    assert state.late_of(E, 0.2) is None
+    assert state.late_of(D, 0.2) == CHUNKS[0]
+
+
+def test_trickling_sources_do_not_use_up_the_places_for_downloads() -> None:
+    state = board()
+    state.claim(A, [X])
+    begun(state, A, 0, 0.0)
+    assert state.sending(1.0) == 1
+    assert state.sending(1.0 + 2 * IN_LINE_S) == 0
 
 
 # -- copies -----------------------------------------------------------------------------------------
@@ -314,6 +436,37 @@ def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
     assert not standing.detoured(A, DETOUR_S + 1)
     assert standing.resting(A, REST_S - 1)
     assert not standing.resting(A, REST_S + 1)
+
+
+def waited_for(scores: PeerScores, now: float, seconds: float, *, delivered: bool = False) -> None:
+    scores.fetched(
+        A, now, waited=seconds, delivered=delivered, doubted=seconds >= 1.0, seconds=seconds
+    )
+
+
+def test_a_source_that_lets_two_fetches_wait_is_passed_over_each_time_for_longer() -> None:
+    scores = PeerScores()
+    assert scores.patience(A) == PATIENCE_S
+    waited_for(scores, 0.0, 1.5)
+    assert scores.stalled(A)
+    assert not scores.passed_over(A, 0.1)
+    waited_for(scores, 2.0, 1.5)
+    assert scores.patience(A) == 0.0
+    assert scores.passed_over(A, STALL_S)
+    assert not scores.passed_over(A, STALL_S + 3.0)
+    waited_for(scores, 100.0, 1.5)
+    assert scores.passed_over(A, 99.0 + 2 * STALL_S)
+
+
+def test_a_source_that_gives_something_now_and_then_earns_its_patience_slowly() -> None:
+    scores = PeerScores()
+    waited_for(scores, 0.0, PATIENCE_S)
+    waited_for(scores, 2.0, 0.5, delivered=True)
+    assert not scores.stalled(A)
+    assert scores.patience(A) < 0.1 * PATIENCE_S
+    for now in range(10):
+        scores.fetched(A, now, waited=0.0, delivered=True, doubted=False, seconds=10.0)
+    assert scores.patience(A) == PATIENCE_S
 
 
 def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_while() -> None:

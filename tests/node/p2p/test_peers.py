@@ -1,9 +1,14 @@
 """The peer table stays bounded, and keeps those that matter."""
 
+import time
+
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import TRAINER
 
+from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.peers import DROPPED, MAX_PEERS, PeerTable
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.version import ALPN_CONTROL
 
 
@@ -18,6 +23,32 @@ def test_a_flood_of_nodes_that_nobody_saw_costs_neither_memory_nor_those_that_we
     assert MAX_PEERS - DROPPED <= len(nodes) <= MAX_PEERS
     assert {TRAINER.node_id, known, (MAX_PEERS + 499).to_bytes(32, "big")} <= nodes
     assert table.get(TRAINER.node_id).addresses == ("127.0.0.1:1",)
+
+
+def record_of(address: str, expires: float) -> tuple[PeerRecord, bytes]:
+    key = SecretKey.from_seed(b"p" * 32)
+    body = PeerRecord(key.node_id, "inference", "test", (address,), (), True)
+    return body, seal(key, Purpose.PEER, bytes(32), body, expires=int(expires))
+
+
+def test_an_older_record_of_a_node_does_not_replace_its_newer_address() -> None:
+    table = PeerTable()
+    now = time.time()
+    older, newer = record_of("10.0.0.1:1", now + 1000), record_of("10.0.0.2:2", now + 2000)
+    for record in (older, newer, older):
+        table.learn(*record)
+    peer = table.get(older[0].node)
+    assert peer.addresses == ("10.0.0.2:2",)
+    assert peer.sealed == newer[1], "nor is the older one passed on"
+
+
+def test_once_a_record_has_expired_any_valid_one_replaces_it() -> None:
+    """The clock of its node may have been set back."""
+    table = PeerTable()
+    now = time.time()
+    table.learn(*record_of("10.0.0.1:1", now - 5))
+    table.learn(*record_of("10.0.0.2:2", now - 10))
+    assert table.get(record_of("", now)[0].node).addresses == ("10.0.0.2:2",)
 
 
 async def test_bytes_of_a_connection_that_ended_unnoticed_are_not_forgotten() -> None:

@@ -1,0 +1,174 @@
+"""Keys that claim every chunk and keep who asks in line: neither a version, nor a newcomer, waits for them."""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
+from support.exchange_world import references as refs
+from support.lying_holders import (
+    LineHolder,
+    Ploy,
+    be_busy,
+    busy_after,
+    claiming,
+    in_turn,
+    keep_in_line,
+    late,
+    stay_silent,
+    trickle,
+)
+from support.memory_network import MemoryNetwork
+from support.memory_store import MemoryStore
+from support.swarm import Swarm
+from support.witness import Fakes
+
+from primerl.node.p2p.chunk_client import KeptInLine
+from primerl.node.p2p.download_state import ChunkDownload
+
+SIZE = 32 * KIB
+SOON = 60.0
+PLOYS: dict[str, Ploy] = {
+    "in line": keep_in_line,
+    "silent": stay_silent,
+    "busy": be_busy,
+    "busy after a line": busy_after(0.5),
+    "a trickle": trickle(SIZE, 1.0),
+    "in turn": in_turn(keep_in_line, be_busy, stay_silent, busy_after(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", PLOYS)
+async def test_whoever_lets_versions_wait_again_and_again_is_not_asked_for_the_next(
+    name: str,
+) -> None:
+    """Before, a liar was asked for each version anew, and each one waited for it."""
+    asked: Counter[str] = Counter()
+    async with World() as world:
+        origin, worker = world.add("origin"), world.add("w0")
+        liars = [
+            world.add(
+                f"liar{number}",
+                handler=claiming(PLOYS[name], asked=lambda _: asked.update(["liar"])),
+            )
+            for number in range(4)
+        ]
+        version = 0
+        await fetch(worker, version, liars, origin)
+        assert asked["liar"] > 0
+        # Which of them take part is left to chance.
+        while not all(passed_over(worker, liar) for liar in liars):
+            version += 1
+            assert version < 40
+            await fetch(worker, version, liars, origin)
+        asked.clear()
+        await fetch(worker, version + 1, liars, origin)
+        assert asked["liar"] == 0
+        assert not any(worker.peers.get(liar.id).blamed for liar in liars)
+
+
+def passed_over(worker: Bare, peer: Bare) -> bool:
+    return worker.fetcher.scores.passed_over(peer.id, time.monotonic())
+
+
+async def fetch(worker: Bare, version: int, line: list[Bare], origin: Bare) -> None:
+    """Fetch a version that the origin has."""
+    chunks = payload(12, SIZE, seed=version)
+    origin.hold(chunks)
+    async with asyncio.timeout(SOON):
+        await worker.fetch(refs(chunks), line, origin)
+    assert worker.holds(refs(chunks))
+
+
+async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm_no_chunk() -> None:
+    chunks = payload(40, SIZE)
+    async with World() as world:
+        origin, worker = world.add("origin"), world.add("w0")
+        origin.hold(chunks)
+        store = MemoryStore(max_bytes=1 << 30)
+        for chunk in chunks:
+            store.put(chunk)
+        ploys = [*PLOYS.values(), late(store, 1.0)]
+        liars = [
+            world.add(f"l{number}", handler=claiming(ploys[number % len(ploys)]))
+            for number in range(20)
+        ]
+        honest = [world.add(f"w{number}") for number in range(1, 21)]
+        for holder in honest:
+            holder.hold(chunks)
+        line = [one for pair in zip(liars, honest, strict=True) for one in pair]
+        async with asyncio.timeout(SOON):
+            await worker.fetch(refs(chunks), line, origin)
+        assert worker.holds(refs(chunks))
+        assert sum(worker.fetcher.fetched[one.id] for one in honest) >= 20 * SIZE
+
+
+async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over() -> None:
+    """The control: its line is long, but it moves."""
+    chunks = payload(6, SIZE)
+    rates = {node_id("holder"): 24.0 * SIZE, node_id("origin"): 6.0 * SIZE}
+    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+        origin, holder = world.add("origin"), world.add("holder")
+        workers = [world.add(f"w{number}") for number in range(16)]
+        for one in (origin, holder):
+            one.hold(chunks)
+        async with asyncio.timeout(SOON), asyncio.TaskGroup() as tasks:
+            for worker in workers:
+                tasks.create_task(worker.fetch(refs(chunks), [holder], origin))
+        for worker in workers:
+            assert worker.holds(refs(chunks))
+            assert not passed_over(worker, holder)
+            assert not worker.peers.get(holder.id).blamed
+        gave = [worker.fetcher.fetched[holder.id] > 0 for worker in workers]
+        assert sum(gave) >= 12
+        assert copies_sent(origin, refs(chunks)) <= 8.0
+
+
+async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, a line lasted for 240 beats of up to 2 s, and each counted as progress."""
+    monkeypatch.setattr("primerl.node.p2p.chunk_client.LINE_S", 0.5)
+    (chunk,) = refs(payload(1, SIZE))
+    async with World() as world:
+        worker = world.add("w0")
+        liar = world.add("liar", handler=claiming(keep_in_line))
+        worker.peers.hint(liar.id, liar.transport.addresses())
+        download = ChunkDownload(liar.id, 0.0, 0.0, chunk=chunk)
+        async with asyncio.timeout(SOON):
+            with pytest.raises(KeptInLine):
+                await worker.fetcher.client.one(chunk, download, start=lambda: True)
+        assert download.touched == 0.0
+
+
+async def computing() -> None:
+    await asyncio.sleep(0.01)
+
+
+async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_others_in_line(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Before, three such keys stopped a run for as long as they stayed, and newcomers had no first version."""
+    fakes = Fakes(pause=computing)
+    async with (
+        Swarm(tmp_path, model_dir, fakes=fakes, max_steps=100_000) as swarm,
+        AsyncExitStack() as stack,
+    ):
+        await swarm.start_trainer()
+        for name in ("w1", "w2"):
+            swarm.add_worker(name)
+        await swarm.wait_step(2)
+        liars = [
+            await stack.enter_async_context(LineHolder(swarm, f"liar{number}"))
+            for number in range(4)
+        ]
+        swarm.add_worker("newcomer")
+        begun = int((await swarm.trainer.status())["version"])
+        await swarm.wait_step(begun + 6, SOON)
+        async with asyncio.timeout(SOON):
+            while not fakes.loads("newcomer"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert sum(liar.requests for liar in liars) > 0, "they were asked"
