@@ -219,9 +219,7 @@ class ChunkClient:
                 raise
             return stream
 
-    async def _answer(
-        self, stream: Stream, download: ChunkDownload, line_s: float
-    ) -> ChunkOffer:
+    async def _answer(self, stream: Stream, download: ChunkDownload, line_s: float) -> ChunkOffer:
         begun = time.monotonic()
         for _ in range(MAX_BEATS):
             async with asyncio.timeout(FIRST_BYTE_S):

@@ -45,7 +45,7 @@ WAITING_SHARE = 3
 """A fetch gives at most one in so many parts of its usual time, IN_LINE_S if that is not known, to sources that
 let it wait for nothing."""
 USUAL_GROWTH = 1.05
-"""A fetch is remembered as at most so many times as long as was usual: attackers shall not set what is usual."""
+"""A fetch is remembered as at most so many times as long as was usual: attackers do not set what is usual."""
 OTHER_WAY_S = 10.0
 MIN_RATE = 64 * 1024
 """Bytes per second below which a seed, or a peer over another path, is given up."""
@@ -753,8 +753,8 @@ class BlobFetcher:
     def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
         """Choose the first of the line, some holders, then others of the line at random, slow ones too.
 
-        Peers that keep failing are mostly left out, and for some time those that lied, or let us wait for nothing
-        again and again.
+        Peers that keep failing are mostly left out, and for some time those that lied, or let us wait for
+        nothing again and again.
         """
         now = time.monotonic()
         honest = [peer for peer in dict.fromkeys(line) if not self._left_out(peer, now)]

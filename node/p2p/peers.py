@@ -118,9 +118,9 @@ class PeerTable:
         return list(self._peers.values())
 
     def learn(self, record: PeerRecord, sealed: bytes) -> None:
-        """Take in a verified peer record; an older one than that which we have, while that is valid, is ignored.
+        """Take in a verified peer record; one that is older than ours is ignored while ours is valid.
 
-        Anybody may pass on an old record, and would lead others to an address that is left.
+        Anybody may pass on an old record, and would lead us to an address that its node has left.
         """
         peer = self.get(record.node)
         if peer.retired:
@@ -302,7 +302,14 @@ class PeerScores:
         return now < self._passed_over.get(source, 0.0)
 
     def fetched(
-        self, source: bytes, now: float, *, waited: float, delivered: bool, doubted: bool, seconds: float
+        self,
+        source: bytes,
+        now: float,
+        *,
+        waited: float,
+        delivered: bool,
+        doubted: bool,
+        seconds: float,
     ) -> None:
         """Note what a source was worth in a fetch of so many `seconds`, of which we `waited` for nothing.
 

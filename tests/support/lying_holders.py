@@ -19,8 +19,14 @@ from primerl.node.p2p.rpc import Refused, receive, send
 from primerl.node.p2p.transport import Stream, TransportError
 from primerl.node.storage.chunk_store import Store
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.messages import BlobRequest, ChunkFollows, GetChunk, HaveChunks, InLine
-from primerl.protocol.messages import WatchChunks
+from primerl.protocol.messages import (
+    BlobRequest,
+    ChunkFollows,
+    GetChunk,
+    HaveChunks,
+    InLine,
+    WatchChunks,
+)
 
 Ploy = Callable[[Stream, GetChunk], Awaitable[None]]
 BEAT_S = 0.2
@@ -121,7 +127,7 @@ def claiming(ploy: Ploy, *, asked: Callable[[bytes], None] | None = None) -> Han
 
 
 class LineHolder:
-    """A key with a ticket that never works: it says hello, is listed as a source, and serves chunks by a ploy."""
+    """A key with a ticket that never works: it is listed as a source, and serves chunks by a ploy."""
 
     def __init__(self, swarm: Swarm, name: str, ploy: Ploy = keep_in_line) -> None:
         self.rogue = Rogue(swarm, name)

@@ -1,43 +1,20 @@
 """Neighbours that corrupt, lie, stall or die: they cost a fetch little, and the swarm nothing."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
+from support.lying_holders import claiming, deny, keep_in_line
 from support.memory_network import MemoryNetwork
 from support.waiting import until
 
-from primerl.node.p2p.connections import Handler
-from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.rpc import send
 from primerl.node.p2p.transport import Stream
-from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.messages import (
-    BlobRequest,
-    ChunkFollows,
-    GetChunk,
-    HaveChunks,
-    InLine,
-    WatchChunks,
-)
+from primerl.protocol.errors import Reason
+from primerl.protocol.messages import ChunkFollows, GetChunk
 
 SIZE = 32 * KIB
 MBIT = 125_000.0
-
-
-def claiming(answer: Callable[[Stream, GetChunk], Awaitable[None]]) -> Handler:
-    """A node that claims to hold whatever is watched, and answers requests for it like this."""
-
-    async def handler(peer: bytes, stream: Stream) -> None:
-        request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
-        if isinstance(request, WatchChunks):
-            count = len(request.chunks)
-            await send(stream, HaveChunks(((1 << count) - 1).to_bytes((count + 7) // 8, "little")))
-            return await asyncio.sleep(3600)
-        assert isinstance(request, GetChunk), "only an origin is asked otherwise"
-        await answer(stream, request)
-
-    return handler
 
 
 async def corrupt(stream: Stream, request: GetChunk) -> None:
@@ -46,20 +23,10 @@ async def corrupt(stream: Stream, request: GetChunk) -> None:
     await stream.finish()
 
 
-async def deny(stream: Stream, request: GetChunk) -> None:
-    raise RemoteProtocolError(Reason.NOT_FOUND, "I only said so")
-
-
 async def stall(stream: Stream, request: GetChunk) -> None:
     await send(stream, ChunkFollows(SIZE))
     await stream.write(bytes(SIZE // 2))
     await asyncio.sleep(3600)
-
-
-async def keep_in_line(stream: Stream, request: GetChunk) -> None:
-    while True:
-        await send(stream, InLine())
-        await asyncio.sleep(0.2)
 
 
 async def test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch() -> None:
