@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import cast
 
 import pytest
 from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
@@ -26,9 +28,18 @@ from support.memory_store import MemoryStore
 from support.swarm import Swarm
 from support.witness import Fakes
 
-from primerl.node.p2p.chunk_client import KeptInLine
+from primerl.node.p2p.chunk_client import KeptInLine, TcpChunks
+from primerl.node.p2p.discovery import StreamCarrier
 from primerl.node.p2p.download_state import ChunkDownload
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.rpc import Refused
+from primerl.node.p2p.transport import Stream
+from primerl.protocol.errors import Reason
+from primerl.protocol.messages import InLine
+from primerl.protocol.session import frame
+from primerl.protocol.version import MAX_MESSAGE
 
+Talk = Callable[[Stream], Awaitable[bytes]]
 SIZE = 32 * KIB
 SOON = 60.0
 PLOYS: dict[str, Ploy] = {
@@ -142,6 +153,46 @@ async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
             with pytest.raises(KeptInLine):
                 await worker.fetcher.client.one(chunk, download, start=lambda: True)
         assert download.touched == 0.0
+
+
+class BeatingStream:
+    """A stream on which another node says for ever that we are in line."""
+
+    def __init__(self) -> None:
+        self._beat = frame(InLine(), MAX_MESSAGE)
+        self._at = 0
+
+    async def read_exact(self, size: int) -> bytes:
+        if not self._at:
+            await asyncio.sleep(0.05)
+        part = self._beat[self._at : self._at + size]
+        self._at = (self._at + size) % len(self._beat)
+        return part
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Take a request."""
+
+    async def finish(self) -> None:
+        """Nothing follows."""
+
+    async def abort(self) -> None:
+        """Nothing to reset."""
+
+
+async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("primerl.node.p2p.chunk_client.LINE_S", 0.3)
+    (chunk,) = refs(payload(1, SIZE))
+
+    class Carrier:
+        async def converse(self, peer: bytes, addresses: object, talk: Talk) -> bytes:
+            return await talk(BeatingStream())
+
+    chunks = TcpChunks(cast(StreamCarrier, Carrier()), PeerTable())
+    with pytest.raises(Refused) as refusal:
+        await chunks.get(bytes(32), chunk, deadline=SOON)
+    assert refusal.value.reason == Reason.BUSY
 
 
 async def computing() -> None:
