@@ -121,11 +121,12 @@ class PeerTable:
         """Take in a verified peer record; one that is older than ours is ignored while ours is valid.
 
         Anybody may pass on an old record, and would lead us to an address that its node has left.
+        An empty `sealed` stands for a record that is not passed on and that any other replaces.
         """
         peer = self.get(record.node)
         if peer.retired:
             return
-        expires = read_envelope(sealed).expires
+        expires = read_envelope(sealed).expires if sealed else 0.0
         if time.time() < peer.record_until and expires < peer.record_until:
             return
         peer.record, peer.sealed, peer.record_until = record, sealed, expires
