@@ -25,9 +25,12 @@ MAX_CHOSEN = 2048
 """Rollouts of one job; a report on that many stays below MAX_REPORT."""
 MAX_UNREADABLE_DETAIL = 100
 MAX_REPORT = 512 * 1024
+MAX_MEASURE = 1e30
+"""Largest measure of a report, above every bound; a validator that measures no finite number states it."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
+Measure = Annotated[float, msgspec.Meta(ge=-MAX_MEASURE, le=MAX_MEASURE)]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -43,14 +46,14 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     group: Index
     rollout: Index
     tokens: Tokens
-    fingerprint: float
-    sampling: float
-    sampling_max: float
-    logprob: float
-    logprob_max: float
-    other_policy: float
-    routing: float = 0.0
-    routing_max: float = 0.0
+    fingerprint: Measure
+    sampling: Measure
+    sampling_max: Measure
+    logprob: Measure
+    logprob_max: Measure
+    other_policy: Measure
+    routing: Measure = 0.0
+    routing_max: Measure = 0.0
 
 
 class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -68,7 +71,7 @@ class CrossedRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     group: Index
     rollout: Index
-    distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
+    distances: Annotated[tuple[Measure, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
 
 
 class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

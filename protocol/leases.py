@@ -100,7 +100,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """Fresh randomness of the trainer, so that no sample can be computed before the lease exists."""
     min_version: Version
     """Generate with this policy version or a newer one."""
-    deadline: Annotated[float, msgspec.Meta(ge=0)]
+    deadline: Annotated[float, msgspec.Meta(ge=0, le=2**53)]
     """Unix seconds."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     term: Version = 0

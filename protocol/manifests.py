@@ -16,6 +16,9 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Role = Literal["inference", "trainer", "validator", "seed"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Bound = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+"""Bound of a measure. Both ends are named, as everywhere here: NaN fails any of them, infinity only one."""
 MAX_ENVIRONMENTS = 64
 """Most environments of one run."""
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -47,7 +50,9 @@ class ModelContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_state: Digest
     """State digest of the bf16 weights that the run started from."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)]
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**24)], ...], msgspec.Meta(max_length=64)
+    ]
 
 
 class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +100,7 @@ class EnvironmentContract(
     id: Name
     config: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
     """EnvironmentConfig as JSON."""
-    seed: int
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
     version: Name
     """Version of the library that runs it, shown when task digests disagree."""
     group_size: GroupSize
@@ -119,14 +124,14 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     Defaults, which bound nothing, are left out.
     """
 
-    fingerprint: Annotated[float, msgspec.Meta(gt=0)]
-    sampling: Annotated[float, msgspec.Meta(gt=0)]
-    sampling_max: Annotated[float, msgspec.Meta(gt=0)]
-    logprob: Annotated[float, msgspec.Meta(gt=0)]
-    logprob_max: Annotated[float, msgspec.Meta(gt=0)]
-    other_policy: Annotated[float, msgspec.Meta(gt=0)]
-    routing: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    routing_max: Annotated[float, msgspec.Meta(gt=0)] = 1e9
+    fingerprint: Bound
+    sampling: Bound
+    sampling_max: Bound
+    logprob: Bound
+    logprob_max: Bound
+    other_policy: Bound
+    routing: Bound = 1.0
+    routing_max: Bound = 1e9
 
 
 KV_BLOCK = 32
@@ -150,9 +155,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Share of the rollouts of a proven worker that is audited; of a new or suspect one all are."""
     false_bans: Annotated[float, msgspec.Meta(gt=0, lt=1)]
     """Probability, over the whole run and all workers, that the sequential test bans an honest one."""
-    honest_rollouts: Annotated[int, msgspec.Meta(ge=0)]
+    honest_rollouts: Count
     """Sample size behind the thresholds."""
-    honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    honest_tokens: Count
     source: Name
     """Origin of the thresholds."""
     numerics: Literal["calibrated", "exact"] = "calibrated"
@@ -201,7 +206,7 @@ class RouteShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that every node knows beforehand."""
 
-    max_off_policy_steps: Annotated[int, msgspec.Meta(ge=0)]
+    max_off_policy_steps: Count
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
 
 
@@ -223,7 +228,7 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Those that the run trains on; leases name them by their place here."""
     limits: RunLimits
     proofs: ProofContract
-    max_steps: Annotated[int, msgspec.Meta(ge=1)]
+    max_steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
     nonce: Digest
     """Random: two runs of one config are two runs."""
     adapters: AdapterContract | None = None

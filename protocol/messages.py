@@ -11,7 +11,7 @@ from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
-from .manifests import MAX_ENVIRONMENTS, Name, Role, UnixSeconds, Version
+from .manifests import MAX_ENVIRONMENTS, Count, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
 from .version import KIB, MAX_GOSSIP, MAX_LEASE, MAX_SUBMISSION, WIRE_VERSION
@@ -32,6 +32,8 @@ MAX_PROBE = 512 * KIB
 MAX_WATCHED = 4096
 """Chunks of one watch or one choice; a larger artifact is fetched a window at a time."""
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_WATCHED)]
+WireVersion = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
 Bitmap = Annotated[bytes, msgspec.Meta(max_length=MAX_WATCHED // 8)]
 """Bit i % 8 of byte i // 8 stands for the i-th of the chunks that were asked about."""
 
@@ -43,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Hello(Message, frozen=True):
     """First request of a worker to a trainer."""
 
-    wire_version: int
+    wire_version: WireVersion
     role: Role
     software: Name
     ticket: Sealed
@@ -59,7 +61,7 @@ class Welcome(Message, frozen=True):
     manifest: Sealed
     """The sealed RunManifest."""
     software: Name
-    wire_version: int = 1
+    wire_version: WireVersion = 1
     """Version 1 for a trainer that does not state it."""
     unix_time: UnixSeconds = 0
     """The trainer's clock; 0: not stated."""
@@ -106,11 +108,11 @@ class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Statistics that a worker reports; shown, never believed."""
 
     version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
-    working_s: float = 0.0
+    working_s: Seconds = 0.0
     """Seconds since it held its first policy version."""
-    generating_s: float = 0.0
+    generating_s: Seconds = 0.0
     """Seconds of these in which it rolled out at least one lease."""
-    chunk_bytes: Annotated[dict[Name, int], msgspec.Meta(max_length=64)] = {}
+    chunk_bytes: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)] = {}
     """Chunk bytes fetched so far, by source."""
 
 

@@ -108,7 +108,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     """Milliseconds to others that offered, as measured."""
     bandwidths: Annotated[
-        dict[NodeId, Annotated[float, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)
+        dict[NodeId, Annotated[float, msgspec.Meta(ge=0, le=1e15)]], msgspec.Meta(max_length=64)
     ] = {}
     """Bytes a second to them, as measured."""
 

@@ -13,7 +13,7 @@ import msgspec
 from ..crypto.hashing import Digest
 from ..crypto.keys import NodeId
 from .errors import LocalProtocolError, Reason, RemoteProtocolError
-from .manifests import Name, UnixSeconds, Version
+from .manifests import Count, Name, UnixSeconds, Version
 from .numerics import ClassBounds, NumericsClass
 from .pipelines import MAX_STAGES
 from .version import MAX_LEASE
@@ -28,6 +28,7 @@ MAX_ROUTES = 64 * 2**20
 MAX_DETAIL = 200
 """Bytes of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
+Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 Packed = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BRANCH_TOKENS)]
 
 
@@ -115,8 +116,8 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Reason why one rollout was not accepted, with the evidence in words."""
 
-    group: int
-    rollout: int
+    group: Index
+    rollout: Index
     reason: Reason
     detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)]
 
@@ -124,12 +125,13 @@ class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The measurements of one audited rollout: the worker's claims against a prefill by the validator.
 
-    Nats are of log-probability; the manifest's Thresholds have the same names.
+    Nats are of log-probability; the manifest's Thresholds have the same names. Measures may be infinite, for
+    what cannot be compared at all.
     """
 
-    group: int
-    rollout: int
-    tokens: int
+    group: Index
+    rollout: Index
+    tokens: Count
     """Sampled tokens that were audited."""
     fingerprint: float
     """Distance of the proof from the validator's own hidden states, relative, 0 is equal; root mean square over
@@ -156,11 +158,14 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One audited rollout of a pipeline that is not clean, and the stages that may be at fault."""
 
-    group: int
-    rollout: int
+    group: Index
+    rollout: Index
     distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
     """Distances of the states that each stage but the last says it sent, like Evidence.fingerprint."""
-    stages: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STAGES)]
+    stages: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_STAGES)], ...],
+        msgspec.Meta(max_length=MAX_STAGES),
+    ]
     """One of these stages computed something else than it should have; none: it cannot be told."""
 
 
@@ -179,16 +184,16 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     submission: Digest
     lease_id: Version
-    accepted: int
+    accepted: Count
     rejections: Annotated[tuple[Rejection, ...], msgspec.Meta(max_length=MAX_REJECTIONS)]
     """The first of them, so that a verdict always fits a message."""
-    audited: int
+    audited: Count
     """Rollouts that were audited."""
-    rejected: int = 0
+    rejected: Count = 0
     """How many there are in all."""
     challenge: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """Randomness drawn after the upload, which decided the audited rollouts."""
-    rate: float = 0.0
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the rollouts that was to be audited; once one of them is guilty, all are."""
     evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
     """Evidence of the first audited rollouts."""

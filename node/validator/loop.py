@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from ...crypto.hashing import digest, short
 from ...protocol.audits import (
+    MAX_MEASURE,
     MAX_UNREADABLE_DETAIL,
     AuditReport,
     CrossedRow,
@@ -73,8 +74,6 @@ REFUSED_PAUSE_S = 30.0
 REPORT_TTL_S = 3600
 MAX_FAILURES = 3
 """Consecutive audits that fail as a whole, after which the node ends with an error."""
-LARGEST = 1e30
-"""Replacement for values that are not finite: above every bound, and valid on the wire."""
 
 
 class StateCache:
@@ -404,7 +403,7 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
 
 
 def _finite(value: float) -> float:
-    return LARGEST if isnan(value) else max(-LARGEST, min(LARGEST, float(value)))
+    return MAX_MEASURE if isnan(value) else max(-MAX_MEASURE, min(MAX_MEASURE, float(value)))
 
 
 def _failed(job: AuditJob, why: str) -> AuditReport:

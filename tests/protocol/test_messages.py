@@ -1,4 +1,5 @@
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +22,18 @@ from primerl.protocol.audits import MAX_CHOSEN, MAX_REPORT, AuditReport, Place
 from primerl.protocol.envelope import Envelope
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
-from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, RunManifest, Ticket
+from primerl.protocol.manifests import (
+    Holding,
+    PeerRecord,
+    PolicyHead,
+    PolicyManifest,
+    RunManifest,
+    Thresholds,
+    Ticket,
+)
 from primerl.protocol.messages import Message
-from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
+from primerl.protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
+from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.rollouts import Receipt, Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.trust import EquivocationProof
@@ -51,6 +61,9 @@ DOCUMENTS = (
     AuditReport,
     EquivocationProof,
     Envelope,
+    PipelinePlan,
+    ClassBounds,
+    Holding,
 )
 
 
@@ -219,6 +232,8 @@ def nodes(kind: Any, path: str, seen: set[object]) -> Iterator[tuple[str, Any]]:
         inner = getattr(kind, name, None)
         if isinstance(inner, msgspec.inspect.Type):
             yield from nodes(inner, f"{path}[]", seen)
+    for inner in (*getattr(kind, "types", ()), *getattr(kind, "item_types", ())):
+        yield from nodes(inner, path, seen)
 
 
 def unbounded(kind: Any) -> bool:
@@ -237,6 +252,52 @@ def unbounded(kind: Any) -> bool:
 def test_every_text_bytes_and_list_has_a_limit(kind: type[msgspec.Struct]) -> None:
     found = list(nodes(msgspec.inspect.type_info(kind), kind.__name__, set()))
     assert [path for path, one in found if unbounded(one)] == []
+
+
+MEASURES = Thresholds.__struct_fields__
+ANY_NUMBER = {
+    "RolloutRecord.reward": "one bad reward refuses its rollout (checks.py), not the whole submission",
+    **{
+        f"Evidence.{name}": "the trainer's own, infinite where nothing compares"
+        for name in MEASURES
+    },
+    "Blamed.distances": "as Evidence",
+}
+"""Numbers without bounds, by the field, and why."""
+
+
+def open_ended(kind: Any) -> bool:
+    """Whether a number may be NaN, infinite, or larger than anything that is made of it can bear."""
+    if not isinstance(kind, msgspec.inspect.FloatType | msgspec.inspect.IntType):
+        return False
+    return (kind.ge is None and kind.gt is None) or (kind.le is None and kind.lt is None)
+
+
+@pytest.mark.parametrize("kind", [*Message.__subclasses__(), *DOCUMENTS], ids=lambda k: k.__name__)
+def test_every_number_has_a_least_and_a_largest_value(kind: type[msgspec.Struct]) -> None:
+    structs = [
+        one
+        for _, one in nodes(msgspec.inspect.type_info(kind), "", set())
+        if isinstance(one, msgspec.inspect.StructType)
+    ]
+    wrong = [
+        f"{struct.cls.__name__}.{field.name}"
+        for struct in structs
+        for field in struct.fields
+        if any(open_ended(one) for _, one in nodes(field.type, "", {one.cls for one in structs}))
+    ]
+    assert [name for name in wrong if name not in ANY_NUMBER] == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e308])
+@pytest.mark.parametrize("field", ["working_s", "generating_s"])
+def test_what_is_no_number_of_seconds_is_refused_where_statistics_are_read(
+    field: str, value: float
+) -> None:
+    said = functools.partial(changed, example(m.LeaseRequest))
+    assert decode(said(stats=m.WorkerStats(3, 5.0, 2.5)), m.LeaseRequest).stats.working_s == 5.0
+    with refuses(Reason.MALFORMED):
+        decode(said(stats=m.WorkerStats(3, **{field: value})), m.LeaseRequest)
 
 
 @pytest.mark.parametrize("kind", [*Message.__subclasses__(), *DOCUMENTS], ids=lambda k: k.__name__)

@@ -36,7 +36,6 @@ from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import Ledger
 from primerl.node.validator.loop import (
-    LARGEST,
     MAX_FAILURES,
     StateCache,
     ValidatorRole,
@@ -46,7 +45,13 @@ from primerl.node.validator.loop import (
 )
 from primerl.node.verification.auditor import Measured, SampledSpan, Unreadable
 from primerl.node.weights.replica import Policy
-from primerl.protocol.audits import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
+from primerl.protocol.audits import (
+    MAX_MEASURE,
+    MAX_UNREADABLE_DETAIL,
+    AuditReport,
+    Place,
+    check_rows,
+)
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import sample_seed
@@ -211,8 +216,8 @@ def test_a_report_holds_numbers_whatever_was_measured() -> None:
     asked = job(data, Place(0, 0), Place(1, 1), Place(0, 1))
     made = make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])
     check_rows(made, [(0, 0), (1, 1), (0, 1)])
-    assert made.measured[0].fingerprint == LARGEST  # NaN is guilty, as it is to the trainer
-    assert (made.measured[0].sampling, made.measured[0].other_policy) == (LARGEST, -LARGEST)
+    assert made.measured[0].fingerprint == MAX_MEASURE  # NaN is guilty, as it is to the trainer
+    assert (made.measured[0].sampling, made.measured[0].other_policy) == (MAX_MEASURE, -MAX_MEASURE)
     (row,) = made.unreadable
     assert (row.group, row.rollout, row.proof) == (0, 1, True)
     assert len(row.detail.encode()) == MAX_UNREADABLE_DETAIL
