@@ -1,10 +1,10 @@
 """`primerl-node ban` and `pardon`: the operator of a trainer decides about a worker."""
 
-import json
 from typing import Annotated
 
 import typer
 
+from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, find_node
 
 Node = Annotated[
@@ -42,4 +42,4 @@ def _tell(command: str, done: str, data_dir: DataDir, as_json: AsJson, **named: 
     from ..node.ops.control import ask
 
     answer = ask(find_node(data_dir), command, **named)
-    typer.echo(json.dumps(answer) if as_json else f"{done} {answer['node'][:10]}")
+    typer.echo(to_json(answer) if as_json else f"{done} {answer['node'][:10]}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import json
 import tempfile
 from enum import Enum
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..node.config.paths import expand_home
+from ..node.ops.strict_json import to_json
 from .command import arguments, read_config, run_to_end
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _print(report: "CalibrationReport", *, as_json: bool) -> None:
 
     if as_json:
         values = msgspec.to_builtins(report) | {"inseparable": report.inseparable}
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(to_json(values, indent=2))
         return
     for noise in report.noise:
         typer.echo(f"honest rollouts of {noise.engine}: {noise.rollouts}, {noise.tokens} tokens")

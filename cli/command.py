@@ -7,7 +7,6 @@ alone reads them. Nothing here may import pydantic or a config at the top: `--he
 import ast
 import asyncio
 import inspect
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ import typer
 import typer.core
 
 from ..node.config.paths import expand_home
+from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -105,7 +105,7 @@ def show_config(config: "BaseConfig", *, as_json: bool) -> None:
 
     values = config.model_dump(mode="json")
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(to_json(values, indent=2))
         return
     try:
         typer.echo(loader.to_toml(values), nl=False)

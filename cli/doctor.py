@@ -1,6 +1,5 @@
 """`primerl-node doctor`: check this machine, and plan a run's memory on it."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..node.ops.strict_json import to_json
 from .command import read_config
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(
         plan = doctor.plan_run(config, shape, device, gpus=gpus or count, shared=shared)
     if as_json:
         told = _plan_json(shape, plan) if shape and plan else None
-        typer.echo(json.dumps({"machine": list(map(asdict, checks)), "plan": told}, indent=2))
+        typer.echo(to_json({"machine": list(map(asdict, checks)), "plan": told}, indent=2))
     else:
         _show_checks(checks)
         if shape and plan:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..node.config.paths import expand_home
+from ..node.ops.strict_json import to_json
 from .command import AsJson, OwnDataDir, default_data_dir, run_to_end
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     rows = [_bundled(name, directory) for name in BUNDLED]
     rows += [_row(package, directory) for package in installed()]
     if as_json:
-        typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
+        typer.echo(to_json({"environments": [asdict(row) for row in rows]}, indent=2))
         return
     write(
         fitted(
@@ -259,7 +260,7 @@ def install(
             remember(package, _data_dir(data_dir))
     rows = [_row(package, _data_dir(data_dir)) for package in packages]
     if as_json:
-        typer.echo(json.dumps({"environments": [asdict(row) for row in rows]}, indent=2))
+        typer.echo(to_json({"environments": [asdict(row) for row in rows]}, indent=2))
         return
     for row in rows:
         typer.echo(f"installed: {row.id} ({row.source}), digest {row.digest}")
@@ -509,7 +510,7 @@ def _sandbox(
 def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
     from ..node.ops.errors import UsageError
 
-    shown = f"for example '{json.dumps(example)}'"
+    shown = f"for example '{to_json(example)}'"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -535,7 +536,7 @@ def _judge(text: str) -> "JudgeConfig":
             f"--judge: {where}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
     if not found.url:
-        raise UsageError(f"--judge has no url: for example '{json.dumps(example)}'")
+        raise UsageError(f"--judge has no url: for example '{to_json(example)}'")
     return found
 
 
@@ -549,7 +550,7 @@ def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
     if as_json:
         rollouts = [asdict(one) for one in tried.rollouts] if show else []
         found = {"passed": not failed, "checks": [asdict(one) for one in tried.checks]}
-        typer.echo(json.dumps(found | {"rollouts": rollouts} if show else found, indent=2))
+        typer.echo(to_json(found | {"rollouts": rollouts} if show else found, indent=2))
     else:
         from rich.markup import escape
 

@@ -1,6 +1,5 @@
 """`primerl-node eval`: how good models are, on environments, with intervals."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..node.ops.strict_json import to_json
 from .command import (
     Dp,
     DryRun,
@@ -111,7 +111,7 @@ def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
     from .tables import write
 
     if as_json:
-        typer.echo(json.dumps({"cells": msgspec.to_builtins(cells)}, indent=2))
+        typer.echo(to_json({"cells": msgspec.to_builtins(cells)}, indent=2))
     else:
         write(results_table(cells))
         for line in remarks(cells):

@@ -1,7 +1,6 @@
 """`primerl-node init`, `id` and `retire`: make, show and end this node's key."""
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..node.config.paths import expand_home
+from ..node.ops.strict_json import to_json
 from .command import AsJson, OwnDataDir, default_data_dir, find_node
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     node = _open_key(_key_path(data_dir)).node_id
     names = {"id": node.hex(), "short": short(node), "libp2p": base58(peer_id_of(node))}
     if as_json:
-        typer.echo(json.dumps(names))
+        typer.echo(to_json(names))
         return
     for name, value in names.items():
         typer.echo(f"{name + ':':<8}{value}")
@@ -130,7 +130,7 @@ def _report(answers: dict[str, str], kept: Path, as_json: bool) -> None:
     from ..node.ops.errors import NetworkError
 
     if as_json:
-        typer.echo(json.dumps({"statement": str(kept), "trainers": answers}))
+        typer.echo(to_json({"statement": str(kept), "trainers": answers}))
     else:
         typer.echo(f"retired: {kept}")
         for trainer, fault in answers.items():
@@ -150,7 +150,7 @@ def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
 
     sealed = retirement.read(expand_home(statement))
     answer = ask(find_node(data_dir), "retire", sealed=sealed.hex())
-    typer.echo(json.dumps(answer) if as_json else f"retired {answer['node'][:10]}")
+    typer.echo(to_json(answer) if as_json else f"retired {answer['node'][:10]}")
 
 
 def _key_path(data_dir: Path | None) -> Path:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, find_node
 
 Watch = Annotated[
@@ -108,4 +109,4 @@ def stop(
         raise NodeError(f"the node in {node} was asked to stop and is still busy: look at its log")
     answer = {"data_dir": str(node), "stopped": stopped}
     state = "stopped" if stopped else "stopping"
-    typer.echo(json.dumps(answer) if as_json else f"{state}: {node}")
+    typer.echo(to_json(answer) if as_json else f"{state}: {node}")

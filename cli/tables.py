@@ -2,7 +2,6 @@
 
 import difflib
 import itertools
-import json
 import math
 import sys
 import time
@@ -33,6 +32,7 @@ from ..node.ops.control import (
     ask,
 )
 from ..node.ops.errors import UsageError
+from ..node.ops.strict_json import to_json
 
 T = TypeVar("T")
 
@@ -245,7 +245,7 @@ def show_answer(
             answer = ask(node, command)
             run = (answer if command == "status" else ask(node, "status"))["run"]
             told = {"schema": SCHEMA, "run": run, "time": round(time.time(), 3), command: answer}
-            print(json.dumps(told, indent=None if watch else 2), flush=True)
+            print(to_json(told, indent=None if watch else 2), flush=True)
         else:
             table = drawn()
             if watch:

@@ -1,12 +1,12 @@
 """`primerl-node ticket`: the running trainer's join tickets."""
 
-import json
 import re
 import time
 from typing import Annotated
 
 import typer
 
+from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, find_node
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -59,7 +59,7 @@ def show(
     asked = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
     given = {name: value for name, value in asked.items() if value is not None}
     answer = ask(find_node(data_dir), "ticket", **given)
-    typer.echo(json.dumps(answer) if as_json else answer["ticket"])
+    typer.echo(to_json(answer) if as_json else answer["ticket"])
 
 
 @app.command("list", short_help="The tickets that the trainer issued.")
@@ -69,7 +69,7 @@ def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
     rows = ask(find_node(data_dir), "tickets")
     if as_json:
-        typer.echo(json.dumps({"tickets": rows}))
+        typer.echo(to_json({"tickets": rows}))
         return
     now = time.time()
     typer.echo(f"{'ID':<10} {'LABEL':<20} {'ADMITTED':>10}  {'EXPIRES':<16} STATE")
@@ -93,7 +93,7 @@ def revoke(
 
     rows = ask(find_node(data_dir), "revoke", name=name)
     if as_json:
-        typer.echo(json.dumps({"revoked": rows}))
+        typer.echo(to_json({"revoked": rows}))
         return
     for row in rows:
         typer.echo(

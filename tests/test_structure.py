@@ -506,3 +506,10 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     named = {name for fault in FAULTS for name in fault.tests}
     assert {name for name in named if f"def {name}(" not in tests} == set()
+
+
+def test_json_for_users_has_one_writer() -> None:
+    named = [*(ROOT / "cli").glob("*.py"), *(ROOT / "node/app").glob("*.py")]
+    named.append(ROOT / "node/ops/summary.py")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in named}
+    assert [name for name, text in texts.items() if re.search(r"\bjson\.dumps?\(", text)] == []

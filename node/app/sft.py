@@ -5,7 +5,6 @@ learned.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..ops.errors import RankFailed, UsageError
 from ..ops.logs import configure
 from ..ops.metrics import PhaseClock
 from ..ops.monitors import check_monitors
+from ..ops.strict_json import to_json
 from ..sft.data import Data, check_files, open_rows, open_tasks
 from ..sft.loop import SftLoop, Watch
 from ..storage import run_files
@@ -95,7 +95,7 @@ class _SftRun:
         seconds = {name: round(value, 3) for name, value in self._clock.seconds.items()}
         summary["seconds"] = {**seconds, "total": round(time.monotonic() - started, 3)}
         path = self._config.run_dir / run_files.SUMMARY
-        await asyncio.to_thread(run_files.write, path, json.dumps(summary, indent=2))
+        await asyncio.to_thread(run_files.write, path, to_json(summary, indent=2))
 
     def _environment(self, model_dir: Path) -> Environment | None:
         wanted = self._config.data.environment

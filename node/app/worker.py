@@ -1,7 +1,6 @@
 """A worker: a joined node with engine and environment, that works until the run ends."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
 from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
+from ..ops.strict_json import to_json
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices
 from ..pipeline.acceptor import LinkAcceptor
@@ -260,7 +260,7 @@ class WorkerNode(PeerNode):
             "event_loop_lag": self.lag.read(),
             "versions_loaded": self._weights.versions_loaded if self._weights else 0,
         }
-        run_files.write(self.data_dir / "last_status.json", json.dumps(last))
+        run_files.write(self.data_dir / "last_status.json", to_json(last))
 
 
 async def start_environments(

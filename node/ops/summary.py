@@ -1,6 +1,5 @@
 """The summary of a run: `summary.json` and the picture. Its keys are documented in docs/summary.md."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from ..storage import run_files
 from ..trainer.state import Progress
 from ..trainer.workers import WorkerState
 from . import report
+from .strict_json import to_json
 
 STALE = "stale"
 KL_WINDOW = 20
@@ -75,7 +75,7 @@ def write(
         "weights": str(weights),
         "picture": str(picture),
     }
-    run_files.write(config.run_dir / run_files.SUMMARY, json.dumps(document, indent=2) + "\n")
+    run_files.write(config.run_dir / run_files.SUMMARY, to_json(document, indent=2) + "\n")
     report.write_picture(document, picture)
 
 
