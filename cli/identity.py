@@ -4,6 +4,8 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,8 +64,11 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     from ..crypto.hashing import short
     from ..node.p2p.discovery import peer_id_of
 
-    node = _open_key(_key_path(data_dir)).node_id
+    path = _key_path(data_dir)
+    node = _open_key(path).node_id
     names = {"id": node.hex(), "short": short(node), "libp2p": base58(peer_id_of(node))}
+    for warning in _other_owners(path.parent, node):
+        typer.echo(warning, err=True)
     if as_json:
         typer.echo(to_json(names))
         return
@@ -151,6 +156,21 @@ def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
     sealed = retirement.read(expand_home(statement))
     answer = ask(find_node(data_dir), "retire", sealed=sealed.hex())
     typer.echo(to_json(answer) if as_json else f"retired {answer['node'][:10]}")
+
+
+def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
+    """Yield a line for each ledger in `directory` that another node than `node` wrote."""
+    from ..node.ops.errors import StorageError
+    from ..node.storage.ledger import OWNER, LedgerView, other_key
+
+    for path in sorted([*directory.glob("ledger.db"), *directory.glob("runs/*/ledger.db")]):
+        try:
+            with closing(LedgerView(path)) as view:
+                owner = view.get(OWNER)
+        except StorageError:  # of another release, or damaged: the node itself says that
+            continue
+        if owner is not None and owner != node:
+            yield other_key(path, owner, node)
 
 
 def _key_path(data_dir: Path | None) -> Path:

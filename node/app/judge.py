@@ -44,7 +44,7 @@ from ..ops.control import PeerRow, Status
 from ..ops.errors import UsageError
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
-from ..storage.ledger import MANIFEST, Ledger
+from ..storage.ledger import MANIFEST, Ledger, readable
 from ..storage.run_files import CONFIG, check_kinds, make_directory, write_private
 from ..trainer import run_manifest
 from ..trainer.leased_replies import (
@@ -245,9 +245,10 @@ class JudgeNode(IssuingNode):
             environments=run.environments,
         )
         for node, (_, snapshot) in ledger.reputations().items():
-            found = msgspec.json.decode(snapshot, type=ReputationSnapshot)
             names = [one.name for one in run.environments]
-            registry.reputations[node] = Reputation.restore(found, names)
+            with readable(ledger.path, f"reputation of {short(node)}"):
+                found = msgspec.json.decode(snapshot, type=ReputationSnapshot)
+                registry.reputations[node] = Reputation.restore(found, names)
         progress = self._progress
         progress.verified_up_to = ledger.judged_up_to()
         supply = PromptSupply(prompts, book)

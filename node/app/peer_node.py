@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -53,6 +54,7 @@ from ..p2p.status_view import peer_rows, show_network
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..process.tasks import end_tasks
+from ..storage.chunk_store import LostChunk
 from ..storage.ledger import MANIFEST, Ledger
 from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
@@ -62,6 +64,7 @@ from .running_node import Node
 from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
@@ -220,8 +223,12 @@ class PeerNode(Node):
         services.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
         services.keep_chunks.update(chunk.digest for chunk in chunks)
-        await self._fetch(services, chunks, "fetching the files of the model")
-        model_dir = rundir.write_model_files(run, services.store, directory / "model")
+        model_dir = await self._bring(
+            services,
+            chunks,
+            "fetching the files of the model",
+            lambda: rundir.write_model_files(run, services.store, directory / "model"),
+        )
         self._check_numerics(run)
         upstreams = Upstreams(services)
         # before versions are fetched, which may make room for themselves
@@ -271,9 +278,13 @@ class PeerNode(Node):
         if run.adapters is None:
             return []
         services.keep_chunks.add(run.adapters.base.digest)
-        await self._fetch(services, [run.adapters.base], FETCHING_BASE)
         with _joinable():
-            chunks = await asyncio.to_thread(base_weights.chunks, run, services.store)
+            chunks = await self._bring(
+                services,
+                [run.adapters.base],
+                FETCHING_BASE,
+                lambda: base_weights.chunks(run, services.store),
+            )
         services.keep_chunks.update(chunk.digest for chunk in chunks)
         return chunks
 
@@ -289,13 +300,44 @@ class PeerNode(Node):
         if not chunks:
             return
         await upstreams.ask()
-        await self._fetch(services, chunks, FETCHING_BASE, upstreams.nodes)
-        self._fetching = "writing the base weights"
+        with _joinable():
+            await self._bring(
+                services,
+                chunks,
+                FETCHING_BASE,
+                lambda: base_weights.write(run, services.store, model_dir),
+                neighbours=upstreams.nodes,
+                using="writing the base weights",
+            )
+
+    async def _bring(
+        self,
+        services: NodeServices,
+        chunks: Sequence[ChunkRef],
+        what: str,
+        use: Callable[[], T],
+        *,
+        neighbours: Sequence[bytes] = (),
+        using: str = "",
+    ) -> T:
+        """Fetch files of the run, `use` them in a thread and return what that returns.
+
+        A chunk of an earlier start counts as fetched by its name. Where reading it shows that it was damaged
+        on the disk, all of them are read, and those that are damaged are fetched again, once. Raises as
+        _fetch() and `use`.
+        """
+        await self._fetch(services, chunks, what, neighbours)
         try:
-            with _joinable():
-                await asyncio.to_thread(base_weights.write, run, services.store, model_dir)
+            self._fetching = using
+            return await asyncio.to_thread(use)
+        except LostChunk:
+            logger.warning("%s again: some were damaged on this disk", what)
         finally:
             self._fetching = ""
+        for chunk in chunks:
+            await asyncio.to_thread(services.store.get, chunk.digest)  # drops a damaged one
+        await self._fetch(services, chunks, what, neighbours)
+        return await asyncio.to_thread(use)
 
     async def _fetch(
         self,

@@ -12,8 +12,8 @@ from ..config.run import RunConfig
 from ..config.sft import SftConfig
 from ..config.training import TrainingConfig
 from ..models import base_weights
-from ..ops.errors import StorageError, UsageError
-from ..storage.chunk_store import Store
+from ..ops.errors import BAD_FILE, UsageError, file_error
+from ..storage.chunk_store import Store, read_chunk
 from ..storage.run_files import (
     CHECKPOINTS,
     CONFIG,
@@ -77,13 +77,17 @@ async def prepare_teacher(training: TrainingConfig) -> None:
 
 
 def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:
-    """Write the model contract's files (already in the store) where an engine can read them."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write the model contract's files (already in the store) where an engine can read them.
+
+    Raises LostChunk, StorageError.
+    """
+    make_directory(directory)
     for file in run.model.files:
-        data = store.get(file.chunk.digest)
-        if data is None:
-            raise StorageError(f"{file.name} was lost from the store")
-        (directory / file.name).write_bytes(data)
+        data = read_chunk(store, file.chunk.digest)
+        try:
+            (directory / file.name).write_bytes(data)
+        except OSError as error:
+            raise file_error(error, directory / file.name) from error
     return directory
 
 
@@ -122,7 +126,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     """The config that a run was started with. Raises UsageError."""
     try:
         return json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except BAD_FILE as error:
         raise UsageError(f"{directory} has no readable config.json ({error})") from error
 
 

@@ -61,6 +61,7 @@ async def open_services(
         BusyError: the configured port is taken.
     """
     async with AsyncExitStack() as cleanup:
+        ledger.claim(key.node_id)
         transport = await _start_transport(config, key, ledger, factories)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
@@ -111,7 +112,7 @@ async def _start_transport(
 ) -> Transport:
     """Start iroh on the configured port, else on the port of the last start, so that peers find us again."""
     wanted = config.network.port
-    remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
+    remembered = _kept_port(ledger, PORT)
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
         try:
             transport = await factories.transport(config.network, key, port)
@@ -123,6 +124,12 @@ async def _start_transport(
         ledger.set(PORT, _port(transport).to_bytes(4, "big"))
         return transport
     raise BusyError("no free UDP port")
+
+
+def _kept_port(ledger: Ledger, name: str) -> int:
+    """The port of the last start; 0 without one."""
+    port = int.from_bytes(ledger.get(name) or b"", "big")
+    return port if port < 2**16 else 0
 
 
 def _port(transport: Transport) -> int:
@@ -141,7 +148,7 @@ async def _start_discovery(
 ) -> Discovery | None:
     """Start libp2p, with its TCP port chosen as in _start_transport()."""
     wanted = config.network.libp2p_port
-    remembered = int.from_bytes(ledger.get(LIBP2P_PORT) or b"", "big")
+    remembered = _kept_port(ledger, LIBP2P_PORT)
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
         network = config.network.model_copy(update={"libp2p_port": port})
         try:

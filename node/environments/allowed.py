@@ -21,7 +21,7 @@ from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.manifests import EnvironmentContract, SamplingContract
 from ...protocol.version import MAX_NAME
 from ..config.run import EnvironmentConfig, RunConfig, TrainedEnvironment
-from ..ops.errors import StorageError, UsageError, file_error, one_line, printable
+from ..ops.errors import BAD_FILE, StorageError, UsageError, file_error, one_line, printable
 from ..storage.run_files import write_private
 
 BUNDLED = {
@@ -347,7 +347,7 @@ def remembered(data_dir: Path) -> Mapping[str, str]:
         held = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except BAD_FILE as error:
         raise StorageError(f"{path} cannot be read ({error}): remove it") from error
     if not isinstance(held, dict):
         raise StorageError(f"{path} does not hold a JSON object: remove it")

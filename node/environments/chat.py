@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..ops.errors import BAD_FILE, one_line
 from .environment import EnvironmentFailed
 
 if TYPE_CHECKING:
@@ -140,7 +141,12 @@ class ChatFormat:
             raise EnvironmentFailed(
                 f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there"
             )
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise EnvironmentFailed(
+                f"{path} cannot be read ({one_line(error)}): fetch the model again"
+            ) from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
         settings = _read_json(model_dir / "tokenizer_config.json")
@@ -327,7 +333,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         loaded = json.loads(path.read_bytes())
-    except ValueError as error:
+    except BAD_FILE as error:
         raise EnvironmentFailed(f"{path} is no JSON ({error}): fetch the model again") from error
     return loaded if isinstance(loaded, dict) else {}
 
@@ -342,7 +348,12 @@ def _text(token: object) -> str:
 def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool) -> str:
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except BAD_FILE as error:
+            raise EnvironmentFailed(
+                f"{path} cannot be read ({error}): fetch the model again"
+            ) from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several templates, by name
         named = {entry["name"]: entry["template"] for entry in template}

@@ -27,7 +27,7 @@ from ... import __version__
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import WorkerSandboxConfig
 from ..inference.engine import Completion
-from ..ops.errors import UsageError, printable
+from ..ops.errors import BAD_FILE, UsageError, printable
 from . import tasksets
 from .allowed import BUNDLED, find_package, module_of, root_of
 from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
@@ -477,7 +477,7 @@ def _read_notes(file: BinaryIO) -> dict[str, list[str]]:
     for line in dict.fromkeys(lines):
         try:
             kind, what = msgspec.json.decode(line, type=tuple[str, str])
-        except msgspec.DecodeError:
+        except BAD_FILE:
             continue
         found.setdefault(printable(kind, 20), []).append(printable(what, 400))
     return found

@@ -17,7 +17,7 @@ from ...crypto.hashing import derive
 from ..config.evaluation import EvalConfig
 from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
-from ..ops.errors import StorageError, UsageError
+from ..ops.errors import BAD_FILE, StorageError, UsageError
 from ..storage.run_files import make_directory, write
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
 from .statistics import EvalFigures, summarize
@@ -69,7 +69,7 @@ class CellStore:
             return msgspec.json.decode(path.read_bytes(), type=Cell)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except BAD_FILE as error:
             raise StorageError(
                 f"{path} cannot be read ({error}): delete it to measure the cell again"
             ) from error

@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 
 from ..environments.environment import EnvironmentFailed
-from ..ops.errors import NodeError
+from ..ops.errors import BAD_FILE, NodeError, file_error
 from ..ops.metrics import MetricsLog
 from ..process.tasks import end_tasks
 from ..storage.run_files import write
@@ -45,7 +45,10 @@ class EvaluationLog:
 
         Raises StorageError.
         """
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        try:
+            lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        except OSError as error:
+            raise file_error(error, self._path) from error
         found = [one for line in lines if (one := _read(line)) and one.version <= version]
         self.held = sorted(found, key=lambda one: one.version)
         if len(found) < len(lines):
@@ -78,7 +81,7 @@ def _read(line: bytes) -> Evaluated | None:
     """Decode a line; None if it is invalid: that version is evaluated again if it is due."""
     try:
         return msgspec.json.decode(line, type=Evaluated)
-    except msgspec.DecodeError:
+    except BAD_FILE:
         logger.warning("an unreadable line of evaluations.jsonl is ignored")
         return None
 

@@ -32,7 +32,7 @@ from ..memory_plan.memory import (
     tensor_parallel_on,
 )
 from ..models.architectures import text_config
-from ..ops.errors import EngineError, UsageError
+from ..ops.errors import BAD_FILE, EngineError, UsageError
 from ..ops.gpus import is_slice, visible, visible_memory
 
 if TYPE_CHECKING:
@@ -444,7 +444,7 @@ def read_shape(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     try:
         shape = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except BAD_FILE as error:
         raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
     if isinstance(shape, dict):
         shape = dict(text_config(cast("dict[str, Any]", shape)))

@@ -61,7 +61,7 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
     file = next((file for file in run.model.files if file.name == "config.json"), None)
     try:
         shape = read_shape(json.loads((file and store.get(file.chunk.digest)) or b"{}"))
-    except (EngineError, ValueError) as error:
+    except (EngineError, ValueError, RecursionError) as error:
         logger.info("this model cannot run in pipelines: %s", error)
         return None
     return CutModel(

@@ -23,8 +23,8 @@ from ...protocol.manifests import (
 )
 from ...protocol.version import MAX_CHUNK, MIB
 from ..config.training import LoraConfig
-from ..ops.errors import EngineError, StorageError
-from ..storage.chunk_store import Store
+from ..ops.errors import BAD_FILE, EngineError
+from ..storage.chunk_store import Store, read_chunk
 from ..weights.adapters import adapter_shapes
 from ..weights.checkpoint import write_checkpoint
 from ..weights.codec import CODEC, encode_full
@@ -73,16 +73,14 @@ def read_table(run: RunManifest, store: Store) -> PolicyManifest:
 
     Raises:
         RemoteProtocolError: it is no such table, or its tensors cannot have the run's adapters.
-        StorageError: it is not in the store.
+        LostChunk: it is not in the store.
     """
     assert run.adapters is not None
-    document = store.get(run.adapters.base.digest)
-    if document is None:
-        raise StorageError("the table of the base model was lost from the store: start again")
+    document = read_chunk(store, run.adapters.base.digest)
     try:
         table = msgspec.msgpack.decode(document, type=PolicyManifest)
         adapter_shapes({one.name: one.shape for one in table.tensors}, run.adapters)
-    except (msgspec.DecodeError, EngineError) as error:
+    except (*BAD_FILE, EngineError) as error:
         raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
     kinds = [artifact.kind for artifact in table.artifacts]
     if table.state != run.model.base_state or kinds != ["anchor"]:
@@ -110,19 +108,12 @@ def write(run: RunManifest, store: Store, directory: Path) -> None:
     if run.adapters is None:
         return
     table = read_table(run, store)
-    payload = (_stored(store, chunk) for chunk in table.artifacts[0].chunks)
+    payload = (read_chunk(store, chunk.digest) for chunk in table.artifacts[0].chunks)
     try:
         base = WeightReplica(threads=_threads()).prepare(table, table.artifacts[0], payload).policy
     except WeightsError as error:
         raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
     write_checkpoint(directory / FILE, base.state, metadata={"format": "pt"})
-
-
-def _stored(store: Store, chunk: ChunkRef) -> bytes:
-    data = store.get(chunk.digest)
-    if data is None:
-        raise StorageError(f"chunk {short(chunk.digest)} of the base was lost: start again")
-    return data
 
 
 def _threads() -> int:

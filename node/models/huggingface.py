@@ -305,7 +305,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     auto = _transformers().AutoTokenizer
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # transformers and tokenizers raise whatever they come upon
         raise EngineError(
             f"the tokenizer of {directory} cannot be loaded: {one_line(error)}"
         ) from error
@@ -316,7 +316,7 @@ def load_config(directory: Path) -> Any:
     auto = _transformers().AutoConfig
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # as above
         raise EngineError(
             f"the config of {directory} cannot be loaded: {one_line(error)}"
         ) from error
@@ -360,18 +360,18 @@ def load_model(
 
     `dtype` is a torch or safetensors name ("float32", "BF16").
     """
-    auto = _transformers().AutoModelForCausalLM
+    auto, kind = _transformers().AutoModelForCausalLM, torch_dtype(dtype)
     try:
         with _building:
             model, report = auto.from_pretrained(
                 directory,
-                dtype=torch_dtype(dtype),
+                dtype=kind,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # as above, and SafetensorError, which is of no kind
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..ops.errors import EngineError
+from ..ops.errors import BAD_FILE, EngineError
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise EngineError(
             f"{path} is missing: give a complete Hugging Face model directory"
         ) from error
-    except (OSError, ValueError) as error:
+    except BAD_FILE as error:
         raise EngineError(f"{path} cannot be read ({error}): download the model again") from error
     if not isinstance(loaded, dict):
         raise EngineError(f"{path} does not hold a JSON object: download the model again")

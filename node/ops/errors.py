@@ -95,6 +95,10 @@ ADVICE = {
 }
 """errno -> advice about a file that cannot be used."""
 
+BAD_FILE = (OSError, ValueError, RecursionError)
+"""What reading and decoding a file may raise that is damaged, or of somebody else. ValueError has the errors of
+json, tomllib, msgspec and UTF-8 below it: msgspec raises UnicodeDecodeError, too, which is no DecodeError."""
+
 
 def is_of_file(error: OSError) -> bool:
     """Say whether a system error is about a file or a disk, not the network or a process."""

@@ -48,8 +48,16 @@ class MetricsLog:
         `values` are the metrics of `step` in its checkpoint, written if the process died before it
         wrote that line.
         """
-        lines = self._path.read_text(encoding="utf-8").splitlines()
+        try:
+            text = self._path.read_bytes()
+        except OSError as error:
+            raise file_error(error, self._path) from error
+        # A byte that is no UTF-8 spoils its own line alone.
+        lines = text.decode("utf-8", "replace").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
+        unread = sum(_step_of(line) == math.inf for line in lines[:-1])  # the last may be torn
+        if unread:
+            logger.warning("%s: %d damaged lines are left out", self._path, unread)
         if len(kept) < len(lines):
             self._replace(kept)
             if self._monitors is not None:
@@ -76,7 +84,7 @@ class MetricsLog:
 def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf  # a torn line has no step
 
 

@@ -149,10 +149,18 @@ class HeadStore:
         try:
             head, _ = self._trusted.admit(sealed, now=0)
         except RemoteProtocolError as error:
-            logger.warning("forgetting a head in the ledger: %s", error)
+            logger.error(
+                "a head in %s was damaged on the disk and is left out: %s", self._ledger.path, error
+            )
             return
         if manifest and digest(manifest) == head.head.manifest:
             self._manifests[head.order] = manifest
+        elif manifest:
+            logger.error(
+                "%s: the manifest of version %d was damaged on the disk and is left out",
+                self._ledger.path,
+                head.head.version,
+            )
 
 
 MAX_CUT_OFF = 1024

@@ -13,7 +13,7 @@ import msgspec
 
 from ...protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from ..config.engine import EngineConfig
-from ..ops.errors import EngineError, UsageError
+from ..ops.errors import BAD_FILE, EngineError, UsageError
 
 
 class StagePlace(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ def decode_place(body: bytes) -> StagePlace:
     """Decode a place. Raises EngineError."""
     try:
         return msgspec.msgpack.decode(body, type=StagePlace)
-    except msgspec.DecodeError as error:
+    except BAD_FILE as error:
         raise EngineError(f"the stage's place in the pipeline cannot be read ({error})") from error
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ...protocol.pipelines import PipelineShape
 from ..inference.vllm_arguments import SAMPLING
-from ..ops.errors import EngineError
+from ..ops.errors import BAD_FILE, EngineError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Key = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -87,7 +87,7 @@ def decode_step(body: bytes) -> StageStep:
     """Decode a schedule. Raises EngineError."""
     try:
         return _STEPS.decode(body)
-    except msgspec.DecodeError as error:
+    except BAD_FILE as error:
         raise EngineError(f"stage 0 sent an invalid step ({error})") from error
 
 
@@ -95,7 +95,7 @@ def decode_drawn(body: bytes) -> DrawnTokens:
     """Decode sampled tokens. Raises EngineError."""
     try:
         return _DRAWN.decode(body)
-    except msgspec.DecodeError as error:
+    except BAD_FILE as error:
         raise EngineError(f"the last stage sent invalid tokens ({error})") from error
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
-from ..ops.errors import RunFailed, StorageError, UsageError
+from ..ops.errors import BAD_FILE, RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
@@ -325,7 +325,7 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
     step, parts = found
     try:
         state = msgspec.json.decode(parts[CURSOR], type=SftState)
-    except (KeyError, msgspec.DecodeError) as error:
+    except (KeyError, *BAD_FILE) as error:
         raise StorageError(
             f"checkpoint {step} was not written by `sft`: resume it with the command that wrote it"
         ) from error

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Protocol
 
 from ...crypto.hashing import DIGEST_BYTES, digest, short
-from ..ops.errors import StorageError
+from ..ops.errors import StorageError, file_error
 from .partial import sync
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,15 @@ class Store(Protocol):
         ...
 
 
+class LostChunk(StorageError):
+    """A chunk that was kept is gone, or was damaged on the disk and is dropped: fetch it again."""
+
+
 def read_chunk(store: Store, name: bytes) -> bytes:
-    """Return the bytes of digest `name`. Raises StorageError if they were lost."""
+    """Return the bytes of digest `name`. Raises LostChunk, StorageError."""
     data = store.get(name)
     if data is None:
-        raise StorageError(f"chunk {short(name)} was lost from the store")
+        raise LostChunk(f"chunk {short(name)} was lost from the store: start again")
     return data
 
 
@@ -143,7 +147,7 @@ class FileStore:
     def put(self, data: bytes) -> bytes:
         """Keep `data`; on the disk when this returns."""
         name = digest(data)
-        if self.has(name):
+        if self.get(name) is not None:  # one that is damaged on the disk is written again
             return name
         with self._lock:
             held = sum(self._index().values()) + self._reserved
@@ -175,7 +179,7 @@ class FileStore:
             raise _storage_error(path, error) from error
         if data is not None and digest(data) == name:
             return data
-        logger.warning("chunk %s is missing or corrupt on disk, will be fetched again", short(name))
+        logger.warning("chunk %s is missing or corrupt on disk: dropped", short(name))
         self.delete(name)
         return None
 
@@ -272,4 +276,4 @@ def _name(file: str) -> bytes | None:
 def _storage_error(path: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"the disk of {path} is full: free space, then start again")
-    return StorageError(f"{path}: {error.strerror or error}: check the disk and its permissions")
+    return file_error(error, path)

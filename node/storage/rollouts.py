@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..ops.errors import StorageError, file_error
+from ..ops.errors import BAD_FILE, StorageError, file_error
 from .partial import whole_file
 from .run_files import make_directory
 
@@ -297,7 +297,7 @@ def _reading(path: Path) -> Generator[None]:
 def _record(path: Path, metadata: "dict[bytes, bytes] | None") -> StepRecord:
     try:
         record = msgspec.json.decode((metadata or {})[_META], type=StepRecord)
-    except (KeyError, msgspec.DecodeError) as error:
+    except (KeyError, *BAD_FILE) as error:
         raise StorageError(f"{path} is no file of rollouts of ours: move it away") from error
     if record.format > FORMAT:
         raise StorageError(

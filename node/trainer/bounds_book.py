@@ -21,7 +21,7 @@ from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
 from ..ops.control import BoundsRow
 from ..p2p.services import NodeServices
-from ..storage.ledger import HonestRollout
+from ..storage.ledger import HonestRollout, readable
 from ..verification.auditor import plan_of
 from ..verification.self_calibration import (
     UNKNOWN,
@@ -67,8 +67,9 @@ class BoundsBook:
         """Read the references and the bounds that the ledger holds."""
         ledger, rows = self._services.ledger, dict[NumericsClass, list[Reference]]()
         for one in ledger.honest():
-            numerics = msgspec.msgpack.decode(one.numerics, type=NumericsClass)
-            seen = msgspec.msgpack.decode(one.evidence, type=Evidence)
+            with readable(ledger.path, "measurements"):
+                numerics = msgspec.msgpack.decode(one.numerics, type=NumericsClass)
+                seen = msgspec.msgpack.decode(one.evidence, type=Evidence)
             rows.setdefault(numerics, []).append(Reference(one.node, one.version, seen))
         made: list[ClassBounds] = []
         for sealed in ledger.bounds():

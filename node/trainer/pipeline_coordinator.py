@@ -27,6 +27,7 @@ from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
 from ..p2p.services import NodeServices
 from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
+from ..storage.ledger import readable
 
 MAX_OFFERS = 256
 POOL = 24
@@ -646,7 +647,8 @@ class PipelineCoordinator:
         found = self._ledger.get(LEDGER)
         if found is None:
             return
-        kept = msgspec.msgpack.decode(found, type=SavedPipeline)
+        with readable(self._ledger.path, "pipelines"):
+            kept = msgspec.msgpack.decode(found, type=SavedPipeline)
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
             self._groups[plan.group] = PipelineGroup(plan, self._clock())

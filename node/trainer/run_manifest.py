@@ -8,9 +8,10 @@ from pathlib import Path
 from msgspec import structs
 
 from ... import __version__
+from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal, utc
-from ...protocol.errors import RemoteProtocolError
+from ...protocol.envelope import Purpose, read_envelope, seal, utc
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import (
     AdapterContract,
     ChunkRef,
@@ -97,6 +98,12 @@ def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
     try:
         return read_documents(sealed, trainer, now=int(time.time()))
     except RemoteProtocolError as error:
+        if error.reason == Reason.WRONG_SIGNER:
+            began = short(read_envelope(sealed).signer)
+            raise StorageError(
+                f"key.pem is of node {short(trainer)}, but node {began} began this run, and workers believe no "
+                f"other: put that node's key.pem back, or {ANOTHER_RUN}"
+            ) from error
         raise StorageError(
             f"this version cannot go on with the run ({error}): {ANOTHER_RUN}"
         ) from error

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ...crypto.hashing import short
 from ...protocol.leases import Lease, LeaseBook, TaskQueue
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
-from ..ops.errors import StorageError
+from ..ops.errors import BAD_FILE, StorageError
 from ..ops.metrics import PhaseClock
 from ..sft.data import DataCursor
-from ..storage.ledger import Ledger
+from ..storage.ledger import Ledger, readable
 from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
 
@@ -45,7 +46,8 @@ class ChainEpoch(msgspec.Struct, frozen=True):
 def current_epoch(ledger: Ledger, order: tuple[int, int], boot: int) -> ChainEpoch:
     """Load or begin the epoch of `order`, the (epoch, version) that start `boot` continues."""
     known = ledger.get(KEY)
-    epoch = msgspec.json.decode(known, type=ChainEpoch) if known else ChainEpoch()
+    with readable(ledger.path, "epoch"):
+        epoch = msgspec.json.decode(known, type=ChainEpoch) if known else ChainEpoch()
     if order[0] != epoch.number:
         before = (*epoch.before, (epoch.version, epoch.first_lease))[-EPOCHS:]
         epoch = ChainEpoch(*order, boot << LEASES_PER_BOOT, before)
@@ -168,8 +170,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         }
         for node, (arrival, snapshot) in ledger.reputations().items():
             if arrival > self.verified_up_to:
-                newer = msgspec.json.decode(snapshot, type=ReputationSnapshot)
-                known[node] = Reputation.restore(newer, names)
+                with readable(ledger.path, f"reputation of {short(node)}"):
+                    newer = msgspec.json.decode(snapshot, type=ReputationSnapshot)
+                    known[node] = Reputation.restore(newer, names)
         return known
 
     def positions(self, environments: Sequence[str]) -> dict[str, TaskPosition]:
@@ -230,7 +233,7 @@ def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
     for step in reversed(checkpoints.steps()):
         try:
             state = msgspec.json.decode(checkpoints.glance(step, "cursor"), type=TrainerState)
-        except (OSError, msgspec.DecodeError):
+        except BAD_FILE:
             continue  # a full read will report the error
         why = _differs(state, ledger)
         if why:
@@ -272,7 +275,7 @@ def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
     try:
         other = msgspec.json.decode(parts["cursor"], type=TrainerState)
         msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot)
-    except (KeyError, msgspec.DecodeError) as error:
+    except (KeyError, *BAD_FILE) as error:
         raise StorageError(
             "this is no checkpoint of `primerl-node train`: begin from its weights instead, --model.name "
             "DIRECTORY/weights/step_N"

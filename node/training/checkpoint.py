@@ -16,7 +16,7 @@ import msgspec
 
 from ...crypto.hashing import digest_parts
 from ..config.run import ResumeConfig
-from ..ops.errors import NodeError, StorageError, UsageError
+from ..ops.errors import BAD_FILE, NodeError, StorageError, UsageError
 from ..storage.partial import PARTIAL, REPLACED, sync, sync_tree, whole_directory
 from .backend import TrainBackend
 
@@ -252,7 +252,7 @@ class Checkpoints:
             if record.files != _digests(directory):
                 raise StorageError(f"checkpoint {step} was altered after it was written: {advice}")
             return {entry.name: entry.read_bytes() for entry in (directory / PARTS).iterdir()}
-        except (OSError, msgspec.DecodeError) as error:
+        except BAD_FILE as error:
             raise StorageError(f"checkpoint {step} cannot be read ({error}): {advice}") from error
 
     def _retain(self) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..ops.errors import StorageError
+from ..ops.errors import BAD_FILE, StorageError
 from ..storage.partial import partial_of, whole_directory
 from .world import RankChannel
 
@@ -325,7 +325,7 @@ def _read(
         saved = SavedLearner(header.step, weights, moments, rng)
         own = {f"{RNG}{ranks.rank}.{device}": state for device, state in rng.items()}
         fill({**_at_least_1d(saved.named()), **own}, directory)
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+    except (*BAD_FILE, SafetensorError) as error:
         raise StorageError(
             f"{directory} cannot be read ({error}): resume from an earlier checkpoint"
         ) from error

@@ -21,7 +21,7 @@ from ...protocol.rollouts import Evidence
 from ..config.engine import Quantization
 from ..config.run import RunConfig
 from ..inference.numerics import engine_class
-from ..ops.errors import UsageError
+from ..ops.errors import BAD_FILE, UsageError
 from .auditor import MEASURES
 from .judge import judge
 
@@ -99,7 +99,7 @@ def read_calibration(path: Path) -> Calibration:
     """Read a file of `primerl-node calibrate`. Raises UsageError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError) as error:
+    except BAD_FILE as error:
         raise UsageError(
             f"verification.calibration: {path} cannot be used ({error}): run primerl-node calibrate"
         ) from error
