@@ -1,5 +1,6 @@
 """The ledger's own promises: one node at a time, readers beside it, verdicts bounded and by owner."""
 
+import re
 import sqlite3
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from primerl.crypto.hashing import digest, short
 from primerl.node.ops.errors import BusyError, StorageError
 from primerl.node.storage import ledger as module
 from primerl.node.storage.ledger import Ledger, LedgerView
@@ -119,3 +121,73 @@ def test_a_submission_has_one_verdict(ledger: Ledger) -> None:
     assert not ledger.add_verdict(A, b"accepted", 7, {A: b"praised"})
     assert ledger.verdict_on(7) == b"rejected"
     assert ledger.reputations() == {A: (7, b"banned")}
+
+
+def flip(path: Path, data: bytes, *, which: int) -> None:
+    """Change a bit in one of the places where a file has `data`."""
+    whole = bytearray(path.read_bytes())
+    places = [one.start() for one in re.finditer(re.escape(data), whole)]
+    whole[places[which]] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_ledger_whose_rows_and_indices_differ_is_refused_with_what_to_do(
+    tmp_path: Path, which: int
+) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    for number in range(9):
+        ledger.add_verdict(A, bytes([number]) * 40, number)
+    ledger.close()
+    Ledger(path).close()
+    flip(path, digest(bytes([4]) * 40), which=which)
+    with pytest.raises(StorageError, match=r"ledger.db is damaged .*: put back a whole copy") as no:
+        Ledger(path)
+    assert "\n" not in str(no.value)
+
+
+def test_a_directory_where_the_ledger_belongs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").mkdir()
+    with pytest.raises(StorageError, match=r"ledger.db: .*move it away"):
+        Ledger(tmp_path / "ledger.db")
+
+
+def test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    bodies = [bytes([number]) * 40 for number in range(1, 4)]
+    for number, body in enumerate(bodies, 1):
+        ledger.receive(digest(body), number, A, body, b"receipt")
+        ledger.add_verdict(A, b"on %d" % number, number)
+    ledger.close()
+    flip(path, b"on 2", which=0)
+    flip(path, bodies[1], which=0)
+    ledger = Ledger(path)
+    for _ in range(2):
+        told = ledger.verdicts_after(A, 0, count=9, size=10_000)
+        assert told == [(1, b"on 1"), (3, b"on 3")]
+        assert [one.arrival for one in ledger.arrived_after(0)] == [1, 3]
+    lines = [
+        record.message for record in caplog.records if "was damaged on the disk" in record.message
+    ]
+    assert len(lines) == 2
+    assert ledger.verdict_on(1) == b"on 1"
+    assert ledger.verdict_on(2) is None
+    assert ledger.add_verdict(A, b"judged again", 2), "the damaged one is forgotten"
+    assert ledger.verdict_on(2) == b"judged again"
+    ledger.close()
+
+
+def test_another_key_in_a_ledgers_directory_is_said_at_each_start(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger.claim(A)
+    ledger.claim(A)
+    assert not caplog.records
+    for _ in range(2):
+        ledger.claim(B)
+    assert [short(A) in record.message for record in caplog.records] == [True, True]
+    assert "put that node's key.pem back" in caplog.text
