@@ -19,6 +19,7 @@ MIN_RATE = 32 * 1024
 """Bytes per second below which an upload is cut off; it may resume."""
 GRACE_S = 10.0
 PARTIALS_PER_PEER = 4
+"""Uploads of a peer that are under way, and those of its that broke off: the oldest of these make room."""
 PARTIAL_TTL_S = 300.0
 
 
@@ -58,7 +59,8 @@ class PartialUpload:
 
     data: bytearray = field(default_factory=bytearray)
     touched: float = 0.0
-    busy: bool = False
+    stream: Stream | None = None
+    """Where the rest comes from; None once that broke off."""
 
 
 class UploadReceiver:
@@ -91,12 +93,15 @@ class UploadReceiver:
         if offer.size > min(limit, MAX_SUBMISSION):
             raise RemoteProtocolError(Reason.TOO_LARGE, f"{offer.size} bytes, at most {limit}")
         partial = self._open(peer, offer.digest)
-        partial.busy = True
+        before, partial.stream = partial.stream, stream
         try:
+            if before is not None:
+                await before.abort()
             await self._fill(stream, partial, offer.size)
         finally:
-            partial.busy = False
-            partial.touched = time.monotonic()
+            if partial.stream is stream:
+                partial.stream = None
+                partial.touched = time.monotonic()
         del self._partials[peer, offer.digest]
         data = bytes(partial.data)
         if digest(data) != offer.digest:
@@ -109,19 +114,39 @@ class UploadReceiver:
         async with asyncio.timeout(self._grace_s + size / MIN_RATE):
             await send(stream, SubmitFrom(len(partial.data)))
             while len(partial.data) < size:
-                piece = min(PIECE_BYTES, size - len(partial.data))
-                partial.data += await stream.read_exact(piece)
+                piece = await stream.read_exact(min(PIECE_BYTES, size - len(partial.data)))
+                if partial.stream is not stream:
+                    raise RemoteProtocolError(
+                        Reason.BUSY, "this upload goes on over another stream"
+                    )
+                partial.data += piece
 
     def _open(self, peer: bytes, name: bytes) -> PartialUpload:
+        """Return the upload `name` of a peer, with what came of it before.
+
+        If it is under way, the caller goes on in place of the stream that had it: that one's connection may
+        have died unnoticed. Raises RemoteProtocolError(RATE_LIMITED).
+        """
         now = time.monotonic()
         for key, old in list(self._partials.items()):
-            if not old.busy and now - old.touched > PARTIAL_TTL_S:
+            if old.stream is None and now - old.touched > PARTIAL_TTL_S:
                 del self._partials[key]
         partial = self._partials.get((peer, name))
         if partial is None:
-            if sum(1 for owner, _ in self._partials if owner == peer) >= PARTIALS_PER_PEER:
-                raise RemoteProtocolError(Reason.RATE_LIMITED, "too many unfinished uploads")
+            self._make_room(peer)
             partial = self._partials[peer, name] = PartialUpload()
-        elif partial.busy:
-            raise RemoteProtocolError(Reason.BUSY, "this upload is under way")
         return partial
+
+    def _make_room(self, peer: bytes) -> None:
+        """Drop the peer's oldest upload that broke off where it has PARTIALS_PER_PEER.
+
+        Whatever cut them off, even our own stop, the peer can only send other submissions or begin these
+        anew. Raises RemoteProtocolError(RATE_LIMITED) if all are under way.
+        """
+        kept = [(name, one) for (owner, name), one in self._partials.items() if owner == peer]
+        if len(kept) < PARTIALS_PER_PEER:
+            return
+        broken = [(one.touched, name) for name, one in kept if one.stream is None]
+        if not broken:
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many uploads at a time")
+        del self._partials[peer, min(broken)[1]]

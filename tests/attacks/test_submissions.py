@@ -18,15 +18,15 @@ from support.swarm import Swarm
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.rpc import Refused, receive_reply, send
-from primerl.node.p2p.transport import Stream
-from primerl.node.p2p.uploads import PARTIALS_PER_PEER, UploadReceiver
+from primerl.node.p2p.transport import Stream, StreamClosed
+from primerl.node.p2p.uploads import PARTIALS_PER_PEER, PIECE_BYTES, UploadReceiver
 from primerl.node.storage.ledger import Ledger, QueuedSubmission
 from primerl.node.trainer.state import LEASES_PER_BOOT
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, MixtureShare
-from primerl.protocol.messages import SubmitFrom, SubmitOffer
+from primerl.protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from primerl.protocol.rollouts import Receipt, Submission
 from primerl.protocol.version import ALPN_CONTROL
 
@@ -303,6 +303,86 @@ async def test_unfinished_uploads_are_few_per_peer(siege: Swarm) -> None:
         assert await reason_of(more) == Reason.RATE_LIMITED
         for stream in streams:
             await stream.abort()
+
+
+async def test_uploads_that_broke_off_keep_no_peer_from_sending_others() -> None:
+    network = MemoryNetwork()
+    near, far = network.transport(b"n" * 32), network.transport(b"f" * 32)
+    connection = await near.connect(far.node_id, far.addresses(), ALPN_CONTROL, deadline=60.0)
+    accepted = await far.accept()
+    receiver = UploadReceiver()
+    kept: list[bytes] = []
+    streams: list[Stream] = []
+
+    async def keep(data: bytes) -> bytes:
+        kept.append(data)
+        return b"receipt"
+
+    async def begin(data: bytes, sent: bytes) -> tuple["asyncio.Task[None]", int]:
+        """Offer `data`, send a part and end; return the receiving task, and from where it goes on."""
+        stream = await connection.open_stream()
+        streams.append(stream)
+        await stream.write(b"\x00")
+        theirs = await accepted.accept_stream()
+        await theirs.read_exact(1)
+        offer = SubmitOffer(digest(data), len(data), 1)
+        taking = asyncio.create_task(
+            receiver.receive(near.node_id, theirs, offer, limit=1 << 20, accept=keep)
+        )
+        reply = await receive_reply(stream, SubmitFrom)
+        await stream.write(sent)
+        await stream.finish()
+        return taking, reply.offset
+
+    cut = [bytes([number]) * (PIECE_BYTES + 9) for number in range(2 * PARTIALS_PER_PEER)]
+    for data in cut:
+        taking, _ = await begin(data, data[: PIECE_BYTES + 4])
+        with pytest.raises(StreamClosed):
+            await taking
+    taking, _ = await begin(b"another", b"another")
+    await taking
+    assert kept == [b"another"]
+    taking, offset = await begin(cut[-1], cut[-1][PIECE_BYTES:])
+    await taking
+    assert offset == PIECE_BYTES, "the newest goes on where it broke off"
+    taking, offset = await begin(cut[0], cut[0])
+    await taking
+    assert offset == 0, "what is kept of a peer is bounded"
+    assert kept == [b"another", cut[-1], cut[0]]
+
+
+async def test_an_upload_goes_on_over_a_new_stream_while_the_old_one_is_dead_unnoticed() -> None:
+    network = MemoryNetwork()
+    near, far = network.transport(b"n" * 32), network.transport(b"f" * 32)
+    connection = await near.connect(far.node_id, far.addresses(), ALPN_CONTROL, deadline=60.0)
+    accepted = await far.accept()
+    receiver = UploadReceiver()
+
+    async def keep(data: bytes) -> bytes:
+        return data
+
+    async def stream_pair() -> tuple[Stream, Stream]:
+        stream = await connection.open_stream()
+        await stream.write(b"\x00")
+        theirs = await accepted.accept_stream()
+        await theirs.read_exact(1)
+        return stream, theirs
+
+    offer = SubmitOffer(digest(b"whole"), 5, 1)
+    takers: list[asyncio.Task[None]] = []
+    for _ in range(2):
+        stream, theirs = await stream_pair()
+        takers.append(
+            asyncio.create_task(
+                receiver.receive(near.node_id, theirs, offer, limit=1000, accept=keep)
+            )
+        )
+        assert await receive_reply(stream, SubmitFrom) == SubmitFrom(0)
+    await stream.write(b"whole")
+    await takers[1]
+    assert (await receive_reply(stream, Submitted)).receipt == b"whole"
+    with pytest.raises((RemoteProtocolError, StreamClosed)):
+        await takers[0]
 
 
 async def test_an_upload_that_drips_is_cut_off_and_an_honest_one_is_not() -> None:
