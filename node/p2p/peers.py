@@ -113,6 +113,12 @@ class PeerTable:
         for peer in nsmallest(DROPPED, idle, key=lambda peer: (peer.tier, peer.last_seen)):
             del self._peers[peer.node]
 
+    def forget(self, node: bytes) -> None:
+        """Drop the row of a peer that is not connected, unless a ticket names it."""
+        peer = self._peers.get(node)
+        if peer is not None and not peer.hinted and peer.path() is None:
+            del self._peers[node]
+
     def rows(self) -> list[Peer]:
         """A snapshot of all rows."""
         return list(self._peers.values())

@@ -235,12 +235,18 @@ class Ledger:
         )
 
     def admit(self, node: bytes, now: int, ticket: bytes = b"", record: bytes = b"") -> None:
-        """Remember that a node was admitted, and under which ticket; `record` is its sealed PeerRecord."""
-        # counted first and never back: a kill in between, or a forgotten node, never admits too many
-        self._write("UPDATE tickets SET admitted = admitted + 1 WHERE id = ?", (ticket,))
-        self._write(
-            "INSERT OR IGNORE INTO admitted VALUES (?, ?, ?, ?)", (node, now, ticket, record)
-        )
+        """Remember that a node was admitted, and under which ticket; `record` is its sealed PeerRecord.
+
+        A node counts once among those that its ticket admitted, as long as it is not expelled.
+        """
+        with self._transaction():
+            new = self._write(
+                "INSERT OR IGNORE INTO admitted VALUES (?, ?, ?, ?)", (node, now, ticket, record)
+            ).rowcount
+            if new:
+                self._write("UPDATE tickets SET admitted = admitted + 1 WHERE id = ?", (ticket,))
+            else:
+                self.keep_record(node, record)
 
     def keep_record(self, node: bytes, record: bytes) -> None:
         """Remember the newest sealed PeerRecord of an admitted node."""
@@ -258,6 +264,12 @@ class Ledger:
         """List the admitted nodes, in order."""
         rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")
         return [AdmittedNode(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
+
+    def admitted_node(self, node: bytes) -> AdmittedNode | None:
+        """Return an admitted node; None if it was not admitted, or was expelled."""
+        rows = self._db.execute("SELECT node, ticket, record FROM admitted WHERE node = ?", (node,))
+        row = rows.fetchone()
+        return None if row is None else AdmittedNode(*map(bytes, row))
 
     def ticket_of(self, node: bytes) -> bytes:
         """Return the id of the ticket that admitted a node; empty if it is not known."""

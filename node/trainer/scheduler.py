@@ -249,6 +249,7 @@ class LeaseScheduler:
         """
         late = self.book.expire(now)
         self.registry.warn()
+        self.registry.sweep()
         for node in self.registry.pipelines.orphans():
             lost = self.book.release(node, now)
             if lost:

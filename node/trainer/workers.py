@@ -20,7 +20,7 @@ from ...crypto.hashing import short
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import LeaseBook, Origin, Standing
+from ...protocol.leases import LeaseBook, NodeRecord, Origin, Standing
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
@@ -34,6 +34,7 @@ from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
 from ..p2p.services import NodeServices
 from ..p2p.transport import Connection
+from ..storage.ledger import AdmittedNode
 from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
 from .bounds_book import BoundsBook
@@ -58,6 +59,8 @@ ALIVE_S = 10.0
 """A worker without a lease request for this long is not listed as a chunk source."""
 GONE_S = 60.0
 """A worker silent for this long is not counted among those of its numerics class."""
+AWAY_S, SWEEP_S = 300.0, 10.0
+"""Silence after which a worker's row is dropped if it remembers nothing, and how often that is looked at."""
 MAX_UPSTREAMS = 8
 MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
@@ -156,6 +159,7 @@ class WorkerRegistry:
         self.sessions = Sessions(services.peers, clock)
         self._hellos = TokenBuckets(HELLO_RATE, HELLO_BURST, limit=1024)
         self._warn_at = -math.inf
+        self._sweep_at = -math.inf
         self._sources: list[ChunkHolder] = []
         self._sources_at = -math.inf
         self._able: Counter[int] = Counter()
@@ -175,9 +179,7 @@ class WorkerRegistry:
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation)
         for one in services.ledger.admitted():
-            self.workers[one.node] = WorkerState(next(self._ranks), one.ticket, heard=clock())
-            if one.record:
-                self._remember(one.record)
+            self._restore(one)
 
     def reputation(self, node: bytes) -> Reputation:
         """Return the evidence about a worker, to be added to."""
@@ -260,8 +262,20 @@ class WorkerRegistry:
     def get(self, peer: bytes) -> WorkerState:
         """Return an admitted worker. Raises RemoteProtocolError."""
         worker = self.workers.get(peer)
-        if worker is None:
+        if worker is not None:
+            return worker
+        admitted = self.services.ledger.admitted_node(peer)
+        if admitted is None:
             raise RemoteProtocolError(Reason.NOT_ADMITTED, "say hello with a ticket first")
+        # its row was dropped while it was away
+        return self._restore(admitted)
+
+    def _restore(self, admitted: AdmittedNode) -> WorkerState:
+        """Make the row of a node that the ledger knows."""
+        worker = WorkerState(next(self._ranks), admitted.ticket, heard=self.clock())
+        self.workers[admitted.node] = worker
+        if admitted.record:
+            self._remember(admitted.record)
         return worker
 
     def update(self, peer: bytes, stats: WorkerStats) -> WorkerState:
@@ -408,6 +422,37 @@ class WorkerRegistry:
         for warning in self.warnings():
             self._warn_at = now + WARN_S
             logger.warning("%s", warning)
+
+    def sweep(self) -> None:
+        """Drop what rows of workers that are gone hold, once in SWEEP_S.
+
+        Verdicts that nobody fetched are in the ledger. A row goes only where it remembers nothing: who leaves
+        and comes back finds the same place as before. What tickets and networks had is not kept in rows.
+        """
+        now = self.clock()
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + SWEEP_S
+        holders = {held.node for held in self.book.held.values()}
+        for node, worker in list(self.workers.items()):
+            if now - worker.heard < AWAY_S or node in self.pending:
+                continue
+            worker.verdicts.clear()
+            if node not in holders and self._remembers_nothing(node):
+                del self.workers[node]
+                self.book.forget(node)
+                self.reputations.pop(node, None)
+                self.services.peers.forget(node)
+
+    def _remembers_nothing(self, node: bytes) -> bool:
+        """Whether a worker is a newcomer that was never judged, lost no lease and is not connected."""
+        known, leases = self.reputations.get(node), self.book.nodes.get(node)
+        return (
+            self._tier(node) == Tier.NEWCOMER
+            and (known is None or known.snapshot() == Reputation().snapshot())
+            and (leases is None or leases == NodeRecord())
+            and self.services.peers.get(node).path() is None
+        )
 
     def members(self, within_s: float) -> set[bytes]:
         """Return the proven workers that have not left and were heard within `within_s` seconds."""
