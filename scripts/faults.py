@@ -167,6 +167,13 @@ FAULTS = (
         'turn.to_bytes(4, "big"),',
         ("test_a_samples_seed_is_bound_to_every_argument",),
     ),
+    Fault(
+        "seconds that a worker states may be no number",
+        "protocol/messages.py",
+        "Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]",
+        "Seconds = float",
+        ("test_what_is_no_number_of_seconds_is_refused_where_statistics_are_read",),
+    ),
     # -- replay
     Fault(
         "a replayed state is not compared with the signed one",
@@ -261,6 +268,13 @@ FAULTS = (
         "self._held = {number: held[number] for number in sorted(held)[-self._keep :]}",
         "self._held = {number: held[number] for number in sorted(held)}",
         ("test_only_the_newest_states_stay_in_memory",),
+    ),
+    Fault(
+        "row of a worker that lost leases is dropped",
+        "node/trainer/workers.py",
+        "and (leases is None or leases == NodeRecord())",
+        "",
+        ("test_rows_of_400_keys_that_left_go_and_those_that_remember_something_stay",),
     ),
     # -- worker
     Fault(
@@ -592,6 +606,13 @@ FAULTS = (
         "if False:",
         ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),
     ),
+    Fault(
+        "uploads that broke off make no room",
+        "node/p2p/uploads.py",
+        "broken = [(one.touched, name) for name, one in kept if one.stream is None]",
+        "broken = []",
+        ("test_uploads_that_broke_off_keep_no_peer_from_sending_others",),
+    ),
     # -- verification
     Fault(
         "routes are not replayed in training",
@@ -882,7 +903,42 @@ FAULTS = (
         "pass",
         ("test_a_second_node_is_told_to_go_away_and_a_reader_is_not",),
     ),
+    Fault(
+        "ledger is opened without SQLite's check",
+        "node/storage/ledger.py",
+        'if found != "ok":',
+        "if False:",
+        ("test_a_ledger_whose_rows_and_indices_differ_is_refused_with_what_to_do",),
+    ),
+    Fault(
+        "damaged row of a ledger is handed out",
+        "node/storage/ledger.py",
+        "if name is None or digest_of(data) == bytes(name):",
+        "if True:",
+        ("test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read",),
+    ),
+    Fault(
+        "text that is no UTF-8 is no damage",
+        "node/ops/errors.py",
+        "BAD_FILE = (OSError, ValueError, RecursionError)",
+        "BAD_FILE = (OSError,)",
+        ("test_a_damaged_file_of_any_kind_is_mended_or_named_in_one_line",),
+    ),
+    Fault(
+        "damaged file of the model is not fetched again",
+        "node/app/peer_node.py",
+        "await asyncio.to_thread(services.store.get, chunk.digest)  # drops a damaged one",
+        "raise LostChunk(chunk.digest.hex())",
+        ("test_a_damaged_file_of_any_kind_is_mended_or_named_in_one_line",),
+    ),
     # -- processes, operation
+    Fault(
+        "NaN is written into JSON",
+        "node/ops/strict_json.py",
+        "return value if math.isfinite(value) else None",
+        "return value",
+        ("test_what_is_no_number_is_written_as_null_wherever_it_is_nested",),
+    ),
     Fault(
         "children of a killed process are left running",
         "node/process/spawn.py",

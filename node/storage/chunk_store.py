@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Protocol
 
 from ...crypto.hashing import DIGEST_BYTES, digest, short
-from ..ops.errors import StorageError, file_error
+from ..ops.errors import ADVICE, StorageError, file_error
 from .partial import sync
 
 logger = logging.getLogger(__name__)
@@ -276,4 +276,6 @@ def _name(file: str) -> bytes | None:
 def _storage_error(path: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"the disk of {path} is full: free space, then start again")
-    return file_error(error, path)
+    if error.errno in ADVICE:
+        return file_error(error, path)
+    return StorageError(f"{path}: {error.strerror or error}: check the disk and its permissions")

@@ -466,8 +466,10 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
 
 async def test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
-    names = [digest(bytes([number])) for number in range(3)]
-    arrivals = [made.ledger.receive(one, at, B, b"sealed", one) for at, one in enumerate(names)]
+    bodies = [bytes([number]) for number in range(3)]
+    arrivals = [
+        made.ledger.receive(digest(body), at, B, body, body) for at, body in enumerate(bodies)
+    ]
     made.progress.verified_up_to, made.progress.used = arrivals[0], {arrivals[2]: B}
     role = TrainerRole(*made.role_parts)
     await role.checkpoint(1)
