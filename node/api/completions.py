@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..environments.chat import BAD_FILE, ChatFormat
+from ..environments.chat import UNREADABLE, ChatFormat
 from ..environments.environment import EnvironmentFailed
 from ..inference.engine import Engine, GenerateRequest
 from ..ops.errors import first_cause
@@ -406,7 +406,7 @@ class EngineRoutes:
         """Return new text that is final: without an incomplete character or a possible stop string."""
         end = len(choice.text)
         if not choice.finish:
-            complete = choice.text.rstrip(BAD_FILE)
+            complete = choice.text.rstrip(UNREADABLE)
             end = len(complete) - may_begin(complete, request.stops)
         first = choice.sent_text
         choice.sent_text, choice.sent_tokens = max(first, end), len(choice.token_ids)

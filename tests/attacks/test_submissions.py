@@ -370,17 +370,19 @@ async def test_an_upload_goes_on_over_a_new_stream_while_the_old_one_is_dead_unn
 
     offer = SubmitOffer(digest(b"whole"), 5, 1)
     takers: list[asyncio.Task[None]] = []
+    streams: list[Stream] = []
     for _ in range(2):
         stream, theirs = await stream_pair()
+        streams.append(stream)
         takers.append(
             asyncio.create_task(
                 receiver.receive(near.node_id, theirs, offer, limit=1000, accept=keep)
             )
         )
         assert await receive_reply(stream, SubmitFrom) == SubmitFrom(0)
-    await stream.write(b"whole")
+    await streams[1].write(b"whole")
     await takers[1]
-    assert (await receive_reply(stream, Submitted)).receipt == b"whole"
+    assert (await receive_reply(streams[1], Submitted)).receipt == b"whole"
     with pytest.raises((RemoteProtocolError, StreamClosed)):
         await takers[0]
 
