@@ -420,7 +420,9 @@ def run_test(
     ] = 4.0,
     sandbox: Annotated[
         str,
-        typer.Option("--sandbox", help="auto, bubblewrap or limits (sandbox.type of a worker)."),
+        typer.Option(
+            "--sandbox", help="auto, bubblewrap, landlock or limits (sandbox.type of a worker)."
+        ),
     ] = "auto",
     readable: Annotated[
         list[Path] | None,
@@ -450,7 +452,7 @@ def run_test(
 
     Each task gets its right answer where one is known, an empty reply, noise, noise that a limit cut off, and
     calls of its tools, if it has any. Tasks and rewards have to be the same in both processes. No model is
-    needed. Its code runs: without bubblewrap it may read and write your files.
+    needed. Its code runs: under `--sandbox limits` it may read and write your files.
 
     \b
     Examples:

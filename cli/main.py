@@ -13,6 +13,7 @@ import typer
 
 from .. import __version__
 from ..crypto.keys import KeyFileError
+from ..node.environments.confine import protect_node
 from ..node.ops.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
@@ -142,6 +143,7 @@ def main() -> None:
     """Entry point: run the command line, exit with the documented code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    protect_node()
     if "PRIMERL_PARENT_PID" in os.environ:
         from ..node.process.spawn import leave_with_parent
 

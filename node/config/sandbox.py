@@ -8,18 +8,18 @@ from pydantic_config import BaseConfig
 
 Processes = Annotated[int, Field(ge=0, le=4096)]
 Gibibytes = Annotated[float, Field(gt=0)]
-SandboxType = Literal["auto", "bubblewrap", "limits"]
+SandboxType = Literal["auto", "bubblewrap", "landlock", "limits"]
 
 
 class SandboxConfig(BaseConfig):
     """Permissions of an environment's code on this machine; set by the node, not by the run."""
 
     type: SandboxType = "auto"
-    """Confinement: `bubblewrap` also hides files; `limits` are process limits, which do not; `auto`: bubblewrap
-    if it is installed and works, else limits."""
+    """Confinement: `bubblewrap` and `landlock` also shut files; `limits` are process limits, which do not;
+    `auto`: the first of these that works, but limits only for bundled environments."""
     readable: list[Path] = []
-    """Files and directories that are readable in bubblewrap, beside Python, the packages on its path, the run's
-    tokenizer and cached data sets."""
+    """Files and directories that are readable where files are shut, beside Python, the packages on its path,
+    the run's tokenizer and cached data sets."""
     network: bool = True
     """Allow sockets: to judges, to a hub of data sets, also to other programs of this machine."""
     processes: Processes = 64

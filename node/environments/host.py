@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 
 from ..config.run import EnvironmentConfig
-from ..config.sandbox import SandboxConfig
 from ..inference.engine import Completion
 from ..ops.errors import named_line
 from ..process.frames import ProcessMessage
@@ -46,7 +45,6 @@ from .environment import (
     Task,
 )
 from .policies import JudgeRefused, episode_clock, episode_judge
-from .sandbox import SANDBOX_VARIABLE, enter
 from .verifiers import VerifiersEnvironment
 
 FAILED, STUCK, MISMATCH = "failed", "stuck", "mismatch"
@@ -488,7 +486,6 @@ def make_environment(request: EnvironmentSetUp) -> Environment:
 def main(environment: Callable[[EnvironmentSetUp], Environment]) -> None:
     """Serve requests on standard input and output; a taskset's prints go to standard error."""
     steps = Steps(int(os.environ[MARK_VARIABLE]))
-    enter(SandboxConfig.model_validate_json(os.environ[SANDBOX_VARIABLE]))
 
     def make(outbox: Outbox) -> EnvironmentHost:
         asyncio.get_running_loop().set_task_factory(mark_tasks(steps))

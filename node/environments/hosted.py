@@ -24,9 +24,10 @@ from ..ops.errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage
-from ..process.spawn import PARENT_VARIABLE, kill_group
+from ..process.spawn import PARENT_VARIABLE, kill_group, to_the_end
 from .allowed import source_of
 from .chat import CHAT_FILES, Chat, ChatFormat, Transcript
+from .confine import protect_node
 from .environment import (
     Branch,
     Demonstration,
@@ -67,7 +68,7 @@ from .host import (
 )
 from .judge_model import JudgeModel, Judges
 from .policies import JudgeRefused, PlayFailed, RememberedPolicy
-from .sandbox import Sandbox, python_path
+from .sandbox import Sandbox, Start, python_path
 from .stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class EnvironmentChild(ChildProcess):
         self,
         config: EnvironmentConfig,
         sandbox: Sandbox,
-        command: Sequence[str],
+        start: Start,
         environ: Mapping[str, str],
         pass_fds: Sequence[int],
         judge: JudgeModel | None,
@@ -131,11 +132,12 @@ class EnvironmentChild(ChildProcess):
             # makes the order of a set the same on every machine
             "PYTHONHASHSEED": "0",
             "PYTHONPATH": python_path(),
-            **sandbox.variables(),
+            **start.variables,
         }
-        super().__init__("environment", f"environment {config.id!r}", command, variables)
+        super().__init__("environment", f"environment {config.id!r}", start.command, variables)
         self._config = config
         self._sandbox = sandbox
+        self._scratch = start.scratch
         self._pass_fds = (self._mark_file.fileno(), *pass_fds)
         self._judge = judge
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
@@ -184,6 +186,9 @@ class EnvironmentChild(ChildProcess):
         self._cancel_questions()
         await self.end(0.0 if self.silent_s > 2 * PING_S else END_S)
         self._mark_file.close()
+        if self._scratch is not None:
+            scratch, self._scratch = self._scratch, None
+            await to_the_end(asyncio.to_thread(scratch.close))
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -262,7 +267,10 @@ class EnvironmentChild(ChildProcess):
     async def _guard(self) -> None:
         """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
-            if fault := self._sandbox.overrun(self.pid):
+            fault = self._sandbox.overrun(self.pid)
+            if not fault and self._scratch is not None:
+                fault = await asyncio.to_thread(self._scratch.overrun)
+            if fault:
                 kill_group(self.pid)
                 await self._lose(fault)
             await asyncio.sleep(GUARD_S)
@@ -357,6 +365,8 @@ class HostedEnvironment:
 
     async def start(self) -> None:
         """Start the process and load the taskset. Raises EnvironmentFailed, StorageError."""
+        if refusal := self._sandbox.refusal(self.name):
+            raise EnvironmentFailed(refusal)
         if self._judge is not None:
             await self._judge.start()
         if self._config.stop:
@@ -484,12 +494,15 @@ class HostedEnvironment:
             return replacement
 
     async def _start(self) -> EnvironmentChild:
-        command = await asyncio.to_thread(self._command)
+        protect_node()
+        start = await asyncio.to_thread(self._prepare)
         if self._closed:
+            if start.scratch is not None:
+                start.scratch.close()
             raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
         visible = {name: value for name, value in os.environ.items() if name not in self._hidden}
         child = self._starting = EnvironmentChild(
-            self._config, self._sandbox, command, visible, self.pass_fds, self._judge
+            self._config, self._sandbox, start, visible, self.pass_fds, self._judge
         )
         try:
             await child.start(self._set_up)
@@ -501,11 +514,16 @@ class HostedEnvironment:
             self._starting = None
         return child
 
-    def _command(self) -> list[str]:
-        """Return the command of the process, in its sandbox."""
+    def _prepare(self) -> Start:
+        """Prepare to start the process in its sandbox. Raises EnvironmentFailed."""
         source = source_of(self.name)
         needed = [*self._model_files, *([source] if source else [])]
-        return self._sandbox.command(self._program, needed)
+        try:
+            return self._sandbox.start(self._program, needed)
+        except OSError as error:
+            raise EnvironmentFailed(
+                f"environment {self.name!r} gets no scratch directory ({error}): make room in TMPDIR"
+            ) from error
 
 
 def _shared_file() -> BinaryIO:

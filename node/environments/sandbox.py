@@ -1,33 +1,40 @@
 """Confine the process of an environment: its files, sockets, processes and memory.
 
-Sandbox limits the process, on every Linux: seccomp filters its system calls, which needs no privilege and holds
-for root, too, where RLIMIT_NPROC does not. Files are not confined. Bubblewrap adds namespaces, made by the
-program of that name: the process sees some of the file system, read-only, and no other process. Invariants:
-- enter() runs before any code of an environment and cannot be undone from inside, as a filter is inherited and
-  never removed;
-- bubblewrap shows only the paths that are named here: of a home or a node's directory only the needed files.
+Sandbox limits the process, on every Linux: confine.py filters its system calls, which needs no privilege and
+holds for root, too, where RLIMIT_NPROC does not. Files are not confined. Landlock shuts files as well, by the
+kernel's module of that name. Bubblewrap adds namespaces, made by the program of that name: the process sees
+some of the file system, read-only, and no other process. Invariants:
+- confine.py runs before any code of an environment and cannot be undone from inside;
+- what confines files shows only the paths that are named here, of a home or a node's directory what is needed;
+- without a sandbox of files, unless the owner asked for that by name, only bundled environments are played.
 """
 
-import ctypes
-import errno
+import fcntl
+import json
 import os
 import platform
-import resource
 import shutil
-import struct
+import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ... import __path__ as root
 from ..config.paths import expand_home
 from ..config.sandbox import SandboxConfig
 from ..ops.errors import UsageError, one_line
 from ..process.spawn import PARENT_VARIABLE
+from . import confine
+from .allowed import BUNDLED
+from .confine import MACHINES, SCOPES_SINCE, SETTINGS_VARIABLE, TCP_SINCE, landlock_version
 
-SANDBOX_VARIABLE = "PRIMERL_ENVIRONMENT_SANDBOX"
-"""Holds a SandboxConfig as JSON for the process of an environment."""
+CONFINE = (sys.executable, "-I", "-S", confine.__file__)
+"""Confines itself, and becomes the program whose words follow."""
 MIB, GIB = 1 << 20, 1 << 30
 MARGIN = 64
 """Descendants counted beyond the limit; the rest of a fork bomb is not counted."""
@@ -36,6 +43,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 BWRAP = "bwrap"
 MISSING = "bubblewrap is not installed: install it (Debian, Ubuntu: apt install bubblewrap)"
+NO_LANDLOCK = "this kernel has no Landlock (Linux 5.13 or newer, switched on)"
+OWN_WORD = 'sandbox.type be "limits"'
 BROKEN = "it needs release 0.7 or newer, and a system or container that allows user namespaces"
 PROBE_S = 20.0
 TEMPORARY = Path("/tmp")
@@ -55,43 +64,19 @@ SYSTEM = (
 ).split()
 SIGNALLED = 128
 """Exit codes of bwrap above this one are this + the signal that ended the process."""
+MOST_FILES = 20_000
+"""Most files in the scratch directory of a process under Landlock, where nothing else bounds their sum."""
+SCRATCH_PREFIX = "primerl-environment-"
 
-PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
-SECCOMP_MODE_FILTER = 2
-"""<linux/prctl.h>, <linux/seccomp.h>"""
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; that of an argument is of its low word, little-endian."""
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
-_CLONE_THREAD = 0x00010000
-_X32 = 0x40000000
-"""First number of the x32 ABI's system calls on x86_64."""
 
-_NAMES = (
-    "clone clone3 fork vfork socket kill tgkill prlimit64 tkill rt_sigqueueinfo rt_tgsigqueueinfo "
-    "pidfd_send_signal pidfd_getfd ptrace process_vm_readv process_vm_writev io_uring_setup setsid setpgid "
-    "unshare setns mount umount2 bpf perf_event_open keyctl add_key request_key init_module finit_module "
-    "reboot memfd_create memfd_secret shmget"
-).split()
-_X86_64 = (
-    "56 435 57 58 41 62 234 302 200 129 297 424 438 101 310 311 425 112 109 272 308 165 166 321 298 250 248 "
-    "249 175 313 169 319 447 29"
-)
-_AARCH64 = (
-    "220 435 - - 198 129 131 261 130 138 240 424 438 117 270 271 425 157 154 97 268 40 39 280 241 219 217 "
-    "218 105 273 142 279 447 194"
-)
-_SYSTEMS: dict[str, tuple[int, str]] = {
-    "x86_64": (0xC000003E, _X86_64),
-    "aarch64": (0xC00000B7, _AARCH64),
-}
-"""Machine -> AUDIT_ARCH and the numbers of _NAMES, from the kernel's headers; - for none."""
-_ALWAYS_REFUSED = _NAMES[_NAMES.index("tkill") :]
-"""System calls that access other processes, leave the process group, administer the kernel, or make memory that
-belongs to no process."""
+@dataclass(frozen=True)
+class Start:
+    """What a process of an environment is started with."""
 
-_Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, constant: struct sock_filter."""
+    command: list[str]
+    variables: dict[str, str]
+    scratch: "Scratch | None" = None
+    """Close it once the process has ended."""
 
 
 class Sandbox:
@@ -108,28 +93,52 @@ class Sandbox:
         self.missing = missing
 
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.name, "; ".join(self.gaps()))))
+        held = " and ".join(self.confined())
+        return f"{self.name}: {'; '.join([f'confines {held}' if held else 'confines nothing', *self.gaps()])}"
+
+    def confined(self) -> Iterator[str]:
+        """Yield what is confined, and by which mechanism."""
+        if sys.platform == "linux":
+            yield "the node's memory (not dumpable)"
+            yield from self._confined_calls()
+
+    def _confined_calls(self) -> Iterator[str]:
+        if sys.platform == "linux" and platform.machine() in MACHINES:
+            sockets = "" if self.config.network else "sockets, "
+            yield f"{sockets}processes, scheduling (filter of system calls)"
 
     def gaps(self) -> Iterator[str]:
         """Yield descriptions of the gaps in the confinement."""
+        yield from self._gaps_of_calls()
+        why = f" ({self.missing})" if self.missing else ""
+        yield f"files are not confined, so they can read this node's key{why}"
+
+    def _gaps_of_calls(self) -> Iterator[str]:
         if sys.platform != "linux":
             yield "only Linux keeps an environment from sockets, other processes and more memory"
-        elif platform.machine() not in _SYSTEMS:
+        elif platform.machine() not in MACHINES:
             yield f"sockets and processes of environments are not confined on {platform.machine()}"
         elif self.config.network:
             yield "sockets are allowed (sandbox.network)"
-        if not self.confines_files:
-            why = f" ({self.missing})" if self.missing else ""
-            yield f"files are not confined, so they can read this node's key{why}"
 
-    def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
-        """Make the command that runs `program`, which reads the files and directories `needed`."""
-        return list(program)
+    def refusal(self, environment: str) -> str:
+        """Explain why this environment must not run here without its owner's word; empty if it may."""
+        if not self.missing or environment in BUNDLED:
+            return ""
+        return (
+            f"nothing here keeps its code from your files and this node's key ({self.missing}): mend that, or, "
+            f"if you trust it, let {OWN_WORD}"
+        )
 
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables of the process, for enter() and leave_with_parent()."""
-        told = self.config.model_dump_json(include=set(SandboxConfig.model_fields))
-        found = {SANDBOX_VARIABLE: told, PARENT_VARIABLE: str(os.getpid())}
+    def start(self, program: Sequence[str], needed: Iterable[Path] = ()) -> Start:
+        """Prepare to start `program`, which reads the files and directories `needed`. Raises OSError."""
+        return Start([*CONFINE, *program], self._variables({}))
+
+    def _variables(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """Return the environment variables of the process, for confine() and leave_with_parent()."""
+        told = self.config.model_dump(include={"network", "processes", "memory_gib"})
+        settings = json.dumps({**told, **more})
+        found = {SETTINGS_VARIABLE: settings, PARENT_VARIABLE: str(os.getpid())}
         return found if self.config.network else {**found, **OFFLINE}
 
     def exit_code(self, code: int | None) -> int | None:
@@ -160,6 +169,74 @@ class Sandbox:
         return ""
 
 
+class Landlock(Sandbox):
+    """Sandbox with rules of the kernel: few files, to be read; writes go to a scratch directory."""
+
+    name = "landlock"
+    confines_files = True
+
+    def __init__(
+        self, config: SandboxConfig, version: int, hidden: Iterable[Path] = (), lacking: str = ""
+    ) -> None:
+        """Use Landlock of that version.
+
+        Paths below `hidden` are not shown even if one above them is. `lacking`: why it is not bubblewrap.
+        """
+        super().__init__(config)
+        self._version = version
+        self._hidden = _named(hidden)
+        self._lacking = lacking
+
+    def confined(self) -> Iterator[str]:
+        """See Sandbox."""
+        held = ["files", "the node's memory"]
+        if self._version >= SCOPES_SINCE:
+            held.append("signals")
+        if self._version >= TCP_SINCE and not self.config.network:
+            held.append("TCP")
+        yield f"{', '.join(held)} (Landlock {self._version})"
+        yield from self._confined_calls()
+
+    def gaps(self) -> Iterator[str]:
+        """See Sandbox."""
+        yield from self._gaps_of_calls()
+        if self._version < SCOPES_SINCE and self.config.processes:
+            yield "it can signal other programs of this user (Landlock 6, Linux 6.12, prevents that)"
+        why = f" ({self._lacking})" if self._lacking else ""
+        yield f"names of files and programs are not hidden{why}"
+
+    def start(self, program: Sequence[str], needed: Iterable[Path] = ()) -> Start:
+        """See Sandbox."""
+        scratch = Scratch()
+        try:
+            shown = list(_shown(self.config, needed))
+            files = {
+                "read": self._files(shown),
+                "write": [str(scratch.path)],
+                # what Python does not see in a directory it does not import
+                "list": [str(Path(root[0]).resolve())],
+            }
+            rules = {"landlock": self._version, "files": files, "file_bytes": SCRATCH}
+            variables = self._variables(rules)
+            return Start([*CONFINE, *program], variables | scratch.furnish(shown), scratch)
+        except BaseException:
+            scratch.close()
+            raise
+
+    def _files(self, shown: Iterable[Path]) -> list[str]:
+        """Return the paths to be read, without those below others."""
+        system = [Path(path) for path in (*SYSTEM, *LINKS) if Path(path).exists()]
+        # what is not in bubblewrap is shut here, and code that looks for its settings takes that for an error
+        system += [path for path in Path("/etc").iterdir() if _is_for_everybody(path)]
+        found: set[Path] = set()
+        for path in sorted(
+            {path.resolve() for path in system} | {path.resolve() for path in shown}
+        ):
+            if not found.intersection((path, *path.parents)):
+                found.update(_without(path, self._hidden))
+        return [str(path) for path in sorted(found)]
+
+
 class Bubblewrap(Sandbox):
     """Sandbox with namespaces of `bwrap`: few files, read-only; no network, no other process."""
 
@@ -175,10 +252,19 @@ class Bubblewrap(Sandbox):
         """
         super().__init__(config)
         self._program = program
-        self._hidden = {one for path in hidden for one in (path.absolute(), path.resolve())}
+        self._hidden = _named(hidden)
 
-    def command(self, program: Sequence[str], needed: Iterable[Path] = ()) -> list[str]:
+    def confined(self) -> Iterator[str]:
         """See Sandbox."""
+        yield "files, other programs, the node's memory (namespaces of bubblewrap)"
+        yield from self._confined_calls()
+
+    def gaps(self) -> Iterator[str]:
+        """See Sandbox."""
+        yield from self._gaps_of_calls()
+
+    def start(self, program: Sequence[str], needed: Iterable[Path] = ()) -> Start:
+        """See Sandbox. The process cannot see its parent; bwrap ends it with the node."""
         options = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
         if self.config.network:
             options.append("--share-net")
@@ -190,46 +276,23 @@ class Bubblewrap(Sandbox):
         options += ["--dir", here]
         for path in ("/dev", *map(str, self._hidden & view.keys()), "/"):
             options += ["--remount-ro", path]
-        return [self._program, *options, "--chdir", here, "--", *program]
-
-    def variables(self) -> dict[str, str]:
-        """See Sandbox. The process cannot see its parent; bwrap ends it with the node."""
-        found = super().variables()
-        del found[PARENT_VARIABLE]
-        return found
+        variables = self._variables({})
+        del variables[PARENT_VARIABLE]
+        return Start(
+            [self._program, *options, "--chdir", here, "--", *CONFINE, *program], variables
+        )
 
     def exit_code(self, code: int | None) -> int | None:
         """See Sandbox."""
         return SIGNALLED - code if code is not None and code > SIGNALLED else code
-
-    def failure(self) -> str:
-        """Start Python in the sandbox; return the reason if that fails, else an empty string."""
-        program = [sys.executable, "-P", "-c", f"import {__package__}"]
-        try:
-            ran = subprocess.run(
-                self.command(program),
-                env={**os.environ, **self.variables(), "PYTHONPATH": python_path()},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=PROBE_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return one_line(error)
-        said = ran.stderr.decode(errors="replace").strip().splitlines()
-        return (said or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
 
     def _view(self, needed: Iterable[Path]) -> dict[Path, list[str]]:
         """Return the options that mount each path."""
         writable = _writable()
         above = _above(writable)
         view = {path: _scratch(path, SCRATCH) for path in writable} | _system()
-        shown = [Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
-        shown += [Path(root[0]).resolve() / part for part in PARTS]
-        shown += [*_data_sets(), *map(expand_home, self.config.readable), *needed]
-        for path in sorted(path.absolute() for path in shown if path.exists()):
-            if path in above or (real := path.resolve()) in above:
-                continue
+        for path in _shown(self.config, needed):
+            real = path.resolve()
             view[real] = ["--ro-bind", str(real), str(real)]
             # inside a shown directory the link exists, and its target is shown
             if not view.keys() & {path, *path.parents} - above:
@@ -240,10 +303,13 @@ class Bubblewrap(Sandbox):
         return view
 
 
-def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
+def choose(
+    config: SandboxConfig, hidden: Iterable[Path] = (), *, landlock: int | None = None
+) -> Sandbox:
     """Return the strongest sandbox of `config` that works here; it shows nothing below `hidden`.
 
-    Raises UsageError if a sandbox that is requested by name does not work.
+    `landlock`: version to use, that of this kernel unless it is given; 0: none. Raises UsageError if a sandbox
+    that is requested by name does not work.
     """
     for path in map(expand_home, config.readable):
         if not path.exists():
@@ -255,15 +321,36 @@ def choose(config: SandboxConfig, hidden: Iterable[Path] = ()) -> Sandbox:
             )
     if config.type == "limits":
         return Sandbox(config)
-    missing = MISSING
-    if (program := shutil.which(BWRAP)) is not None:
-        bubblewrap = Bubblewrap(config, program, hidden)
-        if not (failure := bubblewrap.failure()):
-            return bubblewrap
-        missing = f"bubblewrap does not work here ({failure}): {BROKEN}"
+    hidden = list(hidden)
+    lacking = ""
+    if config.type != "landlock":
+        found, lacking = _bubblewrap(config, hidden)
+        if found is not None:
+            return found
     if config.type == "bubblewrap":
-        raise UsageError(f'sandbox.type is "bubblewrap", and {missing}, or set it to "auto"')
-    return Sandbox(config, missing)
+        raise UsageError(f'sandbox.type is "bubblewrap", and {lacking}, or set it to "auto"')
+    version = landlock_version() if landlock is None else landlock
+    confined = Landlock(config, version, hidden, lacking)
+    failure = _failure(confined) if version else ""
+    if version and not failure:
+        return confined
+    missing = f"Landlock does not work here ({failure})" if failure else NO_LANDLOCK
+    if config.type == "landlock":
+        raise UsageError(
+            f'sandbox.type is "landlock", and {missing}: use a system that has it, or set it to "auto"'
+        )
+    return Sandbox(config, f"{missing}, and {lacking}")
+
+
+def _bubblewrap(config: SandboxConfig, hidden: list[Path]) -> tuple[Sandbox | None, str]:
+    """Return bubblewrap if it works here, else None with what to do about it."""
+    program = shutil.which(BWRAP)
+    if program is None:
+        return None, MISSING
+    found = Bubblewrap(config, program, hidden)
+    if failure := _failure(found):
+        return None, f"bubblewrap does not work here ({failure}): {BROKEN}"
+    return found, ""
 
 
 def python_path() -> str:
@@ -271,33 +358,156 @@ def python_path() -> str:
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
-def enter(config: SandboxConfig) -> None:
-    """Confine this process irrevocably. Raises OSError if the system refuses a call."""
-    _limit(resource.RLIMIT_CORE, 0)
-    if sys.platform != "linux":
+def _failure(sandbox: Sandbox) -> str:
+    """Start Python in a sandbox; return the reason if that fails, else an empty string."""
+    program = [sys.executable, "-P", "-c", f"import {__package__}"]
+    scratch: Scratch | None = None
+    try:
+        start = sandbox.start(program)
+        scratch = start.scratch
+        ran = subprocess.run(
+            start.command,
+            env={**os.environ, **start.variables, "PYTHONPATH": python_path()},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return one_line(error)
+    finally:
+        if scratch is not None:
+            scratch.close()
+    said = ran.stderr.decode(errors="replace").strip().splitlines()
+    return (said or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
+
+
+# -- a scratch directory ---------------------------------------------------------------------------
+
+
+class Scratch:
+    """A directory for the files of one process, in place of the home and /tmp: close() removes it.
+
+    It is locked while this node lives. Those that a killed node left behind are removed with the next one.
+    """
+
+    def __init__(self, place: Path | None = None) -> None:
+        """Make it below `place`, the system's place of temporary files by default. Raises OSError."""
+        place = Path(tempfile.gettempdir()) if place is None else place
+        for left in place.glob(f"{SCRATCH_PREFIX}*"):
+            _remove_unlocked(left)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place)).resolve()
+            with suppress(OSError):  # another node took it for one left behind
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+
+    def furnish(self, shown: Iterable[Path]) -> dict[str, str]:
+        """Link what is shown of the home and of caches of data sets into it; return variables that name it."""
+        home, temporary = self.path / "home", self.path / "tmp"
+        cache = home / ".cache"
+        hub = cache / "huggingface"
+        fetched, made = _hub_caches()
+        copies = {Path.home(): home, fetched: hub / "hub", made: hub / "datasets"}
+        for directory in (temporary, *copies.values()):
+            directory.mkdir(parents=True)
+        for path in shown:
+            for real, copy in copies.items():
+                if real in path.parents:
+                    _link(copy / path.relative_to(real), path)
+        return {
+            "HOME": str(home),
+            "TMPDIR": str(temporary),
+            "XDG_CACHE_HOME": str(cache),
+            "HF_HOME": str(hub),
+            "HF_HUB_CACHE": str(hub / "hub"),
+            "HF_DATASETS_CACHE": str(hub / "datasets"),
+        }
+
+    def overrun(self, most: int = MOST_FILES) -> str:
+        """Explain why its process has to be ended; empty with at most SCRATCH bytes in `most` files."""
+        nbytes = files = 0
+        for directory, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(OSError):  # gone since
+                    nbytes += os.lstat(os.path.join(directory, name)).st_blocks * 512
+            files += 1 + len(names)
+            if nbytes > SCRATCH or files > most:
+                return f"the environment wrote more than {SCRATCH // MIB} MiB or {most:,} files: mend it"
+        return ""
+
+    def close(self) -> None:
+        """Remove it."""
+        _remove(self.path)
+        os.close(self._lock)
+
+
+def _link(place: Path, target: Path) -> None:
+    if not any(one.is_symlink() for one in (place, *place.parents)):  # else it shows already
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            place.symlink_to(target.resolve())
+
+
+def _remove_unlocked(directory: Path) -> None:
+    """Remove a scratch directory of this user whose node has ended."""
+    try:
+        if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+            return
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
         return
-    _limit(resource.RLIMIT_DATA, int(config.memory_gib * GIB))
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # keeps orphaned descendants visible to overrun()
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    if platform.machine() in _SYSTEMS:
-        _install(_filter(config, os.getpid()))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(directory)
+    except OSError:  # its node lives
+        pass
+    finally:
+        os.close(lock)
 
 
-def _limit(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(kind, (most, most))
+def _remove(directory: Path) -> None:
+    """Remove a directory in which nothing runs any more, whatever modes its own were made with."""
+    for above, names, _ in os.walk(directory):
+        for name in names:
+            path = os.path.join(above, name)
+            if not os.path.islink(path):
+                with suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
-def _prctl(option: int, *arguments: object) -> None:
-    filled = [*arguments, *(ctypes.c_ulong(0) for _ in range(4 - len(arguments)))]
-    if ctypes.CDLL(None, use_errno=True).prctl(option, *filled):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+# -- paths that are shown ----------------------------------------------------------------------------
 
 
-# -- paths that bubblewrap shows -----------------------------------------------------------------
+def _named(paths: Iterable[Path]) -> set[Path]:
+    """Return each path as it is named and as it is."""
+    return {one for path in paths for one in (path.absolute(), path.resolve())}
+
+
+def _shown(config: SandboxConfig, needed: Iterable[Path]) -> Iterator[Path]:
+    """Yield the paths to be read: Python, this package, data sets, `readable` and `needed`."""
+    above = _above(_writable())
+    shown = [Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+    shown += [Path(root[0]).resolve() / part for part in PARTS]
+    shown += [*_data_sets(), *map(expand_home, config.readable), *needed]
+    for path in sorted(path.absolute() for path in shown if path.exists()):
+        if not {path, path.resolve()} & above:
+            yield path
+
+
+def _without(path: Path, hidden: set[Path]) -> Iterator[Path]:
+    """Yield `path`, or if a hidden directory is in it what lies beside that."""
+    if path in hidden:
+        return
+    if not any(path in one.parents for one in hidden):
+        yield path
+    elif path.is_dir() and not path.is_symlink():
+        for one in path.iterdir():
+            yield from _without(one, hidden)
 
 
 def _scratch(path: Path, nbytes: int) -> list[str]:
@@ -322,6 +532,15 @@ def _writable() -> set[Path]:
     return {TEMPORARY, home, *elsewhere} - {Path("/")}
 
 
+def _is_for_everybody(path: Path) -> bool:
+    """Return whether a path is a file that every user of the machine may read."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) and bool(mode & stat.S_IROTH)
+
+
 def _above(paths: Iterable[Path]) -> set[Path]:
     """Return these directories and all their parents."""
     named = {one for path in paths for one in (path, path.resolve())}
@@ -344,68 +563,6 @@ def _data_sets() -> Iterator[Path]:
     yield from fetched.glob("datasets--*")
     # one by one, as the library writes its locks beside them
     yield from (file.parent for file in made.glob("*/*/*/*/dataset_info.json"))
-
-
-# -- the filter ------------------------------------------------------------------------------------
-
-
-def _filter(config: SandboxConfig, pid: int) -> list[_Instruction]:
-    """Make the seccomp program for the system calls of the process `pid`."""
-    architecture, numbers = _SYSTEMS[platform.machine()]
-    known = {
-        name: int(number)
-        for name, number in zip(_NAMES, numbers.split(), strict=True)
-        if number != "-"
-    }
-    program: list[_Instruction] = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, architecture),
-        _refuse(errno.EPERM),
-        (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, 0, 1, _X32),
-        _refuse(errno.EPERM),
-    ]
-    refused = list(_ALWAYS_REFUSED)
-    if not config.network:
-        refused.append("socket")
-    if not config.processes:
-        refused += ["fork", "vfork"]
-        # without clone3 a C library makes threads by clone, whose flags the filter can read
-        program += [(_EQUAL, 0, 1, known["clone3"]), _refuse(errno.ENOSYS)]
-        program += [(_EQUAL, 0, 4, known["clone"]), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
-        program += [(_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM), (_RETURN, 0, 0, _ALLOW)]
-        program += _only(known["kill"], [pid, 0, (-pid) & 0xFFFFFFFF])
-        program += _only(known["tgkill"], [pid])
-    program += _only(known["prlimit64"], [pid, 0])
-    for name in refused:
-        if name in known:
-            program += [(_EQUAL, 0, 1, known[name]), _refuse(errno.EPERM)]
-    return [*program, (_RETURN, 0, 0, _ALLOW)]
-
-
-def _refuse(number: int) -> _Instruction:
-    return (_RETURN, 0, 0, _REFUSE | number)
-
-
-def _only(number: int, values: Sequence[int]) -> list[_Instruction]:
-    """Allow a system call only if its first argument is one of `values`."""
-    count = len(values)
-    choices = [(_EQUAL, count - place, 0, value) for place, value in enumerate(values)]
-    return [
-        (_EQUAL, 0, count + 3, number),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        *choices,
-        _refuse(errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-
-
-def _install(program: Sequence[_Instruction]) -> None:
-    body = b"".join(struct.pack("HBBI", *one) for one in program)
-    held = ctypes.create_string_buffer(body, len(body))
-    # struct sock_fprog: a count, and a pointer at its own alignment
-    head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(held)))
-    _prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(head))
 
 
 # -- watching from outside -------------------------------------------------------------------------

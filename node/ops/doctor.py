@@ -20,7 +20,7 @@ from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
 from ..config.run import JoinConfig, NodeConfig, RunConfig
 from ..environments.allowed import find_package
-from ..environments.sandbox import choose
+from ..environments.sandbox import OWN_WORD, choose
 from ..inference.numerics import engine_class
 from ..inference.vllm_arguments import check_family, check_release, installed_release
 from ..memory_plan.memory import (
@@ -160,7 +160,7 @@ def check_environments(config: NodeConfig) -> Iterator[MachineCheck]:
 
 
 def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
-    """Start the sandbox of environments, and report its gaps."""
+    """Start the sandbox of environments, and report what it confines and its gaps."""
     if not isinstance(config, RunConfig | JoinConfig | EvalConfig):
         return
     try:
@@ -168,9 +168,11 @@ def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
     except UsageError as error:
         yield MachineCheck("sandbox", "problem", config.sandbox.type, str(error))
         return
-    gaps = "; ".join(found.gaps())
-    state = "warning" if found.missing else "ok"
-    yield MachineCheck("sandbox", state, f"{found.name}{': ' * bool(gaps)}{gaps}", found.missing)
+    advice = (
+        found.missing
+        and f"{found.missing}; until then only bundled environments run, unless {OWN_WORD}"
+    )
+    yield MachineCheck("sandbox", "warning" if found.missing else "ok", str(found), advice)
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:

@@ -1,5 +1,6 @@
 """A worker whose environment attacks: it costs that rollout, and the others of the same worker are accepted."""
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.sandbox import Sandbox, choose
 from primerl.node.ops.errors import UsageError
 
-ATTACKS = "exits dies hangs allocates bombs connects steals writes".split()
+ATTACKS = "exits dies hangs allocates bombs connects steals writes opens-memory".split()
 MOODS = " ".join(f"good {attack}" for attack in ATTACKS)
 
 
@@ -34,7 +35,7 @@ class Hostile(HostedEnvironment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["limits", "bubblewrap"])
+@pytest.mark.parametrize("kind", ["limits", "landlock", "bubblewrap"])
 async def test_an_attack_costs_its_rollout_and_the_workers_others_are_accepted(
     kind: SandboxType, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,6 +47,7 @@ async def test_an_attack_costs_its_rollout_and_the_workers_others_are_accepted(
     key.parent.mkdir()
     key.write_text("secret")
     monkeypatch.setenv("HOSTILE_FILE", str(key))
+    monkeypatch.setenv("HOSTILE_NODE", str(os.getpid()))
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         monkeypatch.setenv("HOSTILE_PORT", str(server.getsockname()[1]))

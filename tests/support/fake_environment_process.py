@@ -10,15 +10,20 @@ import mmap
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 from support.counting_environment import ASK, STOP, counting_task
+from support.sandbox_probes import PROBES
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import (
@@ -153,10 +158,6 @@ async def behave(mood: str) -> None:
             share(5 << 30)
         case "memfds":
             os.memfd_create("memory")
-        case "steals":
-            steal()
-        case "writes":
-            SECRET.with_name("planted").write_text("planted")
         case "fills":
             fill()
         case "tells":
@@ -182,6 +183,15 @@ async def behave(mood: str) -> None:
             await ask_judge(MOST_QUESTIONS + 1)
         case "waits":
             await asyncio.sleep(0.3)
+        case "works":
+            work()
+        case "pours":
+            pour()
+        case "changes-modes":
+            os.chmod(SECRET, 0o777)
+            os.utime(SECRET, (1.0, 1.0))
+        case probe if probe in PROBES:
+            PROBES[probe]()
         case "heavy":
             end = time.monotonic() + 0.1
             while time.monotonic() < end:
@@ -213,9 +223,12 @@ def share(nbytes: int) -> None:
         time.sleep(30)
 
 
-def steal() -> None:
-    """Read a file that the sandbox must hide."""
-    SECRET.read_bytes()
+def pour() -> None:
+    """Take 600 MiB of the home's disk."""
+    for number in range(3):
+        with Path.home().joinpath(f"{number}").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 200 << 20)
+    time.sleep(3600)
 
 
 def fill() -> None:
@@ -230,6 +243,36 @@ def fill() -> None:
             full += 1
     if full == 5:
         raise OSError(errno.ENOSPC, "no room anywhere")
+
+
+def work() -> None:
+    """Do what honest code does: read about itself and the machine, use threads, keep files."""
+    assert Path("/proc/self/status").read_text()
+    assert Path("/proc/self/task").is_dir()
+    assert "cpu" in Path("/proc/stat").read_text()
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0))
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(str, range(3))) == ["0", "1", "2"]
+    matrix = np.ones((256, 256))
+    assert (matrix @ matrix)[0, 0] == 256
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "a")
+        file.write_text("a")
+        shutil.copy(file, file.with_name("b"))
+        file.with_name("b").rename(file.with_name("c"))
+        shutil.copytree(directory, Path(directory, "copied"))
+        file.unlink()
+        file.touch()
+        assert file.exists()
+        shutil.make_archive(str(Path(directory, "packed")), "tar", directory, "copied")
+        shutil.unpack_archive(Path(directory, "packed.tar"), Path(directory, "unpacked"))
+        assert Path(directory, "unpacked", "copied", "c").read_text() == "a"
+    notes = Path.home() / ".cache" / "own" / "notes"
+    notes.parent.mkdir(parents=True, exist_ok=True)
+    notes.write_text("kept")
+    with open("/dev/null", "w") as nothing:
+        nothing.write("nothing")
 
 
 def look_at_others() -> None:
