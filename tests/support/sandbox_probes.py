@@ -18,6 +18,11 @@ USERFAULTFD = 282 if os.uname().machine == "aarch64" else 323
 PTRACE_SEIZE = 0x4206
 
 
+def shared_file(node: int) -> Path:
+    """Return the file of shared memory that a probe writes."""
+    return Path(f"/dev/shm/primerl-planted-{node}")
+
+
 def _refused(result: int) -> None:
     if result < 0:
         raise OSError(ctypes.get_errno(), "refused")
@@ -99,12 +104,12 @@ FILES: dict[str, Callable[[], object]] = {
     "writes": lambda: SECRET.with_name("planted").write_text("planted"),
     "appends": lambda: SECRET.open("ab").close(),
     "removes": lambda: SECRET.with_name("beside").unlink(),
-    "moves": lambda: SECRET.with_name("beside").rename("/tmp/moved"),
+    "moves": lambda: SECRET.with_name("beside").rename("/tmp/primerl-moved"),
     "links": lambda: os.link(SECRET, SECRET.with_name("linked")),
     "empties": _empty,
     "truncates": lambda: os.truncate(SECRET.with_name("beside"), 0),
     "marks": lambda: os.setxattr(SECRET, "user.mark", b"1"),
-    "shares-memory": lambda: Path("/dev/shm/primerl-planted").write_text("planted"),
+    "shares-memory": lambda: shared_file(NODE).write_text("planted"),
 }
 """Of files that are not the environment's."""
 PROBES = {**MEMORY, **CALLS, **FILES, "ends": lambda: os.kill(NODE, signal.SIGKILL)}
