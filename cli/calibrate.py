@@ -93,6 +93,7 @@ def run(
         cross_dtype=cross_dtype,
         force=force,
     )
+    _check_out(expand_home(out))
     report = run_to_end(_measure(config, wanted, weights))
     _print(report, as_json=as_json)
     if not force:
@@ -182,6 +183,21 @@ def _cheats_table(report: "CalibrationReport") -> "Table":
         counts = (str(one.rollouts), str(one.rejected), str(one.suspected))
         table.add_row(one.name, *counts, f"{one.batches:.1%}", verdict)
     return table
+
+
+def _check_out(path: Path) -> None:
+    """Raise UsageError where --out is a file that no calibration wrote: it would be replaced."""
+    from ..node.ops.errors import UsageError
+    from ..node.verification.bounds import read_calibration
+
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        read_calibration(path)
+    except UsageError as error:
+        raise UsageError(
+            f"{path} is there already and is no calibration: remove it, or give another --out"
+        ) from error
 
 
 def _write(report: "CalibrationReport", path: Path) -> None:

@@ -8,6 +8,7 @@ import ast
 import asyncio
 import inspect
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import NodeConfig, RunConfig
     from ..node.config.sft import SftConfig
+    from ..node.ops.control import RunningEntry
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound="BaseConfig")
@@ -206,24 +208,11 @@ def default_data_dir() -> Path:
 
 
 def find_node(data_dir: Path | None) -> Path:
-    """Find the data directory of the node to ask. Raises NetworkError when none runs."""
-    from ..node.ops.control import running, socket_path
-    from ..node.ops.errors import NetworkError
-
+    """Find the data directory of the node to ask: the trainer's, if several run. Raises NetworkError when none
+    runs."""
     if data_dir is not None:
-        given = expand_home(data_dir)
-        trainer = given / "trainer"  # of a run's directory
-        return (
-            trainer if socket_path(trainer).exists() and not socket_path(given).exists() else given
-        )
-    entries = running()
-    if not entries:
-        if socket_path(default_data_dir()).exists():
-            return default_data_dir()
-        raise NetworkError(
-            "no node of yours runs on this machine: start one (`primerl-node train @ demo`), or name its "
-            "--data-dir"
-        )
+        return given_node(data_dir)
+    entries = nodes_here()
     trainers = [entry for entry in entries if entry.role == "trainer"]
     chosen = (trainers or entries)[0]
     if len(entries) > 1:
@@ -233,6 +222,72 @@ def find_node(data_dir: Path | None) -> Path:
             file=sys.stderr,
         )
     return Path(chosen.data_dir)
+
+
+def given_node(data_dir: Path) -> Path:
+    """Return the data directory of the node in `data_dir`: of a run's directory, that of its trainer."""
+    from ..node.ops.control import socket_path
+
+    given = expand_home(data_dir)
+    trainer = given / "trainer"
+    return trainer if socket_path(trainer).exists() and not socket_path(given).exists() else given
+
+
+def nodes_here() -> "list[RunningEntry]":
+    """List the nodes of this user that run on this machine. Raises NetworkError when none runs."""
+    from ..node.ops.control import RunningEntry, running, socket_path
+    from ..node.ops.errors import NetworkError
+
+    entries = running()
+    own = default_data_dir()
+    if not entries and socket_path(own).exists():
+        entries = [RunningEntry(0, str(own), "node", "", 0.0)]
+    if not entries:
+        raise NetworkError(
+            "no node of yours runs on this machine: start one (`primerl-node train @ demo`), or name its "
+            "--data-dir"
+        )
+    return entries
+
+
+def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
+    """Find the data directory of the node to end: the one that runs here, else the one that the user chooses.
+
+    The nodes that `rl` started for a run are one choice, its trainer, whose end is theirs. Raises NetworkError,
+    and UsageError where several run and there is nobody to ask.
+    """
+    from ..node.ops.errors import UsageError
+
+    if data_dir is not None:
+        return given_node(data_dir)
+    choices = _runs(nodes_here())
+    if len(choices) == 1:
+        return Path(choices[0].data_dir)
+    if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
+        named = " or ".join(f"--data-dir {shlex.quote(one.data_dir)}" for one in choices)
+        raise UsageError(f"{len(choices)} nodes run here, say which one to stop: {named}")
+    for number, one in enumerate(choices, 1):
+        typer.echo(f"{number}  {one.role:<10} {_shortened(Path(one.data_dir))}  {one.run}")
+    answer = typer.prompt(
+        f"which one to stop, 1 to {len(choices)} (nothing: none)", default="", show_default=False
+    )
+    if answer.strip() not in map(str, range(1, len(choices) + 1)):
+        raise UsageError("none was chosen, and none is stopped")
+    return Path(choices[int(answer) - 1].data_dir)
+
+
+def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
+    """Leave out the workers that `rl` runs beside one of these trainers: it started them, and ends them."""
+    from ..node.storage.run_files import SETTINGS, WORKER
+
+    trainers = {Path(one.data_dir).parent for one in entries if one.role == "trainer"}
+
+    def is_of_rl(one: "RunningEntry") -> bool:
+        data_dir = Path(one.data_dir)
+        named = WORKER.fullmatch(data_dir.name) and data_dir.parent in trainers
+        return bool(named) and (data_dir / SETTINGS).is_file()
+
+    return [one for one in entries if not is_of_rl(one)]
 
 
 def _shortened(path: Path) -> Path:

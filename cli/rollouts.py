@@ -327,7 +327,7 @@ def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
 
 def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None:
     """Write JSON lines. Raises StorageError."""
-    from ..node.ops.errors import file_error
+    from ..node.ops.errors import UsageError, file_error
     from ..node.storage.rollouts import as_json
 
     lines = (as_json(one) + b"\n" for one in files.select(wanted))
@@ -335,6 +335,8 @@ def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None
         sys.stdout.buffer.writelines(lines)
         sys.stdout.flush()
         return
+    if expand_home(target).is_file():
+        raise UsageError(f"{target} is there already: remove it, or give another --export")
     count = 0
     try:
         with expand_home(target).open("wb") as file:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..node.ops.strict_json import to_json
-from .command import AsJson, DataDir, find_node
+from .command import AsJson, DataDir, choose_node, find_node
 
 Watch = Annotated[
     bool,
@@ -95,11 +95,14 @@ def stop(
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a running node in order: it finishes what must not be lost, and leaves."""
+    """Stop a running node in order: it finishes what must not be lost, and leaves.
+
+    Where several run, --data-dir says which one; without it they are listed and you choose.
+    """
     from ..node.ops.control import ask, socket_path
     from ..node.ops.errors import NodeError
 
-    node = find_node(data_dir)
+    node = choose_node(data_dir, ask=not as_json)
     ask(node, "stop")
     deadline = time.monotonic() + wait_s
     while socket_path(node).exists() and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ Roles are imported when they start: a dry run imports nothing heavy.
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,9 @@ from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import check_device, torch_without_gpus
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
+from ..process.spawn import PARENT_VARIABLE
 from ..process.threads import share_python
+from ..storage.run_files import held
 
 if TYPE_CHECKING:
     from .judge import JudgeAddress
@@ -63,12 +66,14 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     from .trainer import TrainerNode
 
     check_monitors(config.monitors)
-    directory = rundir.prepare(config)
-    data_dir = config.data_dir or directory / "trainer"
-    configure(config.log, directory / "logs" / "trainer.jsonl")
-    share_python()
-    node = TrainerNode(config, load_key(data_dir), data_dir, announce)
-    await node.run()
+    # `rl` holds the lock for the trainer that it starts
+    with nullcontext() if PARENT_VARIABLE in os.environ else held(config.run_dir):
+        directory = rundir.prepare(config)
+        data_dir = config.data_dir or directory / "trainer"
+        configure(config.log, directory / "logs" / "trainer.jsonl")
+        share_python()
+        node = TrainerNode(config, load_key(data_dir), data_dir, announce)
+        await node.run()
     return directory
 
 

@@ -35,7 +35,7 @@ from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.errors import UsageError
 from ..ops.logs import configure
-from ..storage.run_files import CONFIG, held, make_directory, write
+from ..storage.run_files import CONFIG, claim, held, write
 from .factories import make_environment
 
 MAX_TOKENS = 512
@@ -140,7 +140,7 @@ def completed(config: EvalConfig) -> EvalConfig:
 
 def _begin(config: EvalConfig) -> None:
     directory = config.directory
-    make_directory(directory)
+    claim(directory)
     write(directory / CONFIG, config.model_dump_json(indent=2))
     configure(config.log, directory / "logs" / "eval.jsonl")
 

@@ -45,7 +45,7 @@ from ..ops.errors import UsageError
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger, readable
-from ..storage.run_files import CONFIG, check_kinds, make_directory, write_private
+from ..storage.run_files import CONFIG, check_kinds, claim, write_private
 from ..trainer import run_manifest
 from ..trainer.leased_replies import (
     LeasedReplies,
@@ -178,7 +178,7 @@ class JudgeNode(IssuingNode):
         """Serve until it is stopped. Raises NodeError."""
         directory = self._config.run_dir
         check_kinds(directory)
-        make_directory(directory)
+        claim(directory)
         write_private(directory / CONFIG, self._config.model_dump_json(indent=2))
         ledger = self._factories.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:

@@ -18,6 +18,7 @@ from ..storage.run_files import (
     CHECKPOINTS,
     CONFIG,
     check_kinds,
+    claim,
     clean,
     holds_run,
     make_directory,
@@ -30,8 +31,8 @@ def prepare(config: RunConfig) -> Path:
     """Make the run directory, or check that this one may be used.
 
     Raises:
-        UsageError: another run is in it and neither resume nor clean was asked for; or the checkpoint that
-            was asked for is not there.
+        UsageError: another run is in it and neither resume nor clean was asked for; it is none of a run and
+            holds what a run would write over; or the checkpoint that was asked for is not there.
         BusyError: it is to be cleaned, and a node still runs in it.
         StorageError: something else is where its files belong, or it cannot be written.
     """
@@ -47,7 +48,7 @@ def prepare(config: RunConfig) -> Path:
         raise UsageError(f"{directory} holds a run: add {how}, --clean, or another --name")
     elif config.goes_on and not used:
         raise UsageError(f"nothing to resume in {directory}")
-    make_directory(directory)
+    claim(directory, goes_on=config.goes_on)
     # it may hold the passwords of seeds
     write_private(directory / CONFIG, config.model_dump_json(indent=2))
     return directory

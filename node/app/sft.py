@@ -68,7 +68,7 @@ def prepare(config: SftConfig) -> Path:
     elif used and not config.goes_on:
         raise UsageError(f"{directory} holds a run: add --resume, --clean, or another --name")
     run_files.check_kinds(directory)
-    run_files.make_directory(directory)
+    run_files.claim(directory, goes_on=config.goes_on)
     run_files.write(directory / run_files.CONFIG, config.model_dump_json(indent=2))
     return directory
 

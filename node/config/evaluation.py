@@ -9,7 +9,7 @@ from pydantic_config import BaseConfig
 
 from .chat_api import ChatApiConfig
 from .engine import EngineConfig
-from .run import EvaluatedEnvironment, LogConfig, check_judges, check_names
+from .run import EvaluatedEnvironment, LogConfig, ParentDir, RunName, check_judges, check_names
 from .sandbox import SandboxConfig
 
 
@@ -51,9 +51,9 @@ class EndpointConfig(ChatApiConfig):
 class EvalConfig(BaseConfig):
     """`primerl-node eval`."""
 
-    name: str = "eval"
+    name: RunName = "eval"
     """Directory of the results, under output_dir."""
-    output_dir: Path = Path("outputs")
+    output_dir: ParentDir = Path("outputs")
     """Parent of results directories."""
     seed: int = 0
     """Seed of tasks and sampling."""

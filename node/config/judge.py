@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from .engine import EngineConfig
-from .run import ModelConfig, NodeConfig, Positive, Seconds, VerificationConfig
+from .run import ModelConfig, NodeConfig, ParentDir, Positive, RunName, Seconds, VerificationConfig
 from .serving import ApiConfig
 
 MAX_PROMPT_TOKENS = 60_000
@@ -31,9 +31,9 @@ class JudgeAuditConfig(VerificationConfig):
 class JudgeRunConfig(NodeConfig):
     """`primerl-node judge`."""
 
-    name: str = "judge"
+    name: RunName = "judge"
     """Directory under output_dir, for key, ledger, ticket and logs. A judge that was stopped goes on there."""
-    output_dir: Path = Path("outputs")
+    output_dir: ParentDir = Path("outputs")
     """Where the directories of runs are."""
     seed: int = 0
     """Seed of a model that is made here."""

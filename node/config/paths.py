@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+MAX_NAME_BYTES = 128
+"""Longest name of a run; a file name of Linux has 255 bytes, and names of other files are made from it."""
+
 
 def expand_home(path: str | Path) -> Path:
     """Replace `~` and `~user`; like a shell, leave the name of a user that does not exist.
@@ -10,3 +13,21 @@ def expand_home(path: str | Path) -> Path:
     Path.expanduser() raises RuntimeError for such a name.
     """
     return Path(os.path.expanduser(path))
+
+
+def check_component(name: str) -> str:
+    """Return a name that becomes a directory below another one: one component of a path. Raises ValueError."""
+    why = ""
+    if not name or name in (".", ".."):
+        why = "it is empty, . or .."
+    elif "/" in name:
+        why = "it has a /, and output_dir names the directory above"
+    elif name.startswith(("~", "-")) or name != name.strip():
+        why = "it begins with ~, - or a space, or ends with one"
+    elif not name.isprintable():
+        why = "it has control characters"
+    elif len(os.fsencode(name)) > MAX_NAME_BYTES:
+        why = f"it is longer than {MAX_NAME_BYTES} bytes"
+    if why:
+        raise ValueError(f"a directory of that name is made ({why}): choose another one")
+    return name

@@ -23,7 +23,7 @@ from .engine import (
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
 from .monitors import MonitorsConfig
-from .paths import expand_home
+from .paths import check_component, expand_home
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
@@ -73,12 +73,16 @@ def _resume(value: object) -> object:
 Resume = Annotated[ResumeConfig | None, BeforeValidator(_resume)]
 
 
+RunName = Annotated[str, AfterValidator(check_component)]
+ParentDir = Annotated[Path, AfterValidator(expand_home)]
+
+
 class OwnRunConfig(BaseConfig):
     """The run's directory, its length, and the checkpoint to go on from."""
 
-    name: str = "run"
-    """Run directory under output_dir."""
-    output_dir: Path = Path("outputs")
+    name: RunName = "run"
+    """Run directory under output_dir: one name, without /."""
+    output_dir: ParentDir = Path("outputs")
     """Parent of the run directories."""
     seed: int = 0
     """Seed of weights that are made here, of the order of tasks and of the held-out split."""
@@ -86,7 +90,7 @@ class OwnRunConfig(BaseConfig):
     """Optimizer steps of the run."""
     resume: Resume = None
     clean: bool = False
-    """Delete the files of an earlier run of this name."""
+    """Delete the files that an earlier run of this name wrote; other files in its directory stay."""
     monitors: MonitorsConfig = MonitorsConfig()
 
     @property

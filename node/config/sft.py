@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig
+from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig, RunName
 from .training import Positive, RowsConfig, TrainingConfig
 
 
@@ -70,7 +70,7 @@ class ValidationConfig(BaseConfig):
 class SftConfig(OwnRunConfig):
     """`primerl-node sft`."""
 
-    name: str = "sft"
+    name: RunName = "sft"
     """Run directory under output_dir."""
     max_epochs: Annotated[int, Field(ge=0)] = 0
     """Stop after this many epochs, if max_steps (which sets the learning rate schedule) is later; 0: no

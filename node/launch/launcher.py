@@ -27,9 +27,11 @@ from ..process.tasks import end_tasks
 from ..storage.chunk_store import CHUNKS
 from ..storage.run_files import (
     LOGS,
+    SETTINGS,
     TICKET,
     check_free,
     check_kinds,
+    claim,
     clean,
     held,
     make_directory,
@@ -87,7 +89,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
         chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
         seeds = [chunks.as_uri(), *seeds][:MAX_SEEDS]
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": [], "seeds": seeds}
-    path = data_dir / "join.toml"
+    path = data_dir / SETTINGS
     write(path, loader.to_toml(dumped))
     return path
 
@@ -192,11 +194,13 @@ async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
 
 
 def prepare(config: RunConfig) -> None:
-    """Make an empty directory for logs and remove an earlier run's ticket. Raises BusyError, UsageError."""
+    """Mark the run's directory, make one for logs and remove an earlier run's ticket. Raises BusyError,
+    UsageError, StorageError."""
     run_dir = config.run_dir
     if config.clean and not config.goes_on:
         clean(run_dir)
     check_kinds(run_dir)
+    claim(run_dir, goes_on=config.goes_on)
     make_directory(run_dir / LOGS)
     check_free(run_dir)
     (run_dir / TICKET).unlink(missing_ok=True)

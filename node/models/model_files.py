@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ...crypto.hashing import short
 from ..ops.errors import EngineError, one_line
 from ..storage.partial import whole_directory
+from ..storage.run_files import written_to_model
 from ..weights.replica import prove
 from ..weights.state import State, memory_threads
 from ..weights.state_history import TensorLayout, layout
@@ -183,7 +184,7 @@ def export(state: State, model_dir: Path, directory: Path) -> None:
     Previous contents of `directory` are moved aside once the new files are on disk, then deleted. Raises
     StorageError.
     """
-    with whole_directory(directory) as partial:
+    with whole_directory(directory, written_to_model) as partial:
         tensors = {name: to_torch(tensor) for name, tensor in state.items()}
         write_tensors(tensors, partial / "model.safetensors")
         for name in contract_files(model_dir):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 from ..ops.errors import EngineError, StorageError, one_line
 from ..storage.partial import sync, sync_tree
+from ..storage.removal import remove_own
 from .json_files import read_json
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ FORMAT = b"1"
 """To be counted up when the text models that are written change."""
 NEW_S = 60.0
 """Age in seconds below which a half-written directory may not be locked yet."""
+_HALF = re.compile(r"\..*-[0-9a-f]{16}\.[a-z0-9_]{8}")
+"""Names of half-written directories: that of the target, between a dot and the letters of mkdtemp()."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -87,7 +91,7 @@ def text_model(directory: Path, config: Mapping[str, Any]) -> Path:
             partial.rename(target)
             sync(target.parent)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_own(partial)
             os.close(lock)
     except OSError as error:
         if (target / "config.json").is_file():
@@ -105,12 +109,14 @@ def remove_stale(cache: Path, *, now: float) -> None:
     `now`: seconds since 1970. Directories younger than NEW_S stay.
     """
     for one in cache.glob(".*"):
+        if not _HALF.fullmatch(one.name):
+            continue
         with suppress(OSError):
-            lock = os.open(one, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_mtime < now - NEW_S and try_lock(lock):
                     logger.info("removing %s, which a conversion that was ended left", one)
-                    shutil.rmtree(one, ignore_errors=True)
+                    remove_own(one)
             finally:
                 os.close(lock)
 

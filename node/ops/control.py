@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -20,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..process.tasks import end_tasks
-from ..process.unix_sockets import connected, short
+from ..process.unix_sockets import connected, remove_socket, short
 from .errors import BusyError, NetworkError, NodeError
 
 SOCKET_NAME = "control.sock"
@@ -281,7 +282,7 @@ class ControlServer:
                 raise BusyError(
                     f"a node already runs in {self._path.parent}: stop it, or choose another --data-dir"
                 )
-            self._path.unlink()
+            remove_socket(self._path)
         with short(self._path) as name:
             self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
         self._path.chmod(0o600)
@@ -290,7 +291,7 @@ class ControlServer:
         """Stop listening, hang up on callers, and remove the socket."""
         if self._server is not None:
             self._server.close()
-            self._path.unlink(missing_ok=True)
+            remove_socket(self._path)
             self._server = None
             await asyncio.sleep(0)  # a connection that was just accepted is a caller by then
             for caller in self._callers:
@@ -448,6 +449,10 @@ def _ask(data_dir: Path, command: str, kind: type[Row]) -> Row | None:
 logger = logging.getLogger(__name__)
 
 
+_ENTRY = re.compile(r"\d+-[0-9a-f]{8}\.json")
+"""Names of entries; other files of the directory are not ours."""
+
+
 @dataclass(frozen=True)
 class RunningEntry:
     """One running node."""
@@ -501,6 +506,8 @@ def running(*, where: Path | None = None) -> list[RunningEntry]:
     """List running nodes, the latest started first. Entries of dead processes are removed."""
     found: list[RunningEntry] = []
     for path in sorted((where or registry_directory()).glob("*.json")):
+        if not _ENTRY.fullmatch(path.name):
+            continue
         entry = _read_entry(path)
         if entry is None or not _alive(entry):
             path.unlink(missing_ok=True)

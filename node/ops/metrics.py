@@ -16,13 +16,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .errors import file_error
+from .strict_json import to_json
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config
     from .monitors import Monitors
 
 
 class MetricsLog:
-    """Append one line per step; a line is whole or absent."""
+    """Append one line per step; a line is whole or absent, and JSON: numbers that are not finite are null."""
 
     def __init__(self, path: Path, monitors: "Monitors | None" = None) -> None:
         """`monitors` get every line, too; close() closes them."""
@@ -35,7 +36,7 @@ class MetricsLog:
         """Write a line: step, Unix time (if `values` have none), and the values. Raises StorageError."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(to_json(line) + "\n")
             self._file.flush()
         except OSError as error:
             raise file_error(error, self._path) from error

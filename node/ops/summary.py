@@ -49,6 +49,7 @@ def write(
         "seed": config.seed,
         "steps": progress.step,
         "policy_version": progress.step,
+        "skipped_steps": progress.skipped,
         "exact_match_before": before.exact,
         "exact_match_after": after.exact,
         "reward_before": before.reward,

@@ -23,6 +23,7 @@ from ..p2p.rpc import Refused, receive_reply, send
 from ..p2p.transport import Connection, Stream, TransportError
 from ..p2p.waiting import Notifier
 from ..process.tasks import end_tasks
+from ..process.unix_sockets import remove_socket
 from ..process.unix_sockets import short as short_path
 from .frames import BEAT, FrameLimits, Packet, read_packet
 
@@ -308,7 +309,7 @@ class LocalLink:
 
     async def __aenter__(self) -> "LocalLink":
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path.unlink(missing_ok=True)
+        remove_socket(self.path)
         with short_path(self.path) as name:
             self._server = await asyncio.start_unix_server(self._accept, name, limit=BUFFER)
         self.path.chmod(0o600)
@@ -327,7 +328,7 @@ class LocalLink:
             writer.transport.abort()  # a task cancelled before its first step would not do it
         if self._serving:
             await asyncio.wait(self._serving, timeout=SETTLE_S)
-        self.path.unlink(missing_ok=True)
+        remove_socket(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))

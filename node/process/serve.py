@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import select
-import shutil
 import socket
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from ..ops.errors import EngineError
+from ..storage.removal import remove_scratch
 from .frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length, frame, read_frames
 from .spawn import EXIT_ORPHANED, leave_with_parent
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, ProcessHello, connected
@@ -161,7 +161,8 @@ class ParentSocket:
 
     def abandon(self) -> NoReturn:
         """Remove the socket's folder, which its parent left behind, and exit."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with contextlib.suppress(ValueError):  # the variable named no folder of a parent of ours
+            remove_scratch(self._directory)
         os._exit(EXIT_ORPHANED)
 
     def _read(self, count: int) -> bytes:

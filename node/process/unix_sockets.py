@@ -8,6 +8,7 @@ import hmac
 import logging
 import os
 import socket
+import stat
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..ops.errors import NodeError
+from ..ops.errors import NodeError, StorageError
 from .frames import read_frame
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,17 @@ def short(path: Path) -> Generator[str]:
             raise NodeError(f"{name} is too long for a socket: use a shorter name, or TMPDIR")
         folder.symlink_to(path.parent.absolute())
         yield name
+
+
+def remove_socket(path: Path) -> None:
+    """Remove a socket that a process left at `path`; nothing else is removed. Raises StorageError, OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StorageError(f"{path} is no socket, and one has to be made there: move it away")
+    path.unlink(missing_ok=True)
 
 
 def connected(path: Path, timeout_s: float | None = None) -> socket.socket:

@@ -23,6 +23,7 @@ from ..ops.monitors import Monitors
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
 from ..training.backend import TrainBackend, TrainBatch
 from ..training.checkpoint import Checkpoints
+from ..training.skipped_steps import SkippedSteps
 from .data import BatchReader, Data, DataBatch, DataCursor
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ CURSOR = "cursor"
 """Name of the checkpoint part that holds SftState."""
 WINDOW = 20
 """Steps over which the summary averages the loss."""
-MAX_SKIPPED = 10
-"""Consecutive steps without a finite gradient after which the run fails."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,9 @@ class SftState(msgspec.Struct, frozen=True):
     """Training losses of the last WINDOW steps."""
     line: dict[str, float | None] = {}
     """Metrics of the step, for a resumed run whose metrics file lacks them."""
+    skipped: int = 0
+    """Steps so far whose gradient was not finite, and those since the last one that learned."""
+    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class SftLoop:
         self._identity = data.training.identity()
         self._state = SftState(DataCursor(), self._identity)
         self._step = 0
-        self._skipped = 0
+        self._skips = SkippedSteps(self._checkpoints)
         self._stopping = False
 
     async def run(self, resume: ResumeConfig | None) -> dict[str, object]:
@@ -167,7 +169,9 @@ class SftLoop:
         self._step += 1
         seconds = time.monotonic() - started
         values = self._figures(data, figures.values, seconds, waited)
-        self._check_finite(values)
+        if failure := self._skips.after(self._step, values):
+            metrics.write(self._step, values)
+            raise failure
         self._update_state(data.cursor, values["loss/mean"])
         last = self._step == self._config.max_steps
         if self._data.validation and (last or self._due(self._config.validation.interval)):
@@ -176,7 +180,8 @@ class SftLoop:
         self._state = msgspec.structs.replace(self._state, line=line)
         if last or self._due(self._config.checkpoint.interval):
             values["time/save_ckpt"] = await self._save()
-        if not last and self._due(self._config.checkpoint.weights_interval):
+        due = self._due(self._config.checkpoint.weights_interval)
+        if due and not last and not self._skips.in_a_row:
             await self._export()
         metrics.write(self._step, values)
         self._report(values)
@@ -201,17 +206,17 @@ class SftLoop:
             **{f"data/skipped/{reason}": count for reason, count in cursor.skipped.items()},
         }
 
-    def _check_finite(self, values: dict[str, float]) -> None:
-        self._skipped = self._skipped + 1 if values.get("optim/skipped") else 0
-        if self._skipped >= MAX_SKIPPED:
-            raise RunFailed(
-                f"{MAX_SKIPPED} steps in a row had no finite gradient: lower training.lr, or resume "
-                "from an earlier checkpoint"
-            )
-
     def _update_state(self, cursor: DataCursor, loss: float) -> None:
-        losses = [*self._state.losses, loss][-WINDOW:]
-        self._state = msgspec.structs.replace(self._state, cursor=cursor, losses=losses)
+        losses = self._state.losses
+        if math.isfinite(loss):
+            losses = [*losses, loss][-WINDOW:]
+        self._state = msgspec.structs.replace(
+            self._state,
+            cursor=cursor,
+            losses=losses,
+            skipped=self._skips.total,
+            skipped_in_a_row=self._skips.in_a_row,
+        )
 
     def _report(self, values: dict[str, float]) -> None:
         measured = self._state.validation
@@ -239,6 +244,11 @@ class SftLoop:
         with self._clock.phase("validation"):
             figures = await self._backend.evaluate(self._data.validation)
         loss = figures["loss/mean"]
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the validation loss after step {self._step} is not a number, so the weights are ruined and "
+                "were not exported: lower training.lr, and go back with --resume.step"
+            )
         history = [*self._state.validation, (self._step, loss)]
         self._state = msgspec.structs.replace(self._state, validation=history)
         logger.info("step %d | validation loss %.4f", self._step, loss)
@@ -268,6 +278,7 @@ class SftLoop:
             return
         await self._backend.load(found.directory)
         self._state, self._step = found.state, found.step
+        self._skips.restore(found.step, found.state.skipped, found.state.skipped_in_a_row)
         logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.state.cursor))
 
     async def _finish(self) -> dict[str, object]:
@@ -276,6 +287,7 @@ class SftLoop:
         if self._data.validation and self._state.validation[-1][0] != self._step:
             await self._validate()
         await self._save_last()
+        self._skips.at_end()
         weights = await self._export()
         saved = self._state
         measured = [loss for _, loss in saved.validation] or [None]
@@ -291,6 +303,7 @@ class SftLoop:
             "samples": saved.cursor.samples,
             "tokens": saved.cursor.tokens,
             "skipped_rows": saved.cursor.skipped,
+            "skipped_steps": saved.skipped,
             "weights": str(weights),
         }
 

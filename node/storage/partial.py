@@ -1,12 +1,12 @@
 """Write a file or a directory beside its place, and move it there once it is whole."""
 
 import os
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..ops.errors import StorageError, file_error
+from .removal import Known, remove_made, remove_own
 
 PARTIAL = ".partial"
 """Suffix of what is being written, or was when the node died."""
@@ -38,22 +38,29 @@ def whole_file(target: Path, *, fsync: bool = False) -> Generator[Path]:
 
 
 @contextmanager
-def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path]:
+def whole_directory(target: Path, known: Known, *, fsync: bool = True) -> Generator[Path]:
     """Yield an empty directory that becomes `target` if the block ends without an error.
 
-    An older `target` is replaced. Without `fsync` it survives a crash of the process, but maybe not a power
-    cut. Raises StorageError, also for any OSError of the block.
+    An older `target` is replaced: its files that `known` names (paths below it) are removed, others are kept
+    beside it as NAME.kept_N. A link is not replaced. Without `fsync` it survives a crash of the process, but
+    maybe not a power cut. Raises StorageError, also for any OSError of the block.
     """
     partial = partial_of(target)
     replaced = target.with_name(target.name + REPLACED)
+    made = False
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        if target.is_symlink():
+            raise StorageError(
+                f"{target} is a link, and a directory is to be written there: move it away"
+            )
+        remove_made(partial, known)
         partial.mkdir(parents=True)
+        made = True
         yield partial
         if fsync:
             sync_tree(partial)
         if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove_made(replaced, known)
             target.rename(replaced)
         partial.rename(target)
         if fsync:
@@ -63,8 +70,10 @@ def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path]:
             f"cannot write {target}: {error}: free disk space or change permissions"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
+        if made:
+            remove_own(partial)
+    with suppress(OSError):
+        remove_made(replaced, known)
 
 
 def partial_of(target: Path) -> Path:

@@ -1,18 +1,26 @@
 """Name the files that a run leaves in its directory, and remove them for `--clean`.
 
-Nothing is deleted that does not look like a run of ours, and nothing while a node runs in it.
+Invariants: a run begins only in a directory that is its own or holds nothing by a name that a run writes;
+`--clean` removes only files of these names, in a directory that carries the mark of a run, and nothing while a
+node runs in it.
 """
 
 import fcntl
+import json
+import logging
 import os
-import shutil
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from ..ops.control import ask, socket_path
 from ..ops.errors import BusyError, NetworkError, StorageError, UsageError, file_error
 from .partial import whole_file
+from .removal import remove_tree, some
+
+logger = logging.getLogger(__name__)
 
 TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "ticket.txt",
@@ -24,8 +32,86 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
 CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
 CONFIG = "config.json"
-MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
-"""Every run's directory holds at least one of these."""
+MARK = ".primerl-run"
+"""File that a run writes into its directory before anything else."""
+MARK_TEXT = "primerl-node wrote the files of a run here; --clean removes those, and nothing else.\n"
+IN_CONFIG = {"name", "output_dir", "seed"}
+"""Keys that every config.json of a run has: the mark of directories from before there was one."""
+MAX_CONFIG = 1 << 20
+"""Most bytes of a config.json that is looked into."""
+WORKER = re.compile(r"worker_\d+")
+SETTINGS = "join.toml"
+"""What `rl` writes into the data directory of each worker that it starts."""
+
+# -- what a run writes: regular expressions of paths below its directory ----------------------------
+
+_STEP = r"step_\d+(\.partial|\.replaced)?"
+_CHECKPOINT = (
+    r"(COMPLETE|parts/[a-z0-9][a-z0-9_.-]{0,63}|backend(\.partial)?/[\w.-]+\.(json|safetensors))"
+)
+_MODEL = (
+    r"((config|generation_config|tokenizer[^/]*|special_tokens_map|added_tokens|vocab|adapter_config)\.json"
+    r"|tokenizer\.model|chat_template[^/]*|(vocab|merges)\.txt|spiece\.model|[^/]+\.tiktoken"
+    r"|(adapter_)?model[\w-]*\.safetensors(\.index\.json)?)"
+)
+_LOG = r"logs/(\w+\.(log|jsonl)(\.\d+)?|\.\w+\.log\.partial)"
+_DATABASE = r"(-wal|-shm|-journal)?"
+_MONITORS = r"(wandb|tensorboard)/.+"
+_CHUNKS = r"chunks/([0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64}|\.tmp-[0-9a-f]{16})|\.tmp-[0-9a-f]{16})"
+_LEDGER = rf"ledger\.(db{_DATABASE}|lock)"
+_NODE = "|".join(
+    (
+        r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status)\.json(\.partial)?",
+        rf"\.?join\.toml(\.partial)?|{_LEDGER}|{_CHUNKS}|model/\.?{_MODEL}(\.partial)?|{_LOG}|{_MONITORS}",
+        rf"runs/[0-9a-f]{{16}}/({_LEDGER}|{_CHUNKS}|[\w.-]+/.+|[\w.-]+\.(json|sock))",
+    )
+)
+_RUN = "|".join(
+    (
+        r"\.?(config\.json|ticket\.txt|metrics\.jsonl|summary\.json|evaluations\.jsonl)(\.partial)?",
+        rf"reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_MONITORS}",
+        rf"checkpoints/(void_\d+/)?{_STEP}/{_CHECKPOINT}",
+        rf"weights/{_STEP}/(merged(\.partial)?/)?{_MODEL}",
+        rf"model/\.?{_MODEL}(\.partial)?",
+        r"rollouts/(step_\d{6,}\.parquet|\.step_\d{6,}\.parquet\.partial)",
+        r"data/.+",
+        rf"(trainer|worker_\d+)/({_NODE})",
+    )
+)
+_WRITTEN = re.compile(_RUN)
+_OF_CHECKPOINT = re.compile(_CHECKPOINT)
+_OF_MODEL = re.compile(rf"(merged(\.partial)?/)?{_MODEL}")
+_FOLDERS = {LOGS, CHECKPOINTS, ROLLOUTS, "weights", "model", "data", "trainer"}
+_FOLDERS |= {"wandb", "tensorboard"}
+_FILES = {CONFIG, TICKET, METRICS, SUMMARY, PICTURE, "evaluations.jsonl", "judge.db"}
+
+
+def written_by_run(path: str) -> bool:
+    """Return whether a run writes this file, a path below its directory; of a folder: "/" at its end."""
+    if path.endswith("/"):
+        return _is_folder(path.partition("/")[0])
+    return _WRITTEN.fullmatch(path) is not None
+
+
+def written_to_checkpoint(path: str) -> bool:
+    """Return whether a checkpoint has this file, a path below its directory; of a folder: "/" at its end."""
+    return path in ("parts/", "backend/", "backend.partial/") or bool(
+        _OF_CHECKPOINT.fullmatch(path)
+    )
+
+
+def written_by_learner(path: str) -> bool:
+    """Return whether the backend's part of a checkpoint has this file, a path below it."""
+    return written_to_checkpoint(f"backend/{path}")
+
+
+def written_to_model(path: str) -> bool:
+    """Return whether exported weights have this file, as written_to_checkpoint()."""
+    return path in ("merged/", "merged.partial/") or bool(_OF_MODEL.fullmatch(path))
+
+
+def _is_folder(name: str) -> bool:
+    return name in _FOLDERS or WORKER.fullmatch(name) is not None
 
 
 def holds_run(directory: Path) -> bool:
@@ -86,7 +172,8 @@ def held(run_dir: Path) -> Generator[None]:
     Raises BusyError, StorageError. The lock is a file beside the directory, which --clean removes; the system
     lets go of it when its holder dies.
     """
-    path = run_dir.parent / f".{run_dir.name}.lock"
+    whole = run_dir.resolve()  # by whichever links it is named
+    path = whole.parent / f".{whole.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("a")
@@ -102,28 +189,86 @@ def held(run_dir: Path) -> Generator[None]:
         yield
 
 
+def is_run(run_dir: Path) -> bool:
+    """Return whether a directory carries the mark of a run, or the config.json of one from before the mark."""
+    mark = run_dir / MARK
+    if mark.is_file() and not mark.is_symlink():
+        return True
+    try:
+        with (run_dir / CONFIG).open("rb") as file:
+            found: Any = json.loads(file.read(MAX_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and cast("dict[str, Any]", found).keys() >= IN_CONFIG
+
+
+def claim(run_dir: Path, *, goes_on: bool = False) -> None:
+    """Make a run's directory and mark it, before anything is written there.
+
+    Raises UsageError where it is none of a run and holds something by a name that a run writes: that would be
+    overwritten, or removed by --clean one day. With `goes_on` its owner says that a run is there. Raises
+    StorageError.
+    """
+    make_directory(run_dir)
+    if not goes_on and not is_run(run_dir):
+        names = sorted(path.name for path in run_dir.iterdir())
+        taken = [name for name in names if name in _FILES or _is_folder(name)]
+        if taken:
+            raise UsageError(
+                f"{run_dir} is no directory of a run (it has no {MARK}) and holds {some(taken)}, which a run "
+                "would write over: move that away, or choose another --name or --output-dir"
+            )
+    if not (run_dir / MARK).is_file():
+        write(run_dir / MARK, MARK_TEXT)
+
+
 def clean(run_dir: Path) -> None:
-    """Remove the files of an earlier run.
+    """Remove the files of an earlier run; what a run does not write stays, and a warning names it.
 
     Raises:
-        UsageError: the directory holds things, but no run.
+        UsageError: the directory holds things, but no run; or a link is where a run has a directory.
         BusyError: a node runs in it.
         StorageError: it cannot be removed.
     """
-    if not run_dir.exists():
+    if not os.path.lexists(run_dir):
         return
     if run_dir.is_symlink() or not run_dir.is_dir():
-        raise UsageError(f"{run_dir} is no directory: choose another --name or --output-dir")
-    held = {path.name for path in run_dir.iterdir()}
-    if held and not held.intersection(MARKS):
         raise UsageError(
-            f"{run_dir} holds no run, so --clean does not empty it: choose another --name"
+            f"{run_dir} is a link or no directory, and --clean follows none: choose another --name or "
+            "--output-dir"
+        )
+    names = [path.name for path in run_dir.iterdir()]
+    if not names:
+        return
+    if not is_run(run_dir):
+        raise UsageError(
+            f"{run_dir} holds no run (no {MARK}, no config.json of one), so --clean does not empty it: choose "
+            "another --name"
         )
     check_free(run_dir)
+    links = [name for name in names if _is_folder(name) and (run_dir / name).is_symlink()]
+    if links:
+        raise UsageError(
+            f"{some(links)} in {run_dir} is a link, and --clean follows none: remove the link yourself"
+        )
+    foreign = [one for one in names if WORKER.fullmatch(one) and not _is_own_worker(run_dir / one)]
+
+    def known(path: str) -> bool:
+        return path.partition("/")[0] not in foreign and written_by_run(path)
+
     try:
-        shutil.rmtree(run_dir)
+        if not (run_dir / MARK).is_file():
+            write(run_dir / MARK, MARK_TEXT)  # so that it is still known if this is interrupted
+        stays = remove_tree(run_dir, known, keep_root=True)
     except OSError as error:
         raise StorageError(f"cannot remove {error.filename}: {error.strerror}") from error
+    if others := [path for path in stays if path != MARK]:
+        logger.warning("--clean left what no run writes in %s: %s", run_dir, some(others))
+
+
+def _is_own_worker(data_dir: Path) -> bool:
+    """Return whether `rl` started a worker there; other nodes' data and keys may have such a name, too."""
+    return (data_dir / SETTINGS).is_file()
 
 
 def check_free(run_dir: Path) -> None:

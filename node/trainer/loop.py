@@ -26,6 +26,7 @@ from ..training.advantages import CreditedBatch, credit, has_equal_rewards
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
+from ..training.skipped_steps import SkippedSteps
 from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
@@ -115,7 +116,8 @@ def _silent_holders(registry: WorkerRegistry, on_lease: Counter[bytes]) -> str:
 
 def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
     """Describe batches without signal, and a batch whose rollouts were all rejected."""
-    rollouts, said = config.rollouts, list[str]()
+    rollouts = config.rollouts
+    said = [progress.skipping] if progress.skipping else []
     limit = f"the run stops after {rollouts.max_empty_batches} without signal"
     if progress.zero_advantage:
         count = progress.zero_advantage
@@ -241,6 +243,7 @@ class TrainerRole:
         self._backend = backend
         self.publisher = publisher
         self.checkpoints = open_checkpoints(config)
+        self._skips = SkippedSteps(self.checkpoints)
         self._metrics = metrics
         self._evaluation = evaluation
         self._demonstrations = demonstrations or Demonstrations()
@@ -292,6 +295,8 @@ class TrainerRole:
         progress.staleness_history = list(state.staleness_history)
         progress.staleness_max = state.staleness_max
         progress.accepted, progress.received = state.accepted, state.received
+        self._skips.restore(step, state.skipped, state.skipped_in_a_row)
+        progress.skipped, progress.skipping = self._skips.total, self._skips.note()
         progress.rejected = Counter(state.rejected)
         progress.accepted_of = Counter(state.accepted_of)
         progress.rejected_of = Counter(state.rejected_of)
@@ -304,7 +309,7 @@ class TrainerRole:
         """Train from after `step` to the last step; publish every version.
 
         Raises:
-            RunFailed: too many batches in a row without a learning signal.
+            RunFailed: too many batches in a row without a learning signal, or steps without a finite gradient.
         """
         self.progress.step = step
         self._buffer.advance(step)
@@ -320,6 +325,7 @@ class TrainerRole:
                     await self._turn(tasks)
                 await self._published()
                 await self.settle()
+                self._skips.at_end()
             finally:
                 if self.progress.step < self._config.max_steps:
                     self._kept.end(self.progress.step)
@@ -367,12 +373,21 @@ class TrainerRole:
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
     ) -> asyncio.Future[Snapshot]:
-        """Train a batch and begin its checkpoint; return the snapshot of the new policy, in progress."""
+        """Train a batch and begin its checkpoint; return the snapshot of the new policy, in progress.
+
+        Raises RunFailed where the weights are ruined: nothing of them is kept then.
+        """
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         samples = await self._demonstrations.added_to(batch.samples, groups)
         with self._clock.phase("train"):
             figures = await self._backend.step(TrainBatch(step, samples))
+        failure = self._skips.after(step, figures.values)
+        self.progress.skipped, self.progress.skipping = self._skips.total, self._skips.note()
+        if failure is not None:
+            await self._published()
+            self._metrics.write(step, figures.values)
+            raise failure
         snapshot = self._backend.snapshot()
         snapshot.add_done_callback(
             lambda one: one.cancelled() or one.exception()
@@ -421,9 +436,10 @@ class TrainerRole:
             await discovery.publish(head.sealed)
 
     async def _keep_weights(self, step: int) -> None:
-        """Export weights/step_N if due; those of the last step are exported with the summary."""
+        """Export weights/step_N if due, and not in doubt; those of the last step come with the summary."""
         interval = self._config.checkpoint.weights_interval
-        if interval and step % interval == 0 and step < self._config.max_steps:
+        due = interval and step % interval == 0 and step < self._config.max_steps
+        if due and not self._skips.in_a_row:
             with self._clock.phase("export"):
                 await self._backend.export(weights_dir(self._config.run_dir, step))
 
@@ -444,7 +460,9 @@ class TrainerRole:
         progress.staleness_max = max(progress.staleness_max, staleness_max)
         progress.history.append((step, progress.reward))
         progress.staleness_history.append((step, staleness))
-        progress.mismatch_kl.append(figures.get("mismatch_kl/all/mean", 0.0))
+        mismatch = figures.get("mismatch_kl/all/mean", 0.0)
+        if math.isfinite(mismatch):
+            progress.mismatch_kl.append(mismatch)
 
     def _figures(
         self,
@@ -565,6 +583,8 @@ class TrainerRole:
             progress.zero_advantage += 1
             progress.equal_rewards = min(rewards), max(rewards)
             self._kept.lost(groups, ZERO_ADVANTAGE)
+            if failure := self._skips.empty():
+                raise failure
         logger.warning("empty batch %d of %d", progress.empty, limit)
         if progress.empty < limit:
             return
@@ -620,6 +640,8 @@ class TrainerRole:
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
             baselines=self._baselines,
+            skipped=self._skips.total,
+            skipped_in_a_row=self._skips.in_a_row,
             sft=self._demonstrations.cursor,
             sft_identity=self._demonstrations.identity,
         )

@@ -97,6 +97,10 @@ class Progress:
     """Batches since then in which every group had equal rewards."""
     equal_rewards: tuple[float, float] = (0.0, 0.0)
     """Lowest and highest reward in the last of these."""
+    skipped: int = 0
+    """Steps so far whose gradient was not finite."""
+    skipping: str = ""
+    """What is wrong while steps are skipped, and what to do; else empty."""
     _begun: tuple[int, int, Counter[str]] = (0, 0, Counter())
     """Received, accepted and rejected when collection of the current batch began."""
 
@@ -156,6 +160,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Curriculum.rewards by environment."""
     baselines: dict[str, dict[str, float]] = {}
     """CreditedBatch.baselines after the step."""
+    skipped: int = 0
+    """Steps so far whose gradient was not finite, and those since the last one that learned."""
+    skipped_in_a_row: int = 0
     sft: DataCursor = DataCursor()
     """Position in the demonstrations of training.sft."""
     sft_identity: str = ""

@@ -70,6 +70,11 @@ class TrainBatch:
     objective: Objective = "policy"
 
 
+SKIPPED, RUINED = "optim/skipped", "optim/ruined"
+"""Metrics of a step: 1 if its gradient was not finite, so that no weight was changed; 1 if it made weights that
+are not finite, else absent."""
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """Metrics of one step, by prime-rl's names.

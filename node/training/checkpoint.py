@@ -7,8 +7,8 @@ torn or altered checkpoint is noticed before anything is resumed from it. Only o
 import asyncio
 import logging
 import re
-import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,8 @@ from ...crypto.hashing import digest_parts
 from ..config.run import ResumeConfig
 from ..ops.errors import BAD_FILE, NodeError, StorageError, UsageError
 from ..storage.partial import PARTIAL, REPLACED, sync, sync_tree, whole_directory
+from ..storage.removal import remove_made, remove_tree
+from ..storage.run_files import written_to_checkpoint
 from .backend import TrainBackend
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,11 @@ class Checkpoints:
         self.keep_interval = keep_interval
         self.keep_first = keep_first
         self._writing: asyncio.Task[None] | None = None
+        self._protected: int | None = None
+
+    def protect(self, step: int | None) -> None:
+        """Keep the newest checkpoint up to `step`, too, until this is called with None."""
+        self._protected = step
 
     async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
         """Write checkpoint `step`: the backend's files, and `parts` of the caller's choice.
@@ -225,7 +232,7 @@ class Checkpoints:
     async def _write(
         self, step: int, parts: Mapping[str, bytes], save: Callable[[Path], Awaitable[None]]
     ) -> None:
-        with whole_directory(self.path(step), fsync=self.fsync) as partial:
+        with whole_directory(self.path(step), written_to_checkpoint, fsync=self.fsync) as partial:
             await save(partial / BACKEND)
             await asyncio.to_thread(_write_parts, partial, step, parts)
             if self.fsync:  # in a thread, so that the event loop does not wait for the disk
@@ -258,16 +265,21 @@ class Checkpoints:
     def _retain(self) -> None:
         """Drop checkpoints that need not be kept, and leftovers of a crash."""
         steps = self.steps()
+        good = [step for step in steps if self._protected is not None and step <= self._protected]
         for step in steps[: -self.keep_last]:
+            if step in good[-1:]:
+                continue
             if self.keep_interval and step and step % self.keep_interval == 0:
                 continue
             if self.keep_first and step == steps[0]:
                 continue
-            # the record goes first: a half-removed checkpoint must not look complete
-            (self.path(step) / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            with suppress(OSError):
+                # the record goes first: a half-removed checkpoint must not look complete
+                (self.path(step) / COMPLETE).unlink(missing_ok=True)
+                remove_tree(self.path(step), written_to_checkpoint)
         for leftover in self.directory.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(OSError):
+                remove_made(leftover, written_to_checkpoint)
 
     def _heal(self) -> None:
         """Undo the first half of a replacement that a crash interrupted."""

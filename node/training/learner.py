@@ -1,8 +1,8 @@
 """The synchronous core of training: one rank's share of a step.
 
 Imports torch: import this file lazily. Every method is collective: all ranks call it with the same arguments,
-and get the same figures. A step whose loss or gradient is not finite changes no weight; a sample that does not
-fit the model is left out and counted.
+and get the same figures. A step whose loss or gradient is not finite changes no weight, and weights that are not
+finite are neither saved nor exported; a sample that does not fit the model is left out and counted.
 """
 
 import logging
@@ -21,10 +21,19 @@ from ..config.training import LossConfig, TrainingConfig
 from ..models import huggingface, model_files
 from ..models.device import upload_array
 from ..models.tensors import bf16_state
-from ..ops.errors import EngineError
+from ..ops.errors import EngineError, StorageError
 from ..weights.state import State
 from . import lora
-from .backend import Example, Sample, SampleTerms, Snapshot, StepMetrics, TrainBatch
+from .backend import (
+    RUINED,
+    SKIPPED,
+    Example,
+    Sample,
+    SampleTerms,
+    Snapshot,
+    StepMetrics,
+    TrainBatch,
+)
 from .export import PolicyExporter
 from .gather import Source, named_sources, policy_sources, whole_tensors
 from .learner_state import (
@@ -113,6 +122,12 @@ class Learner:
         # before the first forward pass, after which a sharded model shows some parameters whole
         self._sources = self._published()
         self._meter = StepMeter(_cost(model), world.device, world.size)
+        self._ruined = not self._is_finite()
+        """Whether some weight is not finite: then the policy is neither saved nor exported."""
+        if self._ruined:
+            raise EngineError(
+                f"the weights in {model_dir} are not all finite numbers: fetch or export the model again"
+            )
 
     @classmethod
     def build(
@@ -168,7 +183,7 @@ class Learner:
         lr = learning_rate(self._config, batch.step, self._max_steps)
         values = {
             "optim/lr": lr,
-            "optim/skipped": 0.0,
+            SKIPPED: 0.0,
             "samples/malformed": float(len(batch.samples) - len(fitting)),
             "samples/too_long": float(len(packed.too_long)),
             "tokens": 0.0,
@@ -219,7 +234,8 @@ class Learner:
             return [value for inputs in read for value in inputs.logprobs.tolist()]
 
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """Make one step of plain cross entropy on the completions; returns the loss per token.
+        """Make one step of plain cross entropy on the completions; returns the loss per token, NaN if the step was
+        skipped or ruined the weights.
 
         Uses a separate optimizer (AdamW, betas 0.9/0.98, no decay) until end_supervised().
         """
@@ -231,7 +247,9 @@ class Learner:
         if not packed.tokens:
             return 0.0
         sums = self._accumulate(packed, TrainBatch(0, [], "ce"))
-        return self._apply(self._warmup_optimizer, lr, sums)["loss/mean"]
+        figures = self._apply(self._warmup_optimizer, lr, sums)
+        changed = not figures[SKIPPED] and not self._ruined
+        return figures["loss/mean"] if changed else math.nan
 
     def end_supervised(self) -> None:
         """Forget all optimizer moments: reinforcement learning starts from the weights alone."""
@@ -240,18 +258,22 @@ class Learner:
 
     def state(self) -> State:
         """Return the bf16 policy, on the first rank; empty on the others."""
+        self._check_finite()
         return bf16_state(whole_tensors(self._sources, self._world.rank))
 
     def snapshot(self) -> Snapshot:
         """Return a single rank's bf16 policy and its changes, found on the weights' device."""
+        self._check_finite()
         return self._exporter.snapshot(self._sources)
 
     def write_state(self, path: Path) -> None:
         """Write the policy as a file for SnapshotReader. Raises StorageError, EngineError."""
+        self._check_finite()
         self._exporter.write_state(self._sources, path)
 
     def write_snapshot(self, path: Path, *, whole: bool) -> None:
         """Write only the changes since the last snapshot, unless `whole`. Errors as write_state()."""
+        self._check_finite()
         self._exporter.write_snapshot(self._sources, path, whole=whole)
 
     def _published(self) -> list[Source]:
@@ -306,6 +328,12 @@ class Learner:
         set_rng_state(saved.rng)
         self._warmup_optimizer = None
         self.step_done = saved.step
+        self._ruined = not self._is_finite()
+        if self._ruined:
+            raise StorageError(
+                f"the weights in {directory} are not all finite numbers: resume from an earlier checkpoint "
+                "(--resume.step)"
+            )
 
     def close(self, *, keep_world: bool = False) -> None:
         """End the exporter's threads, and the ranks' connection unless `keep_world` is set."""
@@ -316,6 +344,7 @@ class Learner:
 
     def saved(self) -> SavedLearner:
         """Return the trained tensors, without frozen ones and without copying."""
+        self._check_finite()
         moments = self._optimizer.moments()
         return SavedLearner(self.step_done, self._optimizer.parameters, moments, rng_state())
 
@@ -452,8 +481,23 @@ class Learner:
         self._model.settle()
         optimizer.zero_grad()
         self._meter.phase("optimizer")
-        figures = {"optim/grad_norm": float(norm), "optim/skipped": float(not finite)}
+        self._ruined = not self._is_finite()
+        figures = {"optim/grad_norm": float(norm), SKIPPED: float(not finite)}
+        if self._ruined:
+            figures[RUINED] = 1.0
         return sums.metrics() | figures
+
+    def _is_finite(self) -> bool:
+        """Return whether every trained weight is finite, on all ranks, and in bf16, too. Collective."""
+        return self._world.largest([float(not self._optimizer.is_finite())]) == [0.0]
+
+    def _check_finite(self) -> None:
+        """Raise EngineError, on all ranks, if some weight is not finite."""
+        if self._ruined:
+            raise EngineError(
+                "the weights are not all finite numbers, so they are neither kept nor published: lower the "
+                "learning rate and resume from an earlier checkpoint"
+            )
 
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:

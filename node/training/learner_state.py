@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ops.errors import BAD_FILE, StorageError
 from ..storage.partial import partial_of, whole_directory
+from ..storage.run_files import written_by_learner
 from .world import RankChannel
 
 logger = logging.getLogger(__name__)
@@ -221,7 +222,8 @@ class CutLearner:
         """Write the share as SavedLearner.write(); in any thread, but only one at a time on `ranks`."""
         partial = partial_of(directory)
         with ExitStack() as stack:
-            ranks.first(lambda: stack.enter_context(whole_directory(directory, fsync=False)))
+            whole = whole_directory(directory, written_by_learner, fsync=False)
+            ranks.first(lambda: stack.enter_context(whole))
             ranks.together(lambda: write(self.slices, partial, ranks.rank))
             header = msgspec.json.encode(self.header)
             ranks.first(lambda: (partial / HEADER).write_bytes(header))

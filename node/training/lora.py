@@ -20,6 +20,7 @@ from ..models import model_files
 from ..models.tensors import bf16_state, to_torch
 from ..ops.errors import EngineError
 from ..storage.partial import whole_directory
+from ..storage.run_files import written_to_model
 from ..weights.adapters import PREFIX, merge
 from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State
@@ -100,7 +101,7 @@ def export(adapters: State, config: LoraConfig, model_dir: Path, directory: Path
     `directory` is whole or absent. With `config.export_merged` the merged model follows, in `merged`. Raises
     StorageError.
     """
-    with whole_directory(directory) as partial:
+    with whole_directory(directory, written_to_model) as partial:
         for name in model_files.contract_files(model_dir):
             shutil.copyfile(model_dir / name, partial / name)
         write_checkpoint(partial / ADAPTER_WEIGHTS, adapters, metadata={"format": "pt"})

@@ -149,6 +149,14 @@ class Optimizer:
                 group["params"] = everything
                 torch.cuda.current_stream(everything[0].device).synchronize()
 
+    def is_finite(self) -> bool:
+        """Return whether this rank's parameters are finite, and stay so in bf16. Waits for the device."""
+        own = [one.detach() for one in self._locals.values() if one.numel()]
+        if not own:
+            return True
+        largest = torch.nn.utils.get_total_norm(own, math.inf)  # NaN if one is
+        return bool(largest <= torch.finfo(torch.bfloat16).max)
+
     def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter, own in zip(self.parameters.values(), self._locals.values(), strict=True):

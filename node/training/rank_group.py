@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from ..process.child_process import ChildProcess
 from ..process.exit_reason import signal_name
 from ..process.frames import ProcessMessage, frame
 from ..process.spawn import end_process, kill_group
+from ..storage.removal import SCRATCH, remove_scratch
 from .rank_messages import (
     ENDED,
     EXIT_LOST,
@@ -166,7 +166,7 @@ class RankGroup(ChildProcess):
         Files are exchanged in a folder below `parent`. Raises EngineError, RankFailed; nothing is left running
         then.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="primerl-ranks-", dir=parent))
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}ranks-", dir=parent))
         try:
             await self._start()
         except BaseException:  # also when cancelled: half-started ranks are useless
@@ -280,7 +280,7 @@ class RankGroup(ChildProcess):
     async def _bury(self) -> None:
         await super()._bury()
         if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(remove_scratch, self._directory)
 
 
 def is_alone(config: TrainingConfig, ranks: int) -> bool:

@@ -4,14 +4,17 @@ It stops at the target accuracy, not at convergence: the run itself learns the r
 """
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..config.run import WarmupConfig
+from ..ops.errors import RunFailed
 from ..weights.state import State
 from .backend import Example
+from .skipped_steps import MAX_SKIPPED
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ class SupervisedBackend(Protocol):
     """The part of a trainer backend that a warm-up needs; LocalBackend has it."""
 
     async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """Make one cross-entropy step; return the loss per token."""
+        """Make one cross-entropy step; return the loss per token, NaN if it was skipped."""
         ...
 
     async def end_supervised(self) -> None:
@@ -70,10 +73,11 @@ async def warm_up(
 
     The loss is cross entropy. `evaluate` returns the share of correct sampled completions, on
     `config.eval_prompts` prompts: with 256 its standard error at 0.28 is 0.028. It is called every
-    `eval_interval` steps and at the end. The optimizer is reset afterwards, also after an error.
+    `eval_interval` steps and at the end. The optimizer is reset afterwards, also after an error. Raises
+    RunFailed after MAX_SKIPPED steps in a row without a finite gradient.
     """
     started = clock()
-    step, accuracy = 0, 0.0
+    step, skipped, accuracy = 0, 0, 0.0
     try:
         while step < config.max_steps and accuracy < config.target:
             batch = await _next_batch(examples, config.batch_size)
@@ -82,6 +86,18 @@ async def warm_up(
             step += 1
             rate = config.lr * min(1.0, step / LR_WARMUP_STEPS)
             loss = await backend.supervised_step(batch, rate)
+            skipped = 0 if math.isfinite(loss) else skipped + 1
+            if skipped == 1:
+                logger.warning(
+                    "warm-up step %d was skipped: its gradient is not finite; lower warmup.lr if the next ones "
+                    "are skipped, too",
+                    step,
+                )
+            if skipped >= MAX_SKIPPED:
+                raise RunFailed(
+                    f"{skipped} steps of the warm-up in a row had no finite gradient: lower warmup.lr, and "
+                    "begin again with --clean"
+                )
             if step % config.eval_interval == 0 or step == config.max_steps:
                 accuracy = await evaluate(await backend.state())
                 progress(WarmupProgress(step, loss, accuracy, clock() - started))

@@ -18,6 +18,7 @@ from primerl.crypto.hashing import digest
 from primerl.node.models.model_files import contract_files
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.storage.partial import whole_directory
+from primerl.node.storage.run_files import written_by_learner, written_to_model
 from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor
@@ -93,7 +94,7 @@ class CountingBackend:
         """Write step and history."""
         self._running()
         record = {"step": self._step, "history": self._history.hex()}
-        with whole_directory(directory, fsync=False) as partial:
+        with whole_directory(directory, written_by_learner, fsync=False) as partial:
             (partial / "counting.json").write_bytes(json.dumps(record).encode())
 
     async def load(self, directory: Path) -> None:
@@ -110,7 +111,7 @@ class CountingBackend:
         """Write the state as model.safetensors beside the contract files of the model directory."""
         model_dir = self._running()
         state = await self.state()
-        with whole_directory(directory) as partial:
+        with whole_directory(directory, written_to_model) as partial:
             for name in contract_files(model_dir):
                 shutil.copyfile(model_dir / name, partial / name)
             write_checkpoint(partial / "model.safetensors", state)

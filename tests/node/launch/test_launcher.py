@@ -36,7 +36,7 @@ from primerl.node.launch.launcher import (
 from primerl.node.launch.placement import GpuPlacement
 from primerl.node.ops.control import NodeState
 from primerl.node.ops.errors import BusyError, EngineError, NodeError, StorageError, UsageError
-from primerl.node.storage.run_files import held
+from primerl.node.storage.run_files import MARK, claim, held
 
 QUICK = LauncherTimeouts(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
 
@@ -166,7 +166,7 @@ async def test_a_run_with_fixed_bounds_is_told_of_none(config: RunConfig, view: 
 
 async def test_workers_start_only_when_there_is_a_ticket(config: RunConfig, view: Notes) -> None:
     worker = "open(run + '/seen', 'a').write(open(run + '/ticket.txt').read())"
-    (config.run_dir).mkdir()
+    claim(config.run_dir)
     (config.run_dir / "ticket.txt").write_text("OLD")
     trainer = f"time.sleep(0.3)\n{TICKET}seen = run + '/seen'\n" + (
         "while not os.path.exists(seen) or os.path.getsize(seen) < 2: time.sleep(0.02)"
@@ -292,10 +292,10 @@ def test_cleaning_removes_a_run_and_nothing_else(config: RunConfig, tmp_path: Pa
     (config.run_dir / "thesis.txt").write_text("ten years")
     with pytest.raises(UsageError, match="holds no run"):
         prepare(cleaning)
-    assert (config.run_dir / "thesis.txt").exists()
+    claim(config.run_dir)
     (config.run_dir / "summary.json").write_text("{}")
     prepare(cleaning)
-    assert [path.name for path in config.run_dir.iterdir()] == ["logs"]
+    assert {path.name for path in config.run_dir.iterdir()} == {MARK, "logs", "thesis.txt"}
 
 
 def test_resuming_never_cleans(config: RunConfig) -> None:

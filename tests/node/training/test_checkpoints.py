@@ -13,6 +13,7 @@ from support.training_cases import batch
 
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.storage.partial import whole_directory
+from primerl.node.storage.run_files import written_to_model
 from primerl.node.training.checkpoint import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 
@@ -339,7 +340,7 @@ async def test_sigkill_in_the_middle_of_a_save_leaves_the_older_one_as_the_newes
 def test_what_a_crash_left_is_not_mixed_into_the_next_attempt(tmp_path: Path) -> None:
     (tmp_path / "a.partial").mkdir()
     (tmp_path / "a.partial" / "torn").touch()
-    with whole_directory(tmp_path / "a") as partial:
+    with whole_directory(tmp_path / "a", written_to_model) as partial:
         assert list(partial.iterdir()) == []
 
 
@@ -347,6 +348,6 @@ def test_an_error_of_the_disk_names_the_target(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(StorageError, match=r"cannot write .*below"),
-        whole_directory(tmp_path / "file" / "below"),
+        whole_directory(tmp_path / "file" / "below", written_to_model),
     ):
         pass
