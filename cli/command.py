@@ -234,7 +234,7 @@ def given_node(data_dir: Path) -> Path:
 
 
 def nodes_here() -> "list[RunningEntry]":
-    """List the nodes of this user that run on this machine. Raises NetworkError when none runs."""
+    """List the nodes of this user that run on this machine, one at least. Raises NetworkError."""
     from ..node.ops.control import RunningEntry, running, socket_path
     from ..node.ops.errors import NetworkError
 

@@ -1,8 +1,8 @@
 """The synchronous core of training: one rank's share of a step.
 
 Imports torch: import this file lazily. Every method is collective: all ranks call it with the same arguments,
-and get the same figures. A step whose loss or gradient is not finite changes no weight, and weights that are not
-finite are neither saved nor exported; a sample that does not fit the model is left out and counted.
+and get the same figures. A step whose loss or gradient is not finite changes no weight, and weights that are
+not finite are neither saved nor exported; a sample that does not fit the model is left out and counted.
 """
 
 import logging
@@ -234,8 +234,9 @@ class Learner:
             return [value for inputs in read for value in inputs.logprobs.tolist()]
 
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
-        """Make one step of plain cross entropy on the completions; returns the loss per token, NaN if the step was
-        skipped or ruined the weights.
+        """Make one step of plain cross entropy on the completions; returns the loss per token.
+
+        NaN if the step was skipped, or ruined the weights.
 
         Uses a separate optimizer (AdamW, betas 0.9/0.98, no decay) until end_supervised().
         """

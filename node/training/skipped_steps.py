@@ -1,4 +1,4 @@
-"""Count steps that changed nothing because their gradient was not finite, and end a run whose weights are ruined.
+"""Count steps that changed nothing as their gradient was not finite, and end a run whose weights are ruined.
 
 Invariant: a run whose last steps were all skipped does not end as if it had learned, and the newest checkpoint
 from before them is kept. No torch.
@@ -48,7 +48,7 @@ class SkippedSteps:
         if figures.get(RUINED):
             self._learned = step - 1
             return RunFailed(
-                f"step {step} made weights that are not finite numbers, so they are neither kept nor published: "
+                f"step {step} made weights that are not finite, so they are neither kept nor published: "
                 f"{self._advice}, and {self._way_back()}"
             )
         if not figures.get(SKIPPED):

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from primerl.node.storage.removal import SCRATCH, remove_scratch
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
 from primerl.scripts.bench.children import Child, ChildFailed
@@ -612,7 +613,9 @@ def scratch() -> Path:
     """
     shared = Path("/dev/shm")
     VENV.parent.mkdir(exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="swarm-", dir=shared if shared.is_dir() else VENV.parent))
+    return Path(
+        tempfile.mkdtemp(prefix=f"{SCRATCH}swarm-", dir=shared if shared.is_dir() else VENV.parent)
+    )
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -640,7 +643,7 @@ def main() -> int:
         print(f"nothing was measured: {problem}", file=sys.stderr)
         return 2
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_scratch(folder)
     show(rows)
     return conclude(rows, judge(rows), options.json)
 

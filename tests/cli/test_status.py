@@ -23,8 +23,17 @@ from primerl.node.ops.control import (
     register,
 )
 from primerl.node.ops.errors import NodeError
+from primerl.node.storage.run_files import SETTINGS
 
 from .conftest import Ask, Cli, Serve
+
+
+class Terminal(io.StringIO):
+    """What somebody types."""
+
+    def isatty(self) -> bool:
+        return True
+
 
 PEER = PeerRow(
     id="ab" * 32,
@@ -303,6 +312,55 @@ async def test_stop_asks_and_says_when_the_node_is_still_there(ask: Ask, serve: 
     ran = await ask("stop", "--wait", "0", "-d", node, "--json")
     assert json.loads(ran.out) == {"data_dir": node, "stopped": False}
     (await ask("stop", "--wait", "0.3", "-d", node)).refused(1, "still busy")
+
+
+async def test_of_several_nodes_none_is_stopped_unless_one_is_named(
+    ask: Ask, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    nodes = {
+        name: await serve(f"{name} dir", stop=lambda name=name: stopped.append(name))
+        for name in ("trainer", "worker")
+    }
+    for name, node in nodes.items():
+        register(node, name, f"run of {name}")
+    for args in (("stop",), ("stop", "--json"), ("stop", "--wait", "0")):
+        ran = await ask(*args)
+        ran.refused(2, "2 nodes run here", *(f"--data-dir '{node}'" for node in nodes.values()))
+    assert stopped == []
+
+    monkeypatch.setattr("sys.stdin", Terminal("\nnone\n3\n2\n"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for _ in range(3):
+        ran = await ask("stop", "--wait", "0")
+        assert ran.code == 2
+        assert "none is stopped" in ran.err
+    (await ask("stop", "--json")).refused(2, "2 nodes run here")
+    ran = await ask("stop", "--wait", "0")
+    shown = [line.split()[:2] for line in ran.out.splitlines()[:2]]
+    assert shown == [["1", "worker"], ["2", "trainer"]]
+    assert stopped == ["trainer"]
+    assert (await ask("stop", "--wait", "0", "-d", str(nodes["worker"]))).code == 0
+    assert stopped == ["trainer", "worker"]
+
+
+async def test_the_nodes_that_rl_started_are_stopped_by_their_trainer(
+    ask: Ask, serve: Serve
+) -> None:
+    stopped: list[str] = []
+
+    async def start(name: str, role: str, *, of_rl: bool) -> None:
+        node = await serve(name, stop=lambda: stopped.append(name))
+        if of_rl:
+            (node / SETTINGS).write_text("")
+        register(node, role, "r")
+
+    await start("trainer", "trainer", of_rl=False)
+    await start("worker_1", "inference", of_rl=True)
+    assert (await ask("stop", "--wait", "0")).code == 0
+    assert stopped == ["trainer"]
+    await start("worker_2", "inference", of_rl=False)
+    (await ask("stop", "--wait", "0")).refused(2, "2 nodes run here", "worker_2")
 
 
 # -- which node is asked ---------------------------------------------------------------------------

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from support.machine import fill, make_read_only, small_disk
 
+from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
+from primerl.node.ops.errors import UsageError
+from primerl.node.storage.run_files import claim, held
 
 from .conftest import Cli, Ran, torch_is
 
@@ -164,6 +168,70 @@ def test_clean_removes_nothing_if_the_new_run_lacks_something(
         ran = cli(*line.split(), "--name", "run", "--clean")
     ran.refused(code, reason)
     assert sorted(path.name for path in old.iterdir()) == ["metrics.jsonl", "weights"]
+
+
+NO_NAMES = [
+    "",
+    "..",
+    ".",
+    "a/b",
+    "/abs",
+    "~",
+    "~root",
+    "-x",
+    " a",
+    "a\n",
+    "a\0b",
+    "\x1b[2J",
+    "a" * 129,
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_runs_name_is_one_directory(cli: Cli, home: Path, name: str) -> None:
+    """`--name ''` twice, with --clean, removed all that was in the output directory."""
+    (home / "o" / "other").mkdir(parents=True)
+    (home / "o" / "notes.md").write_text("mine")
+    for command in ("train @ demo", "rl @ demo", "sft @ sft_demo"):
+        for _ in range(2):
+            ran = cli(*command.split(), f"--name={name}", "--output-dir", "o", "--clean")
+            ran.refused(2, "choose another one")
+    assert sorted(path.name for path in home.rglob("*")) == ["notes.md", "o", "other"]
+    for config in (EvalConfig, JudgeRunConfig):
+        with pytest.raises(UsageError, match="choose another one"):
+            load(config, ["--models", "m"] * (config is EvalConfig) + [f"--name={name}"], {})
+
+
+@pytest.mark.parametrize("name", ["run", "a b", "a.b-c_2", "...", "\u00fc", "a" * 128])
+def test_names_of_one_directory_are_taken(name: str) -> None:
+    config = load(RunConfig, ["--name", name, "--output-dir", "~/o"], {})
+    assert config.run_dir == Path.home() / "o" / name
+
+
+@pytest.mark.parametrize("where", [".", ".primerl"])
+def test_clean_empties_neither_a_home_nor_the_directory_of_a_users_nodes(
+    cli: Cli, home: Path, where: str
+) -> None:
+    """They may hold what every run holds: logs, checkpoints, metrics."""
+    directory = (home / where).resolve()
+    for name in ("key.pem", "logs/worker.jsonl", "checkpoints/step_1/COMPLETE", "metrics.jsonl"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("mine")
+    before = sorted(directory.rglob("*"))
+    line = ("--output-dir", str(directory.parent), "--name", directory.name, "--clean")
+    cli("sft", "@", "sft_demo", *line).refused(2, "holds no run")
+    assert [path for path in before if not path.exists()] == []
+
+
+def test_a_run_that_goes_on_is_not_cleaned_wherever_its_data_are(cli: Cli, home: Path) -> None:
+    """A trainer with a --data-dir elsewhere has no socket in its run's directory."""
+    claim(home / "o" / "run")
+    (home / "o" / "run" / "metrics.jsonl").write_text("{}")
+    line = ("@", "demo", "--output-dir", "o", "--name", "run", "--clean", "--data-dir", "other")
+    with held(home / "o" / "run"):
+        for command in ("train", "rl"):
+            cli(command, *line).refused(4, "another `primerl-node` works in")
+    assert (home / "o" / "run" / "metrics.jsonl").read_text() == "{}"
 
 
 # -- files and disks that cannot be used -----------------------------------------------------------
