@@ -81,8 +81,17 @@ _RUN = "|".join(
 _WRITTEN = re.compile(_RUN)
 _OF_CHECKPOINT = re.compile(_CHECKPOINT)
 _OF_MODEL = re.compile(rf"(merged(\.partial)?/)?{_MODEL}")
-_FOLDERS = {LOGS, CHECKPOINTS, ROLLOUTS, "weights", "model", "data", "trainer"}
-_FOLDERS |= {"wandb", "tensorboard"}
+_FOLDERS = {
+    LOGS,
+    CHECKPOINTS,
+    ROLLOUTS,
+    "weights",
+    "model",
+    "data",
+    "trainer",
+    "wandb",
+    "tensorboard",
+}
 _FILES = {CONFIG, TICKET, METRICS, SUMMARY, PICTURE, "evaluations.jsonl", "judge.db"}
 
 

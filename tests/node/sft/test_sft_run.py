@@ -1,6 +1,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer import run_manifest
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.local_backend import LocalBackend
+from primerl.node.training.skipped_steps import MAX_SKIPPED
 
 TRAINING = SftTrainingConfig.model_validate(FAST.model_dump() | {"lr": 5e-3, "scheduler": "linear"})
 Watch = Callable[[SftProgress], None]
@@ -113,6 +115,14 @@ def quiet(progress: SftProgress) -> None:
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def text(directory: Path) -> list[str]:
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
+def no_json(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
 
 
 def weights(directory: Path) -> bytes:
@@ -299,8 +309,48 @@ async def test_steps_without_a_gradient_do_not_go_on_for_ever(make: Any) -> None
             metrics = await super().step(batch)
             return StepMetrics({**metrics.values, "optim/skipped": 1.0})
 
-    with pytest.raises(RunFailed, match=r"training\.lr"):
+    with pytest.raises(RunFailed, match=r"training\.lr .* --clean"):
         await sft(make(), watch=quiet, factories=SftFactories(lambda _: Sick(0, 0)))
+
+
+async def test_a_rate_that_ruins_the_weights_ends_a_run_and_exports_nothing(make: Any) -> None:
+    """A short run ends in skipped steps before there are enough in a row; resumed, it is no better."""
+    wild = {**TRAINING.model_dump(), "lr": 1e30, "max_norm": 1e30, "warmup_steps": 0}
+    for name, steps, saves in (("short", 4, {"interval": 1}), ("long", 12, {"interval": 5})):
+        config = make(name, training=wild, max_steps=steps, checkpoint=saves)
+        with pytest.raises(RunFailed, match="probably ruined, and were not exported") as told:
+            await sft(config, watch=quiet)
+        assert told.value.exit_code == 8
+        directory = config.run_dir
+        log = (directory / "logs" / "sft.jsonl").read_text()
+        assert log.count(" was skipped: ") == log.count("step 2 was skipped: ") == 1
+        assert not (directory / "weights").exists()
+        assert not (directory / "summary.json").exists()
+        found = [json.loads(line, parse_constant=no_json) for line in text(directory)]
+        skipped = [line["step"] for line in found if line["optim/skipped"]]
+        assert skipped == list(range(2, 2 + min(steps - 1, MAX_SKIPPED)))
+    with pytest.raises(RunFailed, match="not exported"):
+        await sft(
+            make("short", training=wild, max_steps=4, checkpoint={"interval": 1}, resume=True),
+            watch=quiet,
+        )
+
+
+async def test_a_run_with_one_skipped_step_counts_it_and_exports(make: Any) -> None:
+    class Once(Recording):
+        async def step(self, batch: TrainBatch) -> StepMetrics:
+            metrics = await super().step(batch)
+            bad = {"optim/skipped": 1.0, "loss/mean": math.nan} if batch.step == 5 else {}
+            return StepMetrics({**metrics.values, **bad})
+
+    factories = SftFactories(lambda _: Once(0, 0))
+    directory = await sft(make(), watch=quiet, factories=factories)
+    summary = json.loads((directory / "summary.json").read_text(), parse_constant=no_json)
+    assert summary["skipped_steps"] == 1
+    assert (directory / "weights" / "step_12").is_dir()
+    await sft(
+        make("again", resume={"dir": directory, "step": 10}), watch=quiet, factories=factories
+    )
 
 
 async def test_nothing_to_learn_from_is_said(make: Any) -> None:

@@ -1,6 +1,8 @@
 """The trainer's loop: which workers fill a batch, and which work overlaps with training."""
 
 import asyncio
+import json
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator
@@ -30,6 +32,7 @@ from primerl.node.trainer.state import Progress
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
 from primerl.node.training.curriculum import Curriculum
+from primerl.node.training.skipped_steps import MAX_SKIPPED
 from primerl.protocol.leases import LeaseBook, LeasePolicy, MixtureShare
 
 A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
@@ -56,6 +59,8 @@ class Recorder:
         self.advantages: list[list[float]] = []
         self.compiled = asyncio.Event()
         self.compiled.set()
+        self.figures: dict[str, float] = {}
+        """Metrics of every step."""
 
     async def compile_step(self) -> None:
         await self.compiled.wait()
@@ -67,7 +72,7 @@ class Recorder:
         self.given.append([sample.token_ids[1] for sample in batch.samples if sample.given])
         samples = Counter(sample.token_ids[1] for sample in rollouts)
         self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
-        return StepMetrics({})
+        return StepMetrics(self.figures)
 
     def snapshot(self) -> asyncio.Future[int]:
         """Return the step whose policy it is."""
@@ -523,3 +528,52 @@ async def test_a_version_that_cannot_be_published_ends_the_run_at_once(tmp_path:
         await asyncio.wait_for(made.role.run(0), 5.0)
     assert caught.group_contains(StorageError)
     made.close()
+
+
+# -- weights that are ruined -----------------------------------------------------------------------
+
+
+async def test_skipped_steps_in_a_row_end_a_run_and_one_between_others_does_not(
+    tmp_path: Path,
+) -> None:
+    made = World(tmp_path, 1.0, 600.0, 8)
+    skipped = {"optim/skipped": 1.0, "optim/grad_norm": math.nan}
+    try:
+        running = asyncio.create_task(made.role.run(0))
+        for number in range(1, 7 + MAX_SKIPPED):
+            made.recorder.figures = skipped if number in (2, 4) or number > 6 else {}
+            made.deliver(A, WANTED)
+            await made.judged()
+            await until(lambda number=number: made.recorder.trained == number)
+            await made.judged()
+            assert bool(made.progress.skipping) == bool(made.recorder.figures)
+        with pytest.raises(ExceptionGroup) as ended_by:
+            await running
+    finally:
+        made.close()
+    (error,) = ended_by.value.exceptions
+    assert isinstance(error, RunFailed)
+    assert f"{MAX_SKIPPED} steps in a row had no finite gradient" in str(error)
+    assert made.progress.skipped == 2 + MAX_SKIPPED
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    counted = [line["step"] for line in lines if line.get("optim/skipped")]
+    assert counted == [2, 4, *range(7, 7 + MAX_SKIPPED)]
+    assert {line["optim/grad_norm"] for line in lines if line["step"] in counted} == {None}
+    assert made.publisher.begun[-1] == 5 + MAX_SKIPPED, "not the version of the step that ended it"
+
+
+async def test_weights_that_are_not_finite_are_not_published(tmp_path: Path) -> None:
+    made = World(tmp_path, 1.0, 600.0, 8)
+    try:
+        running = asyncio.create_task(made.role.run(0))
+        for number in (1, 2):
+            made.recorder.figures = {"optim/ruined": 1.0} if number == 2 else {}
+            made.deliver(A, WANTED)
+            await made.judged()
+            await until(lambda number=number: made.recorder.trained == number)
+        with pytest.raises(ExceptionGroup) as ended_by:
+            await running
+    finally:
+        made.close()
+    assert "step 2 made weights that are not finite" in str(ended_by.value.exceptions[0])
+    assert made.publisher.begun == [1]

@@ -185,7 +185,12 @@ def test_a_checkpoint_or_a_model_with_ruined_weights_is_refused(
     subject = learner(model_dir)
     subject.save(tmp_path / "saved")
     fresh = learner(model_dir)
-    monkeypatch.setattr(Optimizer, "is_finite", lambda _: False)
+
+    def is_finite(optimizer: Optimizer) -> bool:
+        del optimizer
+        return False
+
+    monkeypatch.setattr(Optimizer, "is_finite", is_finite)
     with pytest.raises(StorageError, match=r"earlier checkpoint \(--resume\.step\)"):
         fresh.load(tmp_path / "saved")
     with pytest.raises(EngineError, match="fetch or export the model again"):
