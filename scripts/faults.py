@@ -995,6 +995,77 @@ FAULTS = (
         "self._path.chmod(0o666)",
         ("test_a_control_socket_is_its_owners_alone_whatever_the_umask",),
     ),
+    # -- what is removed, and weights that are ruined
+    Fault(
+        "--clean removes files that no run writes",
+        "node/storage/run_files.py",
+        "return _WRITTEN.fullmatch(path) is not None",
+        "return True",
+        ("test_clean_takes_what_a_run_writes_and_names_what_it_leaves",),
+    ),
+    Fault(
+        "a link is removed with a run",
+        "node/storage/removal.py",
+        "elif (stat.S_ISLNK(mode) and not links) or not known(path):",
+        "elif not known(path):",
+        ("test_no_link_is_followed",),
+    ),
+    Fault(
+        "a run begins where it writes over a user's files",
+        "node/storage/run_files.py",
+        "if not goes_on and not is_run(run_dir):",
+        "if False:",
+        ("test_a_run_does_not_begin_where_it_would_write_over_a_users_files",),
+    ),
+    Fault(
+        "a run's name leads to another directory",
+        "node/config/paths.py",
+        'if not name or name in (".", ".."):',
+        "if not name:",
+        ("test_a_runs_name_is_one_directory",),
+    ),
+    Fault(
+        "a run is cleaned while it goes on with its data elsewhere",
+        "node/app/daemon.py",
+        "with nullcontext() if PARENT_VARIABLE in os.environ else held(config.run_dir):",
+        "with nullcontext():",
+        ("test_a_run_that_goes_on_is_not_cleaned_wherever_its_data_are",),
+    ),
+    Fault(
+        "stop ends the first of several nodes",
+        "cli/command.py",
+        "if len(choices) == 1:",
+        "if choices:",
+        ("test_of_several_nodes_none_is_stopped_unless_one_is_named",),
+    ),
+    Fault(
+        "skipped steps never end a run",
+        "node/training/skipped_steps.py",
+        "return self.in_a_row + self._empty >= MAX_SKIPPED",
+        "return False",
+        ("test_a_row_of_skipped_steps_ends_a_run_and_a_single_one_does_not",),
+    ),
+    Fault(
+        "the last good checkpoint is dropped while steps are skipped",
+        "node/training/checkpoint.py",
+        "if step in good[-1:]:",
+        "if False:",
+        ("test_the_last_good_checkpoint_is_kept_and_named",),
+    ),
+    Fault(
+        "ruined weights are exported",
+        "node/training/optimizer.py",
+        "return bool(largest <= torch.finfo(torch.bfloat16).max)",
+        "return True",
+        ("test_ruined_weights_are_neither_saved_nor_published_nor_exported",),
+    ),
+    Fault(
+        "metrics hold numbers that JSON does not have",
+        "node/ops/metrics.py",
+        "return value if math.isfinite(value) else None",
+        "return value",
+        ("test_metrics_are_json_whatever_the_numbers",),
+    ),
 )
 
 
