@@ -193,9 +193,8 @@ def test_a_runs_name_is_one_directory(cli: Cli, home: Path, name: str) -> None:
     (home / "o" / "other").mkdir(parents=True)
     (home / "o" / "notes.md").write_text("mine")
     for command in ("train @ demo", "rl @ demo", "sft @ sft_demo"):
-        for _ in range(2):
-            ran = cli(*command.split(), f"--name={name}", "--output-dir", "o", "--clean")
-            ran.refused(2, "choose another one")
+        ran = cli(*command.split(), f"--name={name}", "--output-dir", "o", "--clean")
+        ran.refused(2, "choose another one")
     assert sorted(path.name for path in home.rglob("*")) == ["notes.md", "o", "other"]
     for config in (EvalConfig, JudgeRunConfig):
         with pytest.raises(UsageError, match="choose another one"):

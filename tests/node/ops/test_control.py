@@ -47,10 +47,12 @@ def test_entries_of_dead_processes_and_recycled_pids_are_removed(tmp_path: Path)
 
 def test_garbage_is_removed_and_does_no_harm(tmp_path: Path) -> None:
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"pid": 1}'), ("d", "\x00\xff")):
-        (tmp_path / f"{name}.json").write_text(text)
+        (tmp_path / f"1-0000000{name}.json").write_text(text)
+    mine = tmp_path / "mine.json"
+    mine.write_text("{")
     good = register(tmp_path, "trainer", "", where=tmp_path)
     assert len(running(where=tmp_path)) == 1
-    assert list(tmp_path.glob("*.json")) == [good]
+    assert sorted(tmp_path.glob("*.json")) == sorted([good, mine]), "a user's file is none of ours"
 
 
 def test_a_directory_that_cannot_be_written_costs_only_the_entry(tmp_path: Path) -> None:
