@@ -130,7 +130,7 @@ def test_export_keeps_every_bit_and_replaces_what_was_there(
 ) -> None:
     target = tmp_path / "policy"
     target.mkdir()
-    (target / "stale.safetensors").touch()
+    (target / "model-00001-of-00002.safetensors").touch()
     huggingface.export(state, model_dir, target)
     assert digests(huggingface.read_state(target)) == digests(state)
     files = {*huggingface.contract_files(model_dir), "model.safetensors"}

@@ -184,7 +184,7 @@ import os, sys, tempfile
 from pathlib import Path
 from primerl.node.models import text_models
 
-partial = tempfile.mkdtemp(prefix=".whole.", dir=sys.argv[1])
+partial = tempfile.mkdtemp(prefix=".whole-0123456789abcdef.", dir=sys.argv[1])
 Path(partial, "model.safetensors").write_bytes(b"half")
 os.utime(partial, (1, 1))
 assert text_models.try_lock(os.open(partial, os.O_RDONLY))
@@ -199,8 +199,10 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next_one(
 ) -> None:
     saved("qwen3_5", tmp_path / "whole")
     models = huggingface.resolve(str(tmp_path / "whole")).parent
-    new = models / ".new"
+    new, foreign = models / ".new-0123456789abcdef.abcdefgh", models / ".mine"
     new.mkdir()
+    foreign.mkdir()
+    os.utime(foreign, (1, 1))
     command = [sys.executable, "-c", WRITER, str(models)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as writer:
         assert writer.stdout is not None
@@ -214,6 +216,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next_one(
     found = huggingface.resolve(str(tmp_path / "whole"))
     assert not partial.exists()
     assert new.is_dir(), "its process may be about to lock it"
+    assert foreign.is_dir(), "a conversion makes no such name"
     assert len(list(models.glob("whole-*/config.json"))) == 3, "text models stay"
     assert huggingface.load_model(found)
 
