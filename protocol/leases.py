@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from statistics import median
 from typing import Annotated
 
 import msgspec
@@ -39,7 +40,22 @@ HANDFULS = 8
 """Reliability remembers at least this many times the leases that a node may hold, so that the cost of a restart
 does not depend on their number."""
 STEADY = 0.75
-"""Reliability below which giving a lease back costs as much as letting it expire."""
+"""Reliability from which on one kept lease ends the doubling of a node's rests."""
+LOST_SHARE = 0.5
+"""Share of a lease that is lost, from which on the lease counts as one that did not come back."""
+FREE_RETURN_STEP = 1 / 16
+"""Part of a free hand-back that a kept lease earns."""
+MAX_FREE_RETURNS = 2.0
+"""Most hand-backs that a node has free: its restarts."""
+USUAL_OVER = 4
+"""Batches whose groups' turnarounds are remembered."""
+LATE = 2.0
+"""Times the usual time after which its lease does not count as coming any more."""
+LATE_LEAST_S = 0.5
+MAX_TRIES = 3
+"""Most times that a task is leased whose group was lost through its workers: it may be the task's fault."""
+MAX_FAILED_TASKS = 4096
+"""Lost tasks whose tries are remembered."""
 COOLING_SHARE = 0.25
 MAX_FIRST_COOLING_S = 15.0
 """The first cooling-off: a quarter of a lease's time, at most this."""
@@ -52,6 +68,8 @@ MIN_ADMITTED = 0.5
 be admitted, some become too old."""
 HORIZON = 0.5
 """Share of a lease's time: a node holds at most the groups that it settles in it, at its pace."""
+FRESH = 1.5
+"""Times the versions that staleness admits: nor does it hold more than it settles while so many are trained."""
 EARNED = 2
 """Groups that a proven node may hold for each group of it that was accepted, less those that it lost."""
 STAFFED_S = 15.0
@@ -69,7 +87,7 @@ MAX_PLACES = 4096
 TICKET_MEMORY = 16
 """Leases that a ticket's reliability remembers, about."""
 FAILING = 0.5
-"""Reliability below which a ticket is named to the operator: ten leases in a row that did not come back."""
+"""Reliability below which a ticket is named to the operator: ten leases in a row that brought nothing."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -186,16 +204,16 @@ class TicketRecord:
 
     reliability: float = 1.0
     lost: int = 0
-    """Leases that did not come back."""
+    """Leases that did not come back, or of which nothing was accepted."""
 
-    def count(self, came_back: bool) -> None:
+    def count(self, kept: bool) -> None:
         """Count one lease."""
-        self.reliability += (float(came_back) - self.reliability) / TICKET_MEMORY
-        self.lost += not came_back
+        self.reliability += (float(kept) - self.reliability) / TICKET_MEMORY
+        self.lost += not kept
 
     @property
     def failing(self) -> bool:
-        """Whether most of the last leases did not come back."""
+        """Whether most of the last leases brought nothing."""
         return self.reliability < FAILING
 
 
@@ -226,6 +244,10 @@ class NewcomerQueue:
         since, left = self._places.pop(node, (now, now))
         kept = since if now - left <= FORGET_S else now
         self._asking.setdefault(origin.ticket, {})[node] = (origin, kept)
+
+    def free(self, lease: int) -> None:
+        """Pass on the slot of a lease that brought nothing: its answer need not be waited out."""
+        self._slots = deque(slot for slot in self._slots if slot.lease != lease)
 
     def leave(self, node: bytes, origin: Origin, now: float) -> None:
         """Remove a node that stopped asking; it may come again. One that was served has left already."""
@@ -290,11 +312,11 @@ class NewcomerQueue:
                 return min(able)[-1]
         return None
 
-    def count(self, ticket: bytes, came_back: bool) -> None:
-        """Count a newcomer's lease that came back or did not."""
+    def count(self, ticket: bytes, kept: bool) -> None:
+        """Count a newcomer's lease: `kept` if work of it was accepted."""
         if ticket not in self.tickets and len(self.tickets) >= MAX_PLACES:
             del self.tickets[next(iter(self.tickets))]
-        self.tickets.setdefault(ticket, TicketRecord()).count(came_back)
+        self.tickets.setdefault(ticket, TicketRecord()).count(kept)
 
 
 def pool(groups_per_batch: int) -> int:
@@ -381,48 +403,89 @@ class LeaseShare:
     """Environments that some node can play."""
 
 
+@dataclass(frozen=True)
+class LeaseOutcome:
+    """What the verdict on a lease says of its worker."""
+
+    groups: int
+    accepted: int = 0
+    """Accepted rollouts."""
+    lost: float = 0.0
+    """Groups' worth of rollouts that were lost through the worker, beyond what is usual in the run."""
+    blameless: bool = False
+    """Nothing was accepted, and the worker had no part in that: the lease counts neither way."""
+
+
 @dataclass
 class NodeRecord:
-    """The record of a node: how it honours its leases."""
+    """The record of a node: how it honours its leases. A lease is kept if its verdict says so."""
 
     reliability: float = 1.0
-    """Share of its leases that came back, over about the last MEMORY."""
+    """Share of its leases that were kept, over about the last MEMORY."""
     missed: int = 0
     """Doublings of its cooling-off; also halvings of its leases."""
     rest_until: float = 0.0
     """Unix seconds; it is granted nothing before."""
     pace: float = 0.0
     """Seconds per group, a running mean of its last leases; 0 while unknown."""
+    turnaround_s: float = 0.0
+    """Time from the grant of a lease until it comes back, a running mean; 0 while unknown."""
     settled: float = 0.0
     """Unix seconds of its last settled lease."""
-    lost_groups: int = 0
-    """Groups of its leases that did not come back."""
+    lost_groups: float = 0.0
+    """Groups of its leases that did not come back, or came back with nothing."""
+    kept_leases: int = 0
+    returned_leases: int = 0
+    """Leases that it gave back without an answer."""
+    free_returns: float = MAX_FREE_RETURNS
+    """Hand-backs that cost it no rest."""
 
-    def settle(self, groups: int, granted: float, now: float, step: float) -> None:
-        """Count a lease that came back. Leases are worked off one after the other: the clock of the second
-        starts when the first has come back."""
+    def settle(self, groups: int, granted: float, now: float) -> None:
+        """Take the time of a lease that came back. Leases are worked off one after the other: the clock of the
+        second starts when the first has come back."""
         spent = max(0.0, now - max(granted, self.settled)) / groups
         self.pace = spent if self.pace == 0.0 else self.pace + PACE_STEP * (spent - self.pace)
         self.settled = now
-        self.reliability += step * (1.0 - self.reliability)
+        weight = PACE_STEP if self.turnaround_s else 1.0
+        self.turnaround_s += weight * (max(0.0, now - granted) - self.turnaround_s)
+
+    def judge(self, outcome: LeaseOutcome, policy: LeasePolicy, now: float) -> None:
+        """Count a lease by its verdict; one that is mostly lost counts as one that did not come back."""
+        if outcome.blameless:
+            return
+        if outcome.lost >= LOST_SHARE * outcome.groups:
+            self.lose(1, outcome.lost, policy, now)
+            return
+        kept = 1.0 - outcome.lost / outcome.groups
+        self.lost_groups += outcome.lost
+        self.kept_leases += 1
+        self.reliability += policy.step * (kept - self.reliability)
         self.missed = 0 if self.reliability >= STEADY else max(0, self.missed - 1)
+        self.free_returns = min(MAX_FREE_RETURNS, self.free_returns + FREE_RETURN_STEP * kept)
 
-    def lose(
-        self, leases: int, groups: int, expired: bool, policy: LeasePolicy, now: float
-    ) -> None:
-        """Count leases, of `groups` in all, that did not come back: they expired or were given up.
+    def lose(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:
+        """Count leases, of `groups` in all, that did not come back, or with nothing: the node cools off.
 
-        The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; for
-        a node that loses more than a quarter it undoes one, so a node that drops every other lease (those with
-        bad luck, say) rests ever longer, while one that was restarted pays nothing.
+        The cooling-off doubles with every loss. A kept lease ends the doubling for a steady node only; for a
+        node that loses more than a quarter it undoes one, so a node that drops every other lease (those with
+        bad luck, say) rests ever longer.
         """
         self.lost_groups += groups
         self.reliability *= (1.0 - policy.step) ** leases
-        if not expired and self.reliability >= STEADY:
-            return
         first = min(COOLING_SHARE * policy.timeout_s, MAX_FIRST_COOLING_S)
-        self.rest_until = now + first * 2.0**self.missed
+        # never shorter than the work: to look at a lease and drop it gains no time
+        self.rest_until = now + max(first * 2.0**self.missed, self.pace * groups)
         self.missed = min(self.missed + 1, MAX_DOUBLINGS)
+
+    def give_back(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:
+        """Count leases that the node handed back, or lost in a restart: free now and then, else as lose()."""
+        self.returned_leases += leases
+        if self.free_returns < 1.0:
+            self.lose(leases, groups, policy, now)
+            return
+        self.free_returns -= 1.0
+        self.lost_groups += groups
+        self.reliability *= (1.0 - policy.step) ** leases
 
 
 @dataclass
@@ -449,6 +512,12 @@ class LeadTime:
     """0 before the first group returned."""
     step_s: float = 0.0
     """0 before the first batch was trained."""
+    _returned: deque[float] = field(default_factory=deque[float])
+    """Turnarounds of the last groups."""
+    usual_s: float = math.inf
+    """Their median, which no minority of the accepted work can move; infinite before the first."""
+    interval_s: float = 0.0
+    """Time from one trained batch to the next, waiting included; 0 before the second."""
     admitted: float = 1.0
     """Share of the groups that come back and are trained: the others' places are leased again."""
 
@@ -458,18 +527,24 @@ class LeadTime:
         The mean rises over about one batch and falls over about four.
         """
         seconds = max(0.0, seconds)
+        self._returned.extend([seconds] * groups)
+        while len(self._returned) > USUAL_OVER * per_batch:
+            self._returned.popleft()
+        self.usual_s = median(self._returned)
         weight = min(1.0, groups / per_batch) if self.turnaround_s else 1.0
         weight *= PACE_STEP if seconds < self.turnaround_s else 1.0
         self.turnaround_s += weight * (seconds - self.turnaround_s)
 
-    def trained(self, seconds: float) -> None:
-        """Count a batch that took `seconds` to train and publish.
+    def trained(self, seconds: float, waited: float = 0.0) -> None:
+        """Count a batch that took `seconds` to train and publish, and was waited for before.
 
         The mean falls at once and rises slowly: a first step that compiles must not keep the next ones short
         of groups.
         """
         weight = PACE_STEP if 0.0 < self.step_s < seconds else 1.0
         self.step_s += weight * (seconds - self.step_s)
+        weight = PACE_STEP if self.interval_s else 1.0
+        self.interval_s += weight * (seconds + waited - self.interval_s)
 
     def judged(self, admitted: bool, per_batch: int) -> None:
         """Count a group that is to be trained or not; the share is over about one batch."""
@@ -498,7 +573,7 @@ class TaskQueue:
     next_task: int = 0
     """Number of the first draw that is not leased yet; without `draw` also the index of its task."""
     requeued: deque[int] = field(default_factory=deque[int])
-    """Tasks of expired leases; they go out before new ones."""
+    """Tasks whose groups were lost; they go out before new ones."""
     owed: float = 0.0
     """Groups that its ratio gives it, less those that were leased."""
     draw: Callable[[int, Collection[int]], int | None] | None = None
@@ -506,6 +581,10 @@ class TaskQueue:
     tasks go out in the order of their indices."""
     drawn: deque[int] = field(default_factory=deque[int])
     """Tasks that were drawn and go out next: draws `next_task` and those after it."""
+    staffed_at: float = -math.inf
+    """Unix seconds since which nodes can play it; infinite while none can."""
+    accepted_at: float = -math.inf
+    """Unix seconds at which work of it was accepted last."""
 
     def upcoming(self, count: int, on_lease: Iterable[int] = ()) -> list[int]:
         """List the indices of the next `count` tasks, or as many as there are."""
@@ -540,7 +619,9 @@ class LeaseBook:
     Groups are divided among the environments by smooth weighted round-robin: each group that is leased gives
     every environment its share of one, and costs the environment that it is of a whole one. A node gets the
     environment that is owed most of those that it can play: so nodes that can play all make up for those that
-    cannot. An environment that no node can play gets no share, nor does one that is owed a batch already.
+    cannot. An environment that no node can play gets no share, nor does one that is owed a batch already. One
+    that was leased a batch more than its ratio gives it waits for the others, however many nodes ask for it
+    alone; for none of which work came back within a lease's time, as that may be a false claim to play it.
     """
 
     policy: LeasePolicy
@@ -548,19 +629,39 @@ class LeaseBook:
     tasks: list[TaskQueue] = field(default_factory=list[TaskQueue])
     """Queues by environment."""
     held: dict[int, Held] = field(default_factory=dict[int, Held])
+    unjudged: dict[int, Held] = field(default_factory=dict[int, Held])
+    """Leases whose work has arrived and has no verdict yet."""
     expired: int = 0
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
     """One for each node that was granted something and is not forgotten."""
     newcomers: NewcomerQueue = field(default_factory=NewcomerQueue)
     lead: LeadTime = field(default_factory=LeadTime)
     _staffed_until: float = -math.inf
+    _tries: RecentDict[tuple[int, int], int] = field(
+        default_factory=lambda: RecentDict(MAX_FAILED_TASKS)
+    )
+    """(environment, task) -> times that its group was lost through its workers."""
 
     def __post_init__(self) -> None:
         self.tasks = self.tasks or [TaskQueue() for _ in self.policy.environments]
 
-    def outstanding_groups(self) -> int:
-        """Count the groups that proven nodes hold."""
-        return sum(len(one.lease.tasks) for one in self.held.values() if one.newcomer is None)
+    def outstanding_groups(self, now: float = -math.inf) -> int:
+        """Count the groups that proven nodes hold and that are not late at `now`."""
+        return self.leased(newcomers=False, now=now).total()
+
+    def _late(self, now: float, times: float) -> set[int]:
+        """Return the leases that are out for longer than `times` what is usual, for their node or in the run.
+
+        A node that holds leases without working, whatever the reason, is soon late with all of them. One that
+        is slow, or makes itself so, is late by the measure of the others.
+        """
+        late: set[int] = set()
+        for number, held in self.held.items() if now > -math.inf else ():
+            own = self.record(held.node).turnaround_s or math.inf
+            usual = max(times * min(own, self.lead.usual_s), LATE_LEAST_S)
+            if now - held.granted > usual:
+                late.add(number)
+        return late
 
     def present(self, node: bytes, now: float) -> None:
         """Take note that a proven node asked for something."""
@@ -578,7 +679,8 @@ class LeaseBook:
         taken = sum(slot.groups for slot in self._slots(now))
         if self.staffed(now):
             return pool(self.policy.groups_per_batch) - taken
-        return self.capacity(waiting_groups=waiting_groups, training=training) - taken
+        free = self.capacity(waiting_groups=waiting_groups, training=training, now=now)
+        return free - taken
 
     def next_newcomer(
         self, capacity: int, now: float, able: Container[bytes] | None = None
@@ -616,31 +718,25 @@ class LeaseBook:
         depth = self.lead.depth(self.policy.max_off_policy_steps, training)
         return int(depth * self.policy.groups_per_batch)
 
-    def capacity(self, *, waiting_groups: int, training: bool) -> int:
-        """Count the groups that proven nodes may still be granted.
+    def capacity(self, *, waiting_groups: int, training: bool, now: float = -math.inf) -> int:
+        """Count the groups that proven nodes may still be granted at `now`.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
         so that work granted now is at least one version old when its turn comes.
         """
-        coming = self.lead.expected(self.outstanding_groups())
+        coming = self.lead.expected(self.outstanding_groups(now))
         return self.allowed_groups(training) - waiting_groups - coming
 
-    def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
-        """Count the groups on lease, by node; with or without newcomers."""
+    def leased(
+        self, *, newcomers: bool = True, now: float = -math.inf, times: float = LATE
+    ) -> Counter[bytes]:
+        """Count the groups on lease, by node; with or without newcomers, and without late leases (see LATE)."""
         out: Counter[bytes] = Counter()
-        for held in self.held.values():
-            if newcomers or held.newcomer is None:
+        late = self._late(now, times)
+        for number, held in self.held.items():
+            if (newcomers or held.newcomer is None) and number not in late:
                 out[held.node] += len(held.lease.tasks)
         return out
-
-    def leased_to(self, node: bytes, *, newcomers: bool = True) -> tuple[int, int]:
-        """Count the groups on lease to `node`, and to all; with or without newcomers."""
-        own = total = 0
-        for held in self.held.values():
-            if newcomers or held.newcomer is None:
-                total += len(held.lease.tasks)
-                own += len(held.lease.tasks) if held.node == node else 0
-        return own, total
 
     def record(self, node: bytes) -> NodeRecord:
         """Return the record of a node; a fresh one for a stranger."""
@@ -653,17 +749,26 @@ class LeaseBook:
     def quota(self, node: bytes, trust: float, earned: float = math.inf) -> tuple[int, int]:
         """Compute the (leases, groups) that a node may hold, by trust, reliability, speed and past work.
 
-        A group that it drops is paid for by half as much accepted work. Never less than one lease and one
-        group: a slow node is given little, but not nothing.
+        A group that it drops is paid for by half as much accepted work, and one that is not judged yet counts
+        as dropped. Never less than one lease and one group: a slow node is given little, but not nothing.
         """
         record = self.record(node)
         leases = math.ceil(self.policy.leases_per_worker * min(1.0, trust * record.reliability))
         most = self.policy.leases_per_worker * self.policy.groups_per_lease
         if record.pace > 0.0:
-            most = min(most, int(HORIZON * self.policy.timeout_s / record.pace))
+            most = min(most, int(self._horizon_s() / record.pace))
         if earned < math.inf:
-            most = min(most, int(EARNED * earned) - record.lost_groups)
+            unjudged = sum(
+                len(one.lease.tasks) for one in self.unjudged.values() if one.node == node
+            )
+            most = min(most, int(EARNED * earned - record.lost_groups) - unjudged)
         return max(1, leases), max(1, most)
+
+    def _horizon_s(self) -> float:
+        """Compute the seconds of work that a node may hold: it has to come back in time, and not too stale."""
+        horizon = HORIZON * self.policy.timeout_s
+        versions = FRESH * (self.policy.max_off_policy_steps + 1)
+        return min(horizon, versions * self.lead.interval_s) if self.lead.interval_s else horizon
 
     def grant(
         self,
@@ -688,7 +793,8 @@ class LeaseBook:
             for number in range(len(self.tasks))
             if most >= 1 and number in share.playable
         }
-        able = [number for number, size in sizes.items() if size >= 1]
+        ahead = self._ahead(share.staffed, now) if sizes else set[int]()
+        able = [number for number, size in sizes.items() if size >= 1 and number not in ahead]
         environment = max(able, key=lambda number: self.tasks[number].owed, default=None)
         if environment is None:
             return None
@@ -720,6 +826,28 @@ class LeaseBook:
             until = now + SLOT_SHARE * self.policy.timeout_s
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
+
+    def _ahead(self, staffed: Collection[int], now: float) -> set[int]:
+        """Return the environments that are ahead of their ratio by a batch while others come back."""
+        for number, queue in enumerate(self.tasks):
+            if number not in staffed:
+                queue.staffed_at = -math.inf
+            elif queue.staffed_at == -math.inf:
+                queue.staffed_at = now
+        batch = self.policy.groups_per_batch
+        behind = any(
+            queue.owed > 0
+            and now - max(queue.accepted_at, queue.staffed_at) < self.policy.timeout_s
+            for number, queue in enumerate(self.tasks)
+            if number in staffed
+        )
+        return {
+            number for number, queue in enumerate(self.tasks) if behind and queue.owed <= -batch
+        }
+
+    def ahead(self, environments: Collection[int], staffed: Collection[int], now: float) -> bool:
+        """Return whether all of some environments are ahead of their ratio and wait for the others."""
+        return bool(environments) and self._ahead(staffed, now).issuperset(environments)
 
     def _charges(self, environment: int, groups: int, staffed: Collection[int]) -> dict[int, float]:
         """Divide `groups` that an environment is leased among what environments are owed; the sum is 0."""
@@ -799,13 +927,29 @@ class LeaseBook:
         if held.node != node:
             raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"lease {lease_id} is another node's")
         del self.held[lease_id]
+        self.unjudged[lease_id] = held
         groups = len(held.lease.tasks)
-        self.nodes.setdefault(node, NodeRecord()).settle(
-            groups, held.granted, now, self.policy.step
-        )
-        if held.newcomer is not None:
-            self.newcomers.count(held.newcomer.ticket, True)
+        self.nodes.setdefault(node, NodeRecord()).settle(groups, held.granted, now)
         return held.lease
+
+    def judge(self, lease: Lease, node: bytes, outcome: LeaseOutcome, now: float) -> None:
+        """Count a lease by the verdict on its work, at `now` (Unix seconds)."""
+        held = self.unjudged.pop(lease.lease_id, None)
+        if outcome.accepted:
+            self.tasks[lease.environment].accepted_at = now
+        self.nodes.setdefault(node, NodeRecord()).judge(outcome, self.policy, now)
+        if held is None or held.newcomer is None or outcome.blameless:
+            return
+        self.newcomers.count(held.newcomer.ticket, outcome.accepted > 0)
+        if not outcome.accepted:
+            self.newcomers.free(lease.lease_id)
+
+    def lease_again(self, environment: int, index: int, *, blameless: bool = False) -> None:
+        """Queue a task whose group was lost, unless it was lost MAX_TRIES times through its workers."""
+        tries = self._tries.get((environment, index), 0) + (not blameless)
+        self._tries[environment, index] = tries
+        if tries < MAX_TRIES:
+            self.tasks[environment].requeued.append(index)
 
     def expire(self, now: float) -> list[Held]:
         """Take back leases past their deadline: their tasks are leased again, and their nodes cool off."""
@@ -814,7 +958,7 @@ class LeaseBook:
         return late
 
     def release(self, node: bytes, now: float) -> list[Held]:
-        """Take back the leases of a node that said goodbye: their tasks are leased again."""
+        """Take back the leases of a node that said goodbye or began anew: their tasks are leased again."""
         left = [held for held in self.held.values() if held.node == node]
         self._take_back(left, now)
         return left
@@ -835,7 +979,8 @@ class LeaseBook:
             groups[held.node] += len(held.lease.tasks)
         for node, count in Counter(held.node for held in leases).items():
             record = self.nodes.setdefault(node, NodeRecord())
-            record.lose(count, groups[node], expired, self.policy, now)
+            count_loss = record.lose if expired else record.give_back
+            count_loss(count, groups[node], self.policy, now)
         for held in leases:
             del self.held[held.lease.lease_id]
             if held.newcomer is not None and expired:

@@ -235,7 +235,7 @@ class HostedEngine:
 
     def stats(self) -> EngineStats:
         """See Engine. Raises EngineError if every engine was given up."""
-        fault = "" if self._fault else self._down()
+        fault = "" if self._fault else self._down() or self._hanging()
         found = [replica.stats for replica in self._replicas]
         whole = EngineStats(
             running=sum(one.running for one in found),
@@ -337,6 +337,16 @@ class HostedEngine:
                 self._replicas[-1].fault if self._replicas else "no engine was started"
             )
         return hopeful[0].fault
+
+    def _hanging(self) -> str:
+        """Return why no replica makes progress although all run; empty if one does, or has nothing to do."""
+        silence = min(
+            (child.silent_s for replica in self._replicas if (child := replica.child)), default=0.0
+        )
+        busy = any(replica.load for replica in self._replicas)
+        if not busy or silence < self._timeouts.quiet_s:
+            return ""
+        return f"{self._title} has given no sign of life for {silence:.0f} s"
 
     def _choose(self, group: bytes) -> EngineReplica | None:
         """Choose the replica with the group's prompt, else the least busy; None if all are down."""

@@ -112,6 +112,8 @@ class EngineTimeouts:
     """Time for a request that is not a draw."""
     ping_s: float = 5.0
     """Interval between heartbeats."""
+    quiet_s: float = 20.0
+    """Time without an answer to a heartbeat after which its work is given to others."""
     silent_s: float = 60.0
     """Time without an answer to a heartbeat after which it counts as hung."""
     stuck_s: float = 600.0

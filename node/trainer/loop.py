@@ -8,7 +8,6 @@ never two at a time.
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,13 @@ from ..ops.metrics import MetricsLog
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
-from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
+from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup
 from ..training.checkpoint import Checkpoints
 from ..training.skipped_steps import SkippedSteps
 from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
 from .publisher import Publisher
-from .scheduler import LeaseScheduler
+from .scheduler import BatchCutter, LeaseScheduler
 from .state import Progress, TrainerState, positions, snapshots
 from .submissions import SubmissionQueue
 from .workers import WorkerRegistry, WorkerState
@@ -174,7 +173,7 @@ def _state(
         return f"loading a first policy, version {newest}"
     rest = registry.book.record(node).rest_until - now
     if rest > 0:
-        return f"resting {rest:.0f} s as leases did not come back"
+        return f"resting {rest:.0f} s as leases did not come back, or with nothing"
     if worker.stats.version < newest:
         return f"fetching version {newest}"
     return "asking for work"
@@ -203,8 +202,6 @@ def _turned_away(registry: WorkerRegistry) -> str:
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
-SLOW_WORKERS_SHARE = 1 / 12
-"""Share of the lease timeout that a full buffer waits for other workers' groups."""
 MIN_STEPS_TO_OVERLAP = 4
 """Smallest max_off_policy_steps at which a version is published while the next is trained: leases made during
 that time are one version older (LeadTime.depth)."""
@@ -249,8 +246,7 @@ class TrainerRole:
         self._demonstrations = demonstrations or Demonstrations()
         self._baselines: dict[str, dict[str, float]] = {}
         """Baselines of rae, by environment and agent."""
-        self._full_since = math.inf
-        """Monotonic time since which the buffer has held enough groups for the next batch."""
+        self._batches = BatchCutter(config.rollouts, self._buffer, scheduler.demand)
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
         """Arrival numbers up to which the newest checkpoints contain all submissions."""
         self._saving_s = 0.0
@@ -367,7 +363,7 @@ class TrainerRole:
                 await self._published()
         finally:
             self.progress.training = False
-        self.scheduler.book.lead.trained(time.monotonic() - start - waited)
+        self.scheduler.book.lead.trained(time.monotonic() - start - waited, waited)
         await self.scheduler.work_changed()
 
     async def _learn(
@@ -522,38 +518,18 @@ class TrainerRole:
 
     async def _next_batch(self) -> list[RolloutGroup] | None:
         """Wait for a full batch; None if there is none within batch_timeout_s. Raises RunFailed."""
-        self._full_since = math.inf
+        self._batches.begin()
         try:
             async with (
                 asyncio.timeout(self._config.rollouts.batch_timeout_s),
                 self.submissions.grown,
             ):
-                while (groups := self._cut(time.monotonic())) is None:
+                while (groups := self._batches.cut(time.time())) is None:
                     self._check_curriculum()
                     await self.submissions.grown.wait()
         except TimeoutError:
             return None
         return groups
-
-    def _cut(self, now: float) -> list[RolloutGroup] | None:
-        """Cut a batch in which no worker exceeds its share; `now` in monotonic seconds.
-
-        Once the buffer has been full for some time, slow workers are not waited for any longer.
-        """
-        rollouts = self._config.rollouts
-        wanted = rollouts.groups_per_batch
-        if len(self._buffer) < wanted:
-            return None
-        self._full_since = min(self._full_since, now)
-        if now - self._full_since > SLOW_WORKERS_SHARE * rollouts.lease_timeout_s:
-            return self._buffer.cut(wanted)
-        cap = peer_cap(
-            wanted,
-            rollouts.max_peer_share,
-            self._buffer.by_node(),
-            self.scheduler.demand.coming(),
-        )
-        return self._buffer.cut(wanted, per_node=cap)
 
     def _check_curriculum(self) -> None:
         """Raise RunFailed if no more groups are to be expected that the curriculum admits."""

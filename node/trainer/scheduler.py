@@ -9,7 +9,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...crypto.hashing import short
@@ -21,9 +21,9 @@ from ...protocol.messages import MAX_LEASES, LeaseReply, LeaseRequest
 from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation
 from ...protocol.version import MAX_SUBMISSION, MIB
-from ..config.run import RunConfig
+from ..config.run import RolloutsConfig, RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
-from ..training.buffer import RolloutBuffer, peer_room
+from ..training.buffer import RolloutBuffer, RolloutGroup, peer_cap, peer_room
 from .publisher import Publisher
 from .state import Progress
 from .workers import PendingRequest, WorkerRegistry, WorkerState
@@ -38,6 +38,8 @@ NEWCOMER_POLLS = 20
 RETRY_MS = 50
 NEWCOMER_RETRY_MS, MAX_RETRY_MS = 10, 5000
 """Addition to the retry delay for each waiting newcomer, and the maximum delay."""
+SLOW_WORKERS_SHARE = 1 / 12
+"""Share of the lease timeout that a full buffer waits for other workers' groups at most."""
 PREPARED_TASKS = 128
 """Tasks whose digests are made before they are leased."""
 KEPT_DIGESTS = 4096
@@ -71,8 +73,15 @@ class LeaseDemand:
     """Counts how many more groups may be leased, in total and to one worker."""
 
     def __init__(
-        self, config: RunConfig, registry: WorkerRegistry, buffer: RolloutBuffer, progress: Progress
+        self,
+        config: RunConfig,
+        registry: WorkerRegistry,
+        buffer: RolloutBuffer,
+        progress: Progress,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`clock` returns Unix seconds."""
+        self._clock = clock
         self._config = config
         self._registry = registry
         self._book = registry.book
@@ -89,23 +98,21 @@ class LeaseDemand:
         remaining = self._config.max_steps - self._progress.step - (1 if training else 0)
         if remaining <= 0:
             return 0
-        book = self._book
+        book, now = self._book, self._clock()
         unverified = self._unverified()
         waiting = len(self._buffer) + unverified.total()
         needed = remaining * self._config.rollouts.groups_per_batch
-        last = needed - waiting - book.lead.expected(book.outstanding_groups())
+        last = needed - waiting - book.lead.expected(book.outstanding_groups(now))
         if node is None:
-            free = book.newcomer_capacity(
-                waiting_groups=waiting, training=training, now=time.time()
-            )
+            free = book.newcomer_capacity(waiting_groups=waiting, training=training, now=now)
             return max(0, min(last, free))
-        free = min(last, book.capacity(waiting_groups=waiting, training=training))
+        free = min(last, book.capacity(waiting_groups=waiting, training=training, now=now))
         if free < 1:
             return 0
         rollouts = self._config.rollouts
-        # not coming(), which has a count for each worker, and there may be thousands
         own = sum(group.node == node for group in self._buffer.groups()) + unverified[node]
-        own_leased, leased = book.leased_to(node, newcomers=not book.staffed(time.time()))
+        on_lease = book.leased(newcomers=not book.staffed(now), now=now)
+        own_leased, leased = on_lease[node], on_lease.total()
         room = peer_room(
             rollouts.groups_per_batch,
             rollouts.max_peer_share,
@@ -117,23 +124,58 @@ class LeaseDemand:
         return min(free, room)
 
     def coming(self) -> Counter[bytes]:
-        """Count the groups on lease or in verification, by worker.
+        """Count the groups that the next batch may wait for, by worker: in verification, or on lease.
 
-        Those of newcomers do not count while proven workers are present.
+        Leases that are out for longer than their workers usually take do not count, nor do those of newcomers
+        while proven workers are present.
         """
-        book = self._book
-        return book.leased(newcomers=not book.staffed(time.time())) + self._unverified()
+        book, now = self._book, self._clock()
+        on_lease = book.leased(newcomers=not book.staffed(now), now=now, times=1.0)
+        return on_lease + self._unverified()
 
     def _unverified(self) -> Counter[bytes]:
         """Count at most the groups not verified yet, by worker; newcomers as in coming()."""
         used = Counter(self._progress.used.values())
-        staffed = self._book.staffed(time.time())
+        staffed = self._book.staffed(self._clock())
         ledger = self._registry.services.ledger
         counted = Counter[bytes]()
         for node, submissions in ledger.waiting_by_node(self._progress.verified_up_to).items():
             if not staffed or self._registry.proven(node):
                 counted[node] = (submissions - used[node]) * self._config.rollouts.groups_per_lease
         return counted
+
+
+class BatchCutter:
+    """Cuts batches in which no worker exceeds its share, and waits for none longer than it usually takes."""
+
+    def __init__(
+        self, rollouts: RolloutsConfig, buffer: RolloutBuffer, demand: LeaseDemand
+    ) -> None:
+        self._rollouts = rollouts
+        self._buffer = buffer
+        self._demand = demand
+        self._full_since = math.inf
+
+    def begin(self) -> None:
+        """Begin to collect the next batch."""
+        self._full_since = math.inf
+
+    def cut(self, now: float) -> list[RolloutGroup] | None:
+        """Cut the batch if it is there; `now` in seconds of any clock.
+
+        Once the buffer has been full for some time, slow workers are not waited for any longer.
+        """
+        rollouts = self._rollouts
+        wanted = rollouts.groups_per_batch
+        if len(self._buffer) < wanted:
+            return None
+        self._full_since = min(self._full_since, now)
+        if now - self._full_since > SLOW_WORKERS_SHARE * rollouts.lease_timeout_s:
+            return self._buffer.cut(wanted)
+        cap = peer_cap(
+            wanted, rollouts.max_peer_share, self._buffer.by_node(), self._demand.coming()
+        )
+        return self._buffer.cut(wanted, per_node=cap)
 
 
 class TaskSupply:
@@ -355,7 +397,9 @@ class LeaseScheduler:
         if self.version < 0:
             return "the run has no policy version yet"
         if rest > 0:
-            return f"this node rests {rest:.0f} s, as leases of it did not come back"
+            return (
+                f"this node rests {rest:.0f} s, as leases of it did not come back, or with nothing"
+            )
         if any(held.node == peer for held in self.book.held.values()):
             return "it holds as many leases as its record allows"
         playable = self.registry.leasable(peer)
@@ -363,6 +407,9 @@ class LeaseScheduler:
             return "it can play none of the run's environments"
         if self._ready().isdisjoint(playable):
             return self.tasks[min(playable)].NONE_READY
+        if self.book.ahead(playable, self.registry.staffed(), now):
+            names = ", ".join(repr(self.registry.environments[one].name) for one in playable)
+            return f"the run has a batch more of {names} than its ratio: this node can play nothing else"
         if self.book.staffed(now) and not self.registry.proven(peer):
             waiting = len(self.book.newcomers)
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"

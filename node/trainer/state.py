@@ -1,6 +1,7 @@
 """The trainer's state in a checkpoint: the next tasks, counts and reputations.
 
-Invariant: a task whose submission has a receipt is never leased again; a task that was only leased always is.
+Invariant: a task whose submission has a receipt is leased again only if its verdict finds the group lost; a
+task that was only leased always is.
 """
 
 from collections import Counter, defaultdict

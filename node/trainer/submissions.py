@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -34,6 +34,7 @@ from ..verification.self_calibration import AuditConditions
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .bounds_book import MeasuredRows
 from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
+from .lease_outcomes import EXCUSED
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler
 from .state import LEASES_PER_BOOT, ChainEpoch, Progress
@@ -56,6 +57,7 @@ class PendingVerification:
     """A submission that is being verified."""
 
     arrived: QueuedSubmission
+    submission: Submission
     lease: Lease
     before: bytes | None
     """Sealed verdict from before the trainer was killed."""
@@ -93,12 +95,14 @@ class VerificationQueue:
         """Arrival number of the last submission that was judged, and counted, before this start."""
         self._begun_up_to = 0
         """Arrival number of the last submission whose verification began."""
+        self._stale: dict[int, int] = {}
+        """Accepted rollouts that came too late to be used, by arrival number, until they are judged."""
         self.grown = asyncio.Condition()
         """Notified when work was used or judged, and from time to time."""
         self.epoch = ChainEpoch()
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
-        """Use the work of a verified submission of `node`."""
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
+        """Use the work of a verified submission of `node`; return how many accepted rollouts came too late."""
         raise NotImplementedError
 
     @property
@@ -148,7 +152,7 @@ class VerificationQueue:
         before = self._ledger.verdict_on(arrived.arrival)
         submission, lease = self.open(arrived)
         verifying = tasks.create_task(self._use(arrived, submission, lease, before))
-        await begun.put(PendingVerification(arrived, lease, before, verifying))
+        await begun.put(PendingVerification(arrived, submission, lease, before, verifying))
 
     async def _use(
         self, arrived: QueuedSubmission, submission: Submission, lease: Lease, before: bytes | None
@@ -165,7 +169,7 @@ class VerificationQueue:
             progress.accepted_of[environment] += verified.verdict.accepted
             progress.rejected_of[environment] += sum(reasons.values())
             progress.rejected.update({reason.value: count for reason, count in reasons.items()})
-            self.take(arrived.node, submission, lease, verified)
+            self._stale[arrived.arrival] = self.take(arrived.node, submission, lease, verified)
             progress.used[arrived.arrival] = arrived.node
         await self._tell()
         return verified
@@ -191,6 +195,11 @@ class VerificationQueue:
         if arrived.arrival > self._counted_up_to:
             self._remember(arrived.node, self._environment(one.lease), verified)
             measured = self._bounds.judged(arrived.node, verified)
+        stale = self._stale.pop(arrived.arrival, 0)
+        outcome = self._registry.work.judge(
+            arrived.node, one.submission, one.lease, verified, stale
+        )
+        self._scheduler.book.judge(one.lease, arrived.node, outcome, time.time())
         self._note_rewards(arrived.node, verified)
         self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
 
@@ -318,23 +327,43 @@ class SubmissionQueue(VerificationQueue):
         self.kept = kept
         self.curricula = curricula
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
         """See VerificationQueue.take(); buffers the accepted groups."""
-        progress = self.progress
+        selective = self._registry.work.selective(node, lease.environment)
+        used, stale = set[int](), 0
         for group in verified.groups:
+            if selective and len(group.rollouts) < lease.group_size:
+                self._refuse(group, Reason.WITHDRAWN.value)
+                continue
             if not self._admits(group):
                 self.kept.lost([group], NOT_ADMITTED)
+            elif refusal := self.buffer.add(group, self.progress.step):
+                self._refuse(group, refusal)
+                stale += len(group.rollouts) if refusal == "stale" else 0
                 continue
-            refusal = self.buffer.add(group, progress.step)
-            if refusal is not None:
-                progress.accepted -= len(group.rollouts)
-                progress.accepted_of[group.environment] -= len(group.rollouts)
-                progress.rejected[refusal] += len(group.rollouts)
-                progress.rejected_of[group.environment] += len(group.rollouts)
-                self.kept.lost([group], refusal)
+            used.add(group.task_index)
         self.kept.judged(node, submission, lease, verified)
+        self._lease_again(lease, verified, used)
         if verified.groups:
             self._measure_turnaround(lease, len(verified.groups))
+        return stale
+
+    def _refuse(self, group: RolloutGroup, reason: str) -> None:
+        """Count an accepted group that is not buffered after all as rejected."""
+        progress, count = self.progress, len(group.rollouts)
+        progress.accepted -= count
+        progress.accepted_of[group.environment] -= count
+        progress.rejected[reason] += count
+        progress.rejected_of[group.environment] += count
+        self.kept.lost([group], reason)
+
+    def _lease_again(self, lease: Lease, verified: Verified, used: Collection[int]) -> None:
+        """Queue the tasks whose groups were not used: no worker's failures take a task out of a run."""
+        reasons = {one.group: one.reason for one in verified.rejections}
+        for number, task in enumerate(lease.tasks):
+            if task.index not in used:
+                blameless = reasons.get(number) in EXCUSED
+                self._scheduler.book.lease_again(lease.environment, task.index, blameless=blameless)
 
     def _admits(self, group: RolloutGroup) -> bool:
         """Show a group to its environment's curriculum; return whether it is to be trained."""

@@ -38,6 +38,7 @@ from ..storage.ledger import AdmittedNode
 from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
 from .bounds_book import BoundsBook
+from .lease_outcomes import WorkRecords
 from .pipeline_coordinator import PipelineCoordinator
 from .sessions import Sessions
 
@@ -66,6 +67,8 @@ MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
 """Sources with adjacent ranks; the others are far, so that chunks cross a large swarm in few steps."""
 
+MIN_RETURNED, MAX_RETURNED_SHARE = 8, 0.1
+"""Leases handed back, in number and as a share, above which a worker is named."""
 JOINING_S = 10.0
 """A worker without a policy that was heard this long ago is fetching the run's files."""
 MIN_PREFIX = 4
@@ -176,6 +179,7 @@ class WorkerRegistry:
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
         self.environments = environments
+        self.work = WorkRecords()
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation)
         for one in services.ledger.admitted():
@@ -342,7 +346,7 @@ class WorkerRegistry:
             self.services.peers.learn(record, sealed)
 
     def warnings(self) -> list[str]:
-        """Return warnings about failing tickets and unplayable environments, with remedies.
+        """Return warnings about failing tickets, unplayable environments and workers that choose their work.
 
         A failing ticket is one whose newcomers take leases and return nothing.
         """
@@ -352,11 +356,38 @@ class WorkerRegistry:
             if record.failing
         ]
         staffed = self.staffed()
-        return failing + [
+        unplayed = [
             _unplayed(one, quarantined=self._barred(number))
             for number, one in enumerate(self.environments)
             if staffed and number not in staffed
         ]
+        names = [one.name for one in self.environments]
+        return [*failing, *unplayed, *self.work.warnings(names), *self._choices()]
+
+    def _choices(self) -> list[str]:
+        """Describe the workers that play only what the run has enough of, and those that hand leases back."""
+        staffed, now, said = self.staffed(), time.time(), list[str]()
+        waiting: Counter[frozenset[int]] = Counter(
+            worker.playable
+            for node, worker in self.workers.items()
+            if not worker.left
+            and worker.heard >= self.clock() - GONE_S
+            and self.book.ahead(worker.playable, staffed, now)
+        )
+        for playable, count in waiting.items():
+            names = ", ".join(repr(self.environments[number].name) for number in sorted(playable))
+            said.append(
+                f"{count} worker(s) play {names} alone, of which the run has a batch more than its ratio: they "
+                "wait for the other environments; ask their owners to allow these, or change the ratio"
+            )
+        for node, record in self.book.nodes.items():
+            returned, leases = record.returned_leases, record.returned_leases + record.kept_leases
+            if returned >= MIN_RETURNED and returned > MAX_RETURNED_SHARE * leases:
+                said.append(
+                    f"worker {short(node)} handed back {returned} of {leases} leases after it had seen them, "
+                    "and rests for each: its owner may look why (a lost engine, restarts), or you ban it"
+                )
+        return said
 
     def _barred(self, environment: int) -> bool:
         """Return whether a worker that is here is quarantined in an environment that it can play."""
@@ -410,8 +441,8 @@ class WorkerRegistry:
         account = self.services.ledger.ticket(ticket)
         label = f" ({account.label})" if account is not None and account.label else ""
         return (
-            f"{lost} leases of newcomers with ticket {name}{label} did not come back: if it leaked, "
-            f"`primerl-node ticket revoke {name}` and give out another"
+            f"{lost} leases of newcomers with ticket {name}{label} did not come back, or with nothing: if it "
+            f"leaked, `primerl-node ticket revoke {name}` and give out another"
         )
 
     def warn(self) -> None:

@@ -196,6 +196,10 @@ LOOK_S = 0.02
 HEARTBEAT_S = 5.0
 """Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
+STALLED_S = 60.0
+STALLED = 4.0
+"""Seconds, and times the usual time of a lease, without the end of any rollout, after which the leases are
+handed back: the engine hangs, and others can do the work meanwhile."""
 
 
 class InferenceRole:
@@ -246,6 +250,10 @@ class InferenceRole:
         self._active: dict[int, int] = {}
         """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
+        self._progressed = 0.0
+        """Monotonic time at which a rollout ended, or the first lease in progress began."""
+        self._usual_s = 0.0
+        """Seconds that a lease takes, a running mean; 0 before the first."""
         self._per_lease = 0
         """Rollouts of the largest lease so far: asking twice is better than hoarding."""
         self._given_up = False
@@ -324,8 +332,8 @@ class InferenceRole:
                 await self._book.end("the run has reached its last step")
                 break
             fault = self._engine.stats().fault
-            if fault and self._working:
-                self._give_up(fault)
+            if self._working and (why := fault or self._stalled(time.monotonic())):
+                self._give_up(why)
             wanted = 0 if fault else self._wanted()
             if not wanted and not self._has_news():
                 await asyncio.sleep(LOOK_S)
@@ -415,6 +423,8 @@ class InferenceRole:
         self._admission.groups_of(lease.group_size)
         rollouts = len(lease.tasks) * lease.group_size
         self._per_lease = max(self._per_lease, rollouts)
+        if not self._working:
+            self._progressed = time.monotonic()
         self._active[lease.lease_id] = rollouts
         work = tasks.create_task(self._work(lease, sealed))
         self._working[lease.lease_id] = work
@@ -426,6 +436,16 @@ class InferenceRole:
 
     def _rollout_ended(self, lease_id: int) -> None:
         self._active[lease_id] -= 1
+        self._progressed = time.monotonic()
+
+    def _stalled(self, now: float) -> str:
+        """Return why the leases in progress are to be handed back; empty while they progress."""
+        quiet = now - self._progressed
+        if not self._usual_s or quiet < max(STALLED_S, STALLED * self._usual_s):
+            return ""
+        return (
+            f"no rollout has ended for {quiet:.0f} s, a lease usually takes {self._usual_s:.0f} s"
+        )
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
         trainer = self._run.trainer
@@ -436,8 +456,11 @@ class InferenceRole:
     async def _work(self, lease: Lease, sealed: bytes) -> None:
         """Carry out one lease; a lease that cannot be done in time expires."""
         try:
+            began = time.monotonic()
             played = await self._generate(lease)
             self._working.pop(lease.lease_id, None)  # it needs the engine no longer
+            took = time.monotonic() - began
+            self._usual_s += (took - self._usual_s) / (4.0 if self._usual_s else 1.0)
             if played is not None:
                 await self._uploads.put(lease, self._submission(sealed, played))
         except TimeoutError:

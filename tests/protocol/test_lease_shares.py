@@ -1,5 +1,5 @@
 import pytest
-from support.lease_cases import STRANGER, A, B, C, grant, granted, policy
+from support.lease_cases import STRANGER, A, B, C, grant, granted, keep, policy
 from support.protocol_cases import NOW
 
 from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
@@ -40,7 +40,7 @@ def test_a_settled_lease_ends_the_doubling() -> None:
     book = LeaseBook(policy())
     now = expire_one(book, A, expire_one(book, A, NOW) + 100) + 100
     assert book.record(A).missed == 2
-    book.settle(granted(book, A, now=now).lease_id, A, now + 1)
+    keep(book, granted(book, A, now=now), A, now + 1)
     assert book.record(A).missed == 0
     assert len(granted(book, A, now=now + 1).tasks) == 3
 
@@ -96,7 +96,7 @@ def test_whole_leases_cannot_be_picked_by_dropping_those_with_bad_luck(how: str)
             lease = granted(book, A, now=now)
             now += 10.0
             if not drops or number % 2:
-                book.settle(lease.lease_id, A, now)
+                keep(book, lease, A, now)
                 done += 1
             elif how == "expire":
                 now = lease.deadline + 1
@@ -115,7 +115,7 @@ def test_a_node_that_loses_one_lease_in_ten_is_steady() -> None:
         now = max(now + 1, book.record(A).rest_until)
         lease = granted(book, A, now=now)
         if number % 10:
-            book.settle(lease.lease_id, A, now + 1)
+            keep(book, lease, A, now + 1)
         else:
             book.expire(now := now + 61)
         assert book.record(A).reliability >= STEADY

@@ -6,7 +6,14 @@ from typing import Any
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
+from primerl.protocol.leases import (
+    Lease,
+    LeaseBook,
+    LeaseOutcome,
+    LeasePolicy,
+    LeaseShare,
+    MixtureShare,
+)
 from primerl.protocol.reputation import Trust
 
 A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))
@@ -67,3 +74,11 @@ def granted(
 
 def indices(lease: Lease) -> list[int]:
     return [task.index for task in lease.tasks]
+
+
+def keep(
+    book: LeaseBook, lease: Lease, node: bytes, now: float, lost: float = 0.0, accepted: int = 1
+) -> None:
+    """A lease comes back and is judged at once; `lost` groups of it count against the node."""
+    settled = book.settle(lease.lease_id, node, now)
+    book.judge(settled, node, LeaseOutcome(len(settled.tasks), accepted, lost), now)

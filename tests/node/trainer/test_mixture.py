@@ -185,7 +185,7 @@ async def test_a_worker_holds_one_group_at_a_time_of_an_environment_that_is_new_
 ) -> None:
     front.registry.reputations[A] = record(sums=1000)
     leases = await front.ask(A, None, wanted=8)
-    assert Counter(lease.environment for lease in leases) == {0: 6, 1: 1, 2: 1}
+    assert Counter(lease.environment for lease in leases) == {0: 5, 1: 1, 2: 1}, "ahead by a batch"
     assert {len(lease.tasks) for lease in leases if lease.environment} == {1}
     assert {len(lease.tasks) for lease in leases if not lease.environment} == {3}
     front.registry.reputations[A] = record(sums=1000, words=100)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from support.bare_services import bare_services
 from support.kept_cases import keeper
+from support.lease_cases import policy
 from support.protocol_cases import LEASE, MIXED, MIXED_LEASE, PROOFS, RUN
 from support.waiting import until
 
@@ -20,6 +21,7 @@ from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
+from primerl.node.trainer.lease_outcomes import WorkRecords
 from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, UNJUDGED, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
@@ -35,7 +37,7 @@ from primerl.node.verification.verifier import (
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease
+from primerl.protocol.leases import Lease, LeaseBook, MixtureShare
 from primerl.protocol.reputation import Reputation, ban_test
 from primerl.protocol.rollouts import Submission, Verdict
 
@@ -99,9 +101,9 @@ class Opened(SubmissionQueue):
         super().__init__(*arguments)
         self.taken: list[int] = []
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
         self.taken.append(int.from_bytes(verified.verdict.submission, "big"))
-        super().take(node, submission, lease, verified)
+        return super().take(node, submission, lease, verified)
 
     def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
         lease = MIXED_LEASE if arrived.arrival in WORDS else LEASE
@@ -146,8 +148,12 @@ class World:
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
             environments=MIXED.environments,
+            work=WorkRecords(),
         )
-        scheduler = SimpleNamespace(registry=registry, work_changed=self.nothing, version=0)
+        book = LeaseBook(policy(environments=(MixtureShare(4), MixtureShare(4))))
+        scheduler = SimpleNamespace(
+            registry=registry, book=book, work_changed=self.nothing, version=0
+        )
         self.queue = Opened(
             cast(Any, scheduler),
             cast(Any, self.auditor),
