@@ -8,6 +8,7 @@ never two at a time.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Contributors that are admitted, take leases, and choose what to bring back of them; live trainer and workers."""
+"""Contributors that are admitted, take leases, and choose what to bring back of them."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -99,15 +99,23 @@ async def test_the_ticket_whose_keys_answer_with_nothing_is_named_and_a_newcomer
             groups = tuple(nothing(one.index, one.digest, lease.group_size) for one in lease.tasks)
             await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
             await rogue.verdict(lease.lease_id)
-        async with asyncio.timeout(SOON):
-            while not any("ticket revoke" in one for one in await warnings(swarm)):
-                await asyncio.sleep(0.05)
+        await warned(swarm, "ticket revoke")
         newcomer = swarm.add_worker("late")
         await swarm.until_row(newcomer, lambda row: row["accepted"] > 0, SOON)
 
 
 async def warnings(swarm: Swarm) -> list[str]:
     return (await swarm.trainer.status())["warnings"]
+
+
+async def warned(swarm: Swarm, words: str) -> str:
+    """Wait for a warning with these words; return it."""
+    async with asyncio.timeout(SOON):
+        while True:
+            for warning in await warnings(swarm):
+                if words in warning:
+                    return warning
+            await asyncio.sleep(0.05)
 
 
 async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_the_mixture(

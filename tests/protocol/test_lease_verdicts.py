@@ -1,4 +1,4 @@
-"""A lease is kept by its verdict: what is held, burnt or handed back costs the node, and its tasks go out again."""
+"""A lease is kept by its verdict: what is burnt or handed back costs the node, and its tasks go out again."""
 
 import pytest
 from support.lease_cases import A, B, C, grant, granted, indices, keep, policy

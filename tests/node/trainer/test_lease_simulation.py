@@ -1,4 +1,4 @@
-"""Three honest workers keep their rate beside three others, whatever these do with their leases; in virtual time."""
+"""Honest workers keep their rate beside others, whatever these do with their leases; in virtual time."""
 
 from collections.abc import Callable
 from functools import cache
