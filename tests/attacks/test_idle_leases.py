@@ -132,7 +132,7 @@ async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_th
                 Contributor(swarm, f"cheap {number}", environments=(0,))
             )
             await rogue.hello()
-            task = asyncio.create_task(work(rogue))
+            task = asyncio.create_task(rogue.work_on())
             stack.callback(task.cancel)
         version = (await swarm.trainer.status())["version"]
         await swarm.wait_step(version + 8, SOON)
@@ -148,14 +148,6 @@ async def accepted(swarm: Swarm) -> dict[str, int]:
     """Return the accepted rollouts by environment."""
     rows = (await swarm.trainer.status())["environments"]
     return {row["name"]: row["accepted"] for row in rows}
-
-
-async def work(rogue: Contributor) -> None:
-    """Work honestly at what it says that it can play, until cancelled."""
-    while True:
-        for lease, sealed in await rogue.take():
-            await rogue.submit(rogue.bundle(sealed, await rogue.play(lease)), lease.lease_id)
-        await asyncio.sleep(0.02)
 
 
 async def test_a_worker_that_takes_back_its_right_answers_shifts_no_rewards_and_is_named(
