@@ -29,6 +29,7 @@ from ..config.paths import expand_home
 from ..config.sandbox import SandboxConfig
 from ..ops.errors import UsageError, one_line
 from ..process.spawn import PARENT_VARIABLE
+from ..storage.removal import remove_own
 from . import confine
 from .allowed import BUNDLED
 from .confine import MACHINES, SCOPES_SINCE, SETTINGS_VARIABLE, TCP_SINCE, landlock_version
@@ -477,7 +478,7 @@ def _remove(directory: Path) -> None:
             if not os.path.islink(path):
                 with suppress(OSError):
                     os.chmod(path, 0o700)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_own(directory)
 
 
 # -- paths that are shown ----------------------------------------------------------------------------

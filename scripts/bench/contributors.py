@@ -40,6 +40,7 @@ from support.lying_holders import LineHolder
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes
 
+from primerl.node.ops.errors import NodeError
 from primerl.node.verification.auditor import Unreadable
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
@@ -107,7 +108,7 @@ async def copy(swarm: AuditedSwarm, stack: AsyncExitStack) -> None:
     async def again() -> None:
         while True:
             second = swarm.add_worker("copy", copy_of="honest 0")
-            with suppress(Exception):  # it is refused
+            with suppress(NodeError, TimeoutError):  # it is refused
                 await second.ended(5.0)
             await asyncio.sleep(0.5)
 
