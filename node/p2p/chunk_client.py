@@ -224,7 +224,7 @@ class ChunkClient:
         for _ in range(MAX_BEATS):
             async with asyncio.timeout(FIRST_BYTE_S):
                 reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
-            now = time.monotonic()
+            now = download.heard = time.monotonic()
             if isinstance(reply, ChunkFollows):
                 download.touched = now
                 return ChunkOffer(reply.size, reply.index)
@@ -239,7 +239,7 @@ class ChunkClient:
             async with asyncio.timeout(PIECE_S):
                 pieces.append(await stream.read_exact(min(PIECE, size - start)))
             download.received += len(pieces[-1])
-            download.touched = time.monotonic()
+            download.touched = download.heard = time.monotonic()
         with suppress(TransportError):
             await stream.finish()  # the sender waits to hear that we have it
         return b"".join(pieces)

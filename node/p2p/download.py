@@ -80,6 +80,7 @@ class Fetch:
         self.error: Exception | None = None
         self.progressed = time.monotonic()
         """Time at which a chunk arrived, or a neighbour got one that we miss."""
+        self._heard = self.begun
         self.over = asyncio.Event()
         self.news = Notifier()
 
@@ -92,6 +93,12 @@ class Fetch:
         """Note that the fetch advances, and wake all its loops."""
         self.progressed = time.monotonic()
         self.news.fire()
+
+    @property
+    def heard(self) -> float:
+        """Time at which a source last spoke to us, if only to say that we are in line."""
+        self._heard = max(self._heard, self.state.heard)
+        return self._heard
 
     async def wait_news(self, timeout: float = TICK_S) -> None:
         """Wait until something changes, or for `timeout` seconds."""
@@ -146,6 +153,7 @@ class Fetch:
             raise
         finally:
             download.leash = None
+            self._heard = max(self._heard, download.heard)
             self.state.end(download, time.monotonic(), failed=failed)
             if not won:
                 self.fetcher.wasted[download.source] += download.received
@@ -418,8 +426,10 @@ class OriginFetch:
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._fetcher = fetch.fetcher
-        self._asked = 0
-        """Requests without an answer yet."""
+        self._asking: set[ChunkDownload] = set()
+        """Requests for which the origin has not chosen a chunk yet."""
+        self._heard = fetch.begun
+        """Time at which the origin last said anything but no: as long as it does, it is only busy."""
         self._rest = REST_FIRST_S
         self._resting_until = 0.0
         self._failing_since: float | None = None
@@ -434,7 +444,7 @@ class OriginFetch:
                 await asyncio.sleep(self._resting_until - now)
             elif number >= self._fetch.depth() or self._fetch.full():
                 await self._fetch.wait_news()
-            elif len(wanted := self._wanted(now)) <= self._asked:
+            elif len(wanted := self._wanted(now)) <= len(self._asking):
                 await self._look_later()
             else:
                 await self._ask(wanted)
@@ -475,7 +485,7 @@ class OriginFetch:
         chance = self._fetch.state.chance
         offered = chance.sample(wanted, OFFERED) if len(wanted) > OFFERED else wanted
         download = self._fetch.download(self._fetch.origin, None)
-        self._asked += 1
+        self._asking.add(download)
         paths, scores = self._fetcher.paths, self._fetcher.scores
         around = paths if scores.detoured(download.source, now) else None
         try:
@@ -498,8 +508,8 @@ class OriginFetch:
             if won and download.chunk is not None:
                 self._served(download, download.chunk)
         finally:
-            if download.chunk is None:
-                self._asked -= 1
+            self._heard = max(self._heard, download.heard)
+            self._asking.discard(download)
 
     async def _get(
         self,
@@ -522,7 +532,7 @@ class OriginFetch:
         wanted = self._fetch.state.wants(chunk.digest, download.source, now)
         if wanted:
             download.begun = now
-            self._asked -= 1
+            self._asking.discard(download)
             self._fetch.state.begin(chunk, download)
             self._fetch.state.starts(download, now)
         self._fetch.news.fire()
@@ -542,6 +552,7 @@ class OriginFetch:
             )
         elif refusal.reason in (Reason.NOT_YET, Reason.BUSY, Reason.RATE_LIMITED):
             self._failing_since = None
+            self._heard = time.monotonic()
             self._pause()
         else:
             logger.info("%s refuses: %s", short(self._fetch.origin), refusal)
@@ -557,10 +568,16 @@ class OriginFetch:
         self._rest = min(2 * self._rest, REST_MAX_S)
 
     def _give_up(self, now: float) -> None:
-        quiet = now - self._fetch.progressed
-        failing = self._failing_since is not None and now - self._failing_since > GIVE_UP_S
-        stuck = min(quiet, now - self._fetch.state.touched) > STUCK_S
-        if stuck or (failing and quiet > GIVE_UP_S):
+        """End the fetch if nobody has anything for us; to be in a long line is no reason.
+
+        Lines of neighbours count for STUCK_S, in case they lie; those of the origin for ever.
+        """
+        fetch = self._fetch
+        self._heard = max(self._heard, *(request.heard for request in self._asking), 0.0)
+        last = max(self._heard, fetch.progressed)
+        since = self._failing_since
+        failing = since is not None and now - max(since, last, fetch.heard) > GIVE_UP_S
+        if failing or now - max(last, fetch.state.touched) > STUCK_S:
             left = len(self._fetch.state.missing)
             self._fetch.fail(NetworkError(f"{left} chunk(s) could not be fetched from anybody"))
 

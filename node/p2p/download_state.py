@@ -51,6 +51,8 @@ class ChunkDownload:
     sending: bool = False
     """Whether its bytes are arriving; until then it waits in a queue."""
     received: int = 0
+    heard: float = 0.0
+    """Time of the last word of its source, also that we are in line."""
     leash: asyncio.Timeout | None = None
 
     def stop(self) -> None:
@@ -119,11 +121,15 @@ class DownloadState:
 
     @property
     def touched(self) -> float:
-        """Time of the last progress of any download."""
-        return max(
-            (download.touched for some in self._downloads.values() for download in some),
-            default=0.0,
-        )
+        """Time of the last progress of the downloads whose bytes arrive."""
+        downloads = (one for some in self._downloads.values() for one in some)
+        return max((one.touched for one in downloads if one.sending), default=0.0)
+
+    @property
+    def heard(self) -> float:
+        """Time at which a source last spoke about a download."""
+        downloads = (one for some in self._downloads.values() for one in some)
+        return max((one.heard for one in downloads), default=0.0)
 
     def claim(
         self, source: bytes, names: Iterable[bytes], *, patience: float | None = None

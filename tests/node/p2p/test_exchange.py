@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
+from support.lying_holders import claiming, late
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.waiting import until
 
 from primerl.node.ops.errors import NetworkError, StorageError
-from primerl.node.p2p.rpc import Refused
-from primerl.node.p2p.transport import TransportError, Unreachable
+from primerl.node.p2p.rpc import Refused, receive, send
+from primerl.node.p2p.transport import Stream, TransportError, Unreachable
 from primerl.node.storage.chunk_store import FileStore
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ChunkRef
+from primerl.protocol.messages import ChunkFollows, GetAnyChunk, InLine
 
 MBIT = 125_000.0
 
@@ -163,6 +165,72 @@ async def test_without_anybody_a_fetch_gives_up_and_says_so(
         async with asyncio.timeout(60.0):
             with pytest.raises(NetworkError, match="could not be fetched from anybody"):
                 await worker.fetch(refs(chunks), [], origin)
+
+
+@pytest.mark.parametrize(
+    ("source", "chunk_s", "stuck_s"), [("origin", 0.25, 2.0), ("holder", 0.3, 4.0)]
+)
+async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_every_chunk(
+    source: str, chunk_s: float, stuck_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, who was in line at the origin for two minutes without a chunk gave up."""
+    monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 2.0)
+    monkeypatch.setattr("primerl.node.p2p.download.STUCK_S", stuck_s)
+    monkeypatch.setattr("primerl.node.p2p.serve.BEAT_S", 0.1)
+    chunks = payload(1)
+    rates = {node_id(name): 64 * KIB / chunk_s for name in ("origin", "holder")}
+    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+        origin, holder = world.add("origin"), world.add("holder")
+        workers = [world.add(f"w{number}") for number in range(24)]
+        for one in (origin, holder):
+            one.hold(chunks)
+        line = [holder] if source == "holder" else []
+        async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+            for worker in workers:
+                tasks.create_task(worker.fetch(refs(chunks), line, origin))
+        assert all(worker.holds(refs(chunks)) for worker in workers)
+
+
+async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 1.0)
+    (chunk,) = payload(1)
+    requests: list[bytes] = []
+
+    async def handler(peer: bytes, stream: Stream) -> None:
+        await receive(stream, GetAnyChunk)
+        requests.append(peer)
+        if len(requests) == 1:
+            return await stream.abort()
+        for _ in range(25):
+            await send(stream, InLine())
+            await asyncio.sleep(0.1)
+        await send(stream, ChunkFollows(len(chunk), 0))
+        await stream.write(chunk)
+        await asyncio.sleep(60.0)
+
+    async with World() as world:
+        origin, worker = world.add("origin", handler=handler), world.add("w0")
+        async with asyncio.timeout(60.0):
+            await worker.fetch(refs([chunk]), [], origin)
+        assert worker.holds(refs([chunk]))
+
+
+async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 1.0)
+    chunks = payload(1)
+    store = MemoryStore(max_bytes=1 << 30)
+    store.put(chunks[0])
+    async with World() as world:
+        origin, worker = world.add("origin"), world.add("w0")
+        holder = world.add("holder", handler=claiming(late(store, 5.0)))
+        world.network.drop(origin.id)
+        async with asyncio.timeout(60.0):
+            await worker.fetch(refs(chunks), [holder], origin)
+        assert worker.holds(refs(chunks))
 
 
 async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
