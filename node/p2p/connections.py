@@ -66,10 +66,20 @@ class ConnectionPool:
             return await self._dial(key, min(patience or self._timeout, self._timeout))
 
     async def request(
-        self, peer: bytes, alpn: bytes, message: Message, kind: type[T], *, deadline: float
+        self,
+        peer: bytes,
+        alpn: bytes,
+        message: Message,
+        kind: type[T],
+        *,
+        deadline: float,
+        patience: float | None = None,
     ) -> T:
-        """ask() over the pool; a connection that failed is dropped so that the next call dials anew."""
-        connection = await self.get(peer, alpn)
+        """ask() over the pool; a connection that failed is dropped so that the next call dials anew.
+
+        `patience`: as for get().
+        """
+        connection = await self.get(peer, alpn, patience=patience)
         try:
             reply = await ask(connection, message, kind, deadline=deadline)
         except TooSlow:

@@ -6,8 +6,9 @@ such a state.
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -89,6 +90,11 @@ def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> 
 
 
 ASK_TIMEOUT_S = 10.0
+"""For the trainer to answer."""
+NEIGHBOUR_S = 2.0
+"""For a neighbour to be reached, and then to answer: the trainer knows all that it could tell."""
+NEIGHBOURS_S = 4.0
+"""Time for all neighbours together before the trainer is asked: they may be silent on purpose."""
 
 
 class UpdatePlanner:
@@ -118,15 +124,22 @@ class UpdatePlanner:
     async def plan(self, head: AdmittedHead, held: Policy) -> tuple[AdmittedHead, list[Step]]:
         """Find the cheapest steps to `head` or, if it moves on meanwhile, to a newer one.
 
-        Asks one source after the other while no path is known. Raises NoPath, NetworkError.
+        Asks one source after the other while no path is known, see _sources(). Raises NoPath, NetworkError.
         """
         if head.head.term != self._epoch:
             self._epoch = head.head.term
             self.forget()
-        sources = [*self._upstreams.nodes, self._services.trainer]
+        failed: set[bytes] = set()
         afters = dict.fromkeys((held.version, NOTHING))
-        questions = iter([(source, after) for after in afters for source in sources])
-        bridges = iter(dict.fromkeys((sources[0], self._services.trainer)))
+        questions = (
+            (source, after, until) for after in afters for source, until in self._sources(failed)
+        )
+        first = [*self._upstreams.nodes, self._services.trainer][0]
+        bridges = (
+            source
+            for source in dict.fromkeys((first, self._services.trainer))
+            if source not in failed
+        )
         while True:
             await self._learn_manifests(head)
             try:
@@ -135,13 +148,13 @@ class UpdatePlanner:
                 source = None if gap is None else next(bridges, None)
                 if gap is None or source is None:
                     return head, steps
-                question = (source, gap)
+                question = (source, gap, math.inf)
             except NoPath:
                 question = next(questions, None)
                 if question is None:
                     raise
-            asked, after = question
-            await self._await_heads(asked, self._fetch_all_heads(asked, after))
+            asked, after, until = question
+            await self._await_heads(asked, self._fetch_all_heads(asked, after, until), failed)
             # Sources name their newest snapshot, which may be newer by now than the head we started for.
             newest = self._newest()
             head = newest if newest and newest.head.term == head.head.term else head
@@ -177,10 +190,30 @@ class UpdatePlanner:
 
     async def fetch_head(self, order: tuple[int, int]) -> None:
         """Fetch the head of (epoch, version) `order` into the book, from the first source that has it."""
-        for source in [*self._upstreams.nodes, self._services.trainer]:
+        failed: set[bytes] = set()
+        for source, _ in self._sources(failed):
+            await self._await_heads(source, self._fetch_heads(source, order[1] - 1), failed)
             if order in self._book.trusted.heads:
                 return
-            await self._await_heads(source, self._fetch_heads(source, order[1] - 1))
+
+    def _sources(self, failed: Collection[bytes]) -> Iterator[tuple[bytes, float]]:
+        """Yield whom to ask for heads, and the time.monotonic() until which to go on with its replies.
+
+        `failed`: those that did not answer, which the caller adds. The neighbours come first, then the trainer;
+        it comes once they have taken NEIGHBOURS_S, and they go on only if it failed.
+        """
+        trainer, scores = self._services.trainer, self._services.fetcher.scores
+        until = time.monotonic() + NEIGHBOURS_S
+        for node in self._upstreams.nodes:
+            now = time.monotonic()
+            if now >= until:
+                break
+            if not scores.resting(node, now):
+                yield node, until
+        if trainer not in failed:
+            yield trainer, math.inf
+        if trainer in failed:
+            yield from ((node, math.inf) for node in self._upstreams.nodes if node not in failed)
 
     async def look_again(self) -> None:
         """Ask the trainer which versions it keeps: the known path may need chunks that are gone."""
@@ -193,22 +226,34 @@ class UpdatePlanner:
             self._book.forget(min(versions))
             self.forget()
 
-    async def _await_heads(self, source: bytes, heads: Awaitable[object]) -> None:
-        """Await the heads of `source`; only log a failure, as there are other sources."""
+    async def _await_heads(
+        self, source: bytes, heads: Awaitable[object], failed: set[bytes]
+    ) -> None:
+        """Await the heads of `source`; only log a failure, as there are other sources.
+
+        One that does not answer is added to `failed`, and asked after the trainer for a while.
+        """
         try:
             await heads
-        except (TransportError, Refused) as error:
+        except Refused as refusal:
+            logger.debug("no heads from %s: %s", short(source), refusal)
+        except TransportError as error:
             logger.debug("no heads from %s: %s", short(source), error)
+            failed.add(source)
+            self._services.fetcher.scores.rest(source, time.monotonic())
         except RemoteProtocolError as error:
             if error.reason == Reason.EQUIVOCATION:
                 self._services.report_fraud(error)
             logger.warning("bad heads from %s: %s", short(source), error)
             self._services.peers.blame(source, error.reason)
 
-    async def _fetch_all_heads(self, source: bytes, after: int) -> None:
-        """Fetch the heads of `source` after a version, reply by reply, up to the newest known one."""
+    async def _fetch_all_heads(self, source: bytes, after: int, until: float) -> None:
+        """Fetch the heads of `source` after a version, reply by reply, up to the newest known one.
+
+        No reply is asked for after `until` (time.monotonic()).
+        """
         newest = self._book.order()[1]
-        while after < newest:
+        while after < newest and time.monotonic() < until:
             told, versions = await self._fetch_heads(source, after)
             if not told:
                 return
@@ -219,8 +264,9 @@ class UpdatePlanner:
 
         Returns the number of heads, and the versions of those that were taken.
         """
+        limit = ASK_TIMEOUT_S if source == self._services.trainer else NEIGHBOUR_S
         heads = await self._services.links.request(
-            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
+            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=limit, patience=limit
         )
         for notice in heads.notices:
             await self._book.admit(notice)
