@@ -26,6 +26,7 @@ from support.lying_holders import (
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.swarm import Swarm
+from support.waiting import until
 from support.witness import Fakes
 
 from primerl.node.p2p.chunk_client import KeptInLine, TcpChunks
@@ -133,9 +134,8 @@ async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over()
             assert worker.holds(refs(chunks))
             assert not passed_over(worker, holder)
             assert not worker.peers.get(holder.id).blamed
-        gave = [worker.fetcher.fetched[holder.id] > 0 for worker in workers]
-        assert sum(gave) >= 12
-        assert copies_sent(origin, refs(chunks)) <= 8.0
+        # Mostly fifteen copies to one: the origin is asked for what nobody has in time.
+        assert copies_sent(holder, refs(chunks)) > copies_sent(origin, refs(chunks))
 
 
 async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
@@ -191,8 +191,29 @@ async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
 
     chunks = TcpChunks(cast(StreamCarrier, Carrier()), PeerTable())
     with pytest.raises(Refused) as refusal:
-        await chunks.get(bytes(32), chunk, deadline=SOON)
+        await chunks.get(bytes(32), chunk, deadline=SOON / 6)
     assert refusal.value.reason == Reason.BUSY
+
+
+async def test_over_tcp_no_line_at_others_keeps_us_from_the_trainer() -> None:
+    """Before, the trainer and all others shared four slots."""
+    data = payload(1, SIZE)[0]
+    (chunk,) = refs([data])
+    liar, trainer = bytes(32), b"t" * 32
+
+    class Carrier:
+        async def converse(self, peer: bytes, addresses: object, talk: Talk) -> bytes:
+            return data if peer == trainer else await talk(BeatingStream())
+
+    chunks = TcpChunks(cast(StreamCarrier, Carrier()), PeerTable(), trainer=trainer)
+    waiting = [asyncio.create_task(chunks.get(liar, chunk, deadline=SOON)) for _ in range(8)]
+    try:
+        await asyncio.sleep(0.1)
+        assert await chunks.get(trainer, chunk, deadline=SOON / 6) == data
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
 
 async def computing() -> None:
@@ -200,26 +221,25 @@ async def computing() -> None:
 
 
 async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_others_in_line(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, three such keys stopped a run for as long as they stayed, and newcomers had no first version."""
+    monkeypatch.setattr("primerl.node.p2p.download.IN_LINE_S", 0.5)
+    monkeypatch.setattr("primerl.node.p2p.peers.PATIENCE_S", 0.5)
     fakes = Fakes(pause=computing)
     async with (
         Swarm(tmp_path, model_dir, fakes=fakes, max_steps=100_000) as swarm,
         AsyncExitStack() as stack,
     ):
         await swarm.start_trainer()
-        for name in ("w1", "w2"):
-            swarm.add_worker(name)
-        await swarm.wait_step(2)
         liars = [
             await stack.enter_async_context(LineHolder(swarm, f"liar{number}"))
-            for number in range(4)
+            for number in range(3)
         ]
+        for name in ("w1", "w2"):
+            swarm.add_worker(name)
+        await until(lambda: sum(liar.requests for liar in liars) >= 3, timeout=SOON)
         swarm.add_worker("newcomer")
-        begun = int((await swarm.trainer.status())["version"])
-        await swarm.wait_step(begun + 6, SOON)
-        async with asyncio.timeout(SOON):
-            while not fakes.loads("newcomer"):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert sum(liar.requests for liar in liars) > 0, "they were asked"
+        # More versions than workers may lag behind.
+        await swarm.wait_step(int((await swarm.trainer.status())["version"]) + 4, SOON)
+        await until(lambda: bool(fakes.loads("newcomer")), timeout=SOON)
