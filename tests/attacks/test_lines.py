@@ -241,5 +241,5 @@ async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_ot
         await until(lambda: sum(liar.requests for liar in liars) >= 3, timeout=SOON)
         swarm.add_worker("newcomer")
         # More versions than workers may lag behind.
-        await swarm.wait_step(int((await swarm.trainer.status())["version"]) + 4, SOON)
+        await swarm.wait_step(int((await swarm.trainer.status())["version"]) + 3, SOON)
         await until(lambda: bool(fakes.loads("newcomer")), timeout=SOON)
