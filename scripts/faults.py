@@ -679,8 +679,8 @@ FAULTS = (
     Fault(
         "to be in line counts as progress",
         "node/p2p/chunk_client.py",
-        "now = time.monotonic()\nif isinstance(reply, ChunkFollows):",
-        "now = download.touched = time.monotonic()\nif isinstance(reply, ChunkFollows):",
+        "now = download.heard = time.monotonic()\nif isinstance(reply, ChunkFollows):",
+        "now = download.heard = download.touched = time.monotonic()\nif isinstance(reply, ChunkFollows):",
         ("test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress",),
     ),
     Fault(
