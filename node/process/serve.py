@@ -117,6 +117,7 @@ class ParentSocket:
         self._directory = directory
         self._max_frame = max_frame
         self._sending = threading.Lock()
+        self._leaving = threading.Lock()
         self._ended = False
 
     @classmethod
@@ -161,9 +162,14 @@ class ParentSocket:
 
     def abandon(self) -> NoReturn:
         """Remove the socket's folder, which its parent left behind, and exit."""
-        with contextlib.suppress(ValueError):  # the variable named no folder of a parent of ours
-            remove_scratch(self._directory)
-        os._exit(EXIT_ORPHANED)
+        with (
+            self._leaving
+        ):  # of two threads that notice, the second must not exit while the first removes
+            with contextlib.suppress(
+                ValueError
+            ):  # the variable named no folder of a parent of ours
+                remove_scratch(self._directory)
+            os._exit(EXIT_ORPHANED)
 
     def _read(self, count: int) -> bytes:
         data = bytearray(count)

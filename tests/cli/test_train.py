@@ -14,7 +14,7 @@ from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import UsageError
-from primerl.node.storage.run_files import claim, held
+from primerl.node.storage.run_files import MARK, claim, held
 
 from .conftest import Cli, Ran, torch_is
 
@@ -266,6 +266,7 @@ def test_something_else_where_a_directory_or_the_key_should_be(
 ) -> None:
     path = home / "outputs" / "run" / name
     path.parent.mkdir(parents=True)
+    (home / "outputs" / "run" / MARK).touch()
     if kind == "link":
         path.symlink_to(home / "nowhere")
     elif name == "trainer/key.pem":
@@ -303,6 +304,7 @@ def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_half_of_a_file(
     with small_disk(home / "disk") as disk:
         run = disk / "run"
         run.mkdir()
+        (run / MARK).touch()
         (run / "config.json").write_text(json.dumps({"name": "before"}))
         filling = fill(disk)
         one_line(cli("train", *SMALL, "--output-dir", str(disk)), "No space left on device")

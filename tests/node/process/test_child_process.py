@@ -18,6 +18,7 @@ from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess
 from primerl.node.process.spawn import PARENT_VARIABLE
 from primerl.node.process.unix_sockets import TOKEN_VARIABLE, connected
+from primerl.node.storage.removal import SCRATCH
 
 PROGRAM = (sys.executable, "-P", echo.__file__)
 
@@ -249,7 +250,7 @@ async def test_a_child_ends_with_a_parent_that_is_killed(
     tmp_path: Path, socket: bool, busy: bool
 ) -> None:
     """Also one that hangs, and so does not see the end of its input."""
-    folder = tmp_path / "of the socket"
+    folder = tmp_path / f"{SCRATCH}of the socket"
     folder.mkdir()
     arguments = [
         f"{Path(__file__).parent}:{Path(echo.__file__).parents[1]}",

@@ -128,7 +128,7 @@ async def test_keys_do_not_concern_each_other(book: Sessions) -> None:
 async def test_a_node_that_does_not_share_its_address_is_named_by_its_network(
     book: Sessions, peers: PeerTable, remote: str, shared: bool, shown: str
 ) -> None:
-    peers.learn(PeerRecord(NODE, "inference", "1", (), (), shared), b"sealed")
+    peers.learn(PeerRecord(NODE, "inference", "1", (), (), shared), b"")
     assert not await refusal(book, Line(remote))
     assert f"in use from {shown} since " in await refusal(book, Line())
 
