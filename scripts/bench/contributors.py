@@ -4,7 +4,7 @@
 
 A real trainer and three honest workers in one process; engines wait for a fixed time per token and compute
 nothing. For each attack: the honest workers' accepted rollouts per second alone, beside it (two windows), and
-after it. Attackers are nodes of the tests, with keys that a ticket admitted:
+after it (of `cheap` the run's, as its attackers do work). Attackers are nodes of the tests, with keys that a ticket admitted:
 
     in line      claims every chunk of the weights, keeps whoever asks in line, and gives none
     validator    a validator that the owner named; right for eight calls, then it calls honest work fraud
@@ -166,7 +166,9 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def accepted(swarm: Swarm, workers: list[Running]) -> int:
-    """Count the accepted rollouts of some workers."""
+    """Count the accepted rollouts of some workers; without any, those of the run."""
+    if not workers:
+        return (await swarm.trainer.status())["accepted"]
     ids = {worker.node_id.hex() for worker in workers}
     return sum(row["accepted"] for row in await swarm.trainer.peers() if row["id"] in ids)
 
@@ -217,18 +219,20 @@ async def honest(directory: Path, name: str) -> AsyncGenerator[tuple[AuditedSwar
 async def measure(directory: Path, name: str, seconds: float) -> Row:
     """Measure one attack."""
     async with honest(directory, name) as (swarm, workers):
-        row = Row(name, await rate(swarm, workers, seconds))
+        # who plays the cheap environment works: the run's rate counts
+        measured = [] if name == "cheap" else workers
+        row = Row(name, await rate(swarm, measured, seconds))
         async with AsyncExitStack() as stack:
             await ATTACKS[name](swarm, stack)
             before = await environments(swarm)
-            row.beside = [await rate(swarm, workers, seconds) for _ in range(2)]
+            row.beside = [await rate(swarm, measured, seconds) for _ in range(2)]
             counts = [count - before[name] for name, count in (await environments(swarm)).items()]
             row.ratio = counts[0] / max(1, counts[1]) if len(counts) > 1 else 0.0
             if name in ("in line", "tickets"):
                 row.newcomer_s = await newcomer(swarm)
             rows = {one["id"]: one for one in await swarm.trainer.peers()}
             row.banned = sum("banned" in rows[one.node_id.hex()]["refused"] for one in workers)
-        row.after = await rate(swarm, workers, seconds)
+        row.after = await rate(swarm, measured, seconds)
     return row
 
 
