@@ -838,7 +838,31 @@ FAULTS = (
         "node/verification/verifier.py",
         "if conditions.unlearned:",
         "if False:",
-        ("test_strangers_work_for_nothing_until_the_operators_worker_has_made_bounds",),
+        ("test_what_was_leased_before_its_bounds_were_withdrawn_is_not_learned_from",),
+    ),
+    Fault(
+        "a stranger whose class has no bounds is leased work that is thrown away",
+        "node/trainer/workers.py",
+        "if self.waits_for_bounds(node):",
+        "if False:",
+        (
+            "test_a_stranger_waits_until_the_operators_worker_has_made_bounds_and_loses_no_work",
+            "test_where_all_workers_wait_for_their_noise_to_be_measured_it_says_so",
+        ),
+    ),
+    Fault(
+        "a stage of a stranger in a reference's pipeline is not waited for",
+        "node/verification/self_calibration.py",
+        "self.bounds_of(own) is None and not self.vouched(makers)",
+        "self.bounds_of(own) is None and not self.vouched(makers[:1])",
+        ("test_a_reference_with_a_strangers_stage_waits_like_a_stranger",),
+    ),
+    Fault(
+        "who is leased as one class and sends as another loses no lease by it",
+        "node/trainer/bounds_book.py",
+        "return known is None or self.is_reference(node) or known.had_bounds(numerics or UNKNOWN)",
+        "return True",
+        ("test_only_bounds_that_were_withdrawn_excuse_work_that_is_not_learned_from",),
     ),
     Fault(
         "reputation is not persisted",

@@ -19,11 +19,13 @@ from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
+from ...protocol.version import MAX_NAME
 from ..ops.control import BoundsRow
 from ..p2p.services import NodeServices
 from ..storage.ledger import HonestRollout, readable
 from ..verification.auditor import plan_of
 from ..verification.self_calibration import (
+    ENOUGH,
     UNKNOWN,
     AuditConditions,
     Reference,
@@ -53,8 +55,12 @@ class BoundsBook:
         services: NodeServices,
         calibration: SelfCalibration | None,
         reputation: Callable[[bytes], Reputation],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`calibration` is None in a run whose manifest fixes the bounds."""
+        """`calibration` is None in a run whose manifest fixes the bounds; `clock` returns seconds."""
+        self._clock = clock
+        self._began: dict[NumericsClass, tuple[float, int]] = {}
+        """When work of a class's references began to come in, and their rollouts by then."""
         self._services = services
         self._calibration = calibration
         self._reputation = reputation
@@ -89,6 +95,38 @@ class BoundsBook:
         placement = self._reputation(node).placement.claim(own)
         makers = self._makers(node, submission)
         return self._calibration.conditions(makers, own, placed=placement.placed)
+
+    def waits_for(self, makers: Sequence[bytes], numerics: NumericsClass | None) -> str:
+        """Say why work of these nodes would be thrown away, as their class has no bounds; "" if it has.
+
+        `makers`: a worker, and the later stages of its pipeline. Such a worker is leased nothing.
+        """
+        own, calibration = numerics or UNKNOWN, self._calibration
+        if calibration is None or not calibration.unmeasured(makers, own):
+            return ""
+        said = calibration.missing(own, self._rest_s(calibration, own))
+        if not calibration.gathered(own):
+            said += ": the run's operator has to name one"
+        said = f"nothing would be learned from {own} before it has bounds of noise: {said}"
+        return said[:MAX_NAME]
+
+    def excused(self, node: bytes, numerics: NumericsClass | None) -> bool:
+        """Return whether a node could not know, when it was leased, that its class has no bounds.
+
+        They were withdrawn since, or it is a reference, with which a stage of another node worked. Who is leased
+        as one class and sends as another is not excused.
+        """
+        known = self._calibration
+        return known is None or self.is_reference(node) or known.had_bounds(numerics or UNKNOWN)
+
+    def _rest_s(self, calibration: SelfCalibration, numerics: NumericsClass) -> float | None:
+        """Estimate the seconds until a class has bounds, by the rate of its references so far."""
+        since, before = self._began.get(numerics, (0.0, 0))
+        came = calibration.gathered(numerics) - before
+        if not before or came <= 0:
+            return None
+        missing = max(0, ENOUGH - before - came)
+        return missing * (self._clock() - since) / came
 
     def _makers(self, node: bytes, submission: Submission) -> list[bytes]:
         """List the nodes that made a submission, its signer first."""
@@ -141,6 +179,8 @@ class BoundsBook:
     ) -> MeasuredRows:
         assert self._calibration is not None
         taken, made = self._calibration.add(makers, numerics, clean)
+        if taken and numerics not in self._began:
+            self._began[numerics] = self._clock(), self._calibration.gathered(numerics)
         name = encode(numerics)
         if made is not None:
             logger.info(
@@ -158,6 +198,7 @@ class BoundsBook:
     def _drop(self, node: bytes) -> None:
         assert self._calibration is not None
         made = self._calibration.drop(node)
+        self._began.clear()
         self._services.ledger.drop_honest(self._seal_all(made), node=node)
 
     def _seal_all(self, made: Iterable[ClassBounds]) -> dict[bytes, bytes]:
@@ -175,6 +216,7 @@ class BoundsBook:
         """Continue from that version, dropping rollouts of later versions that the trainer lost."""
         if self._calibration is not None:
             made = self._calibration.go_back(term, version)
+            self._began.clear()
             self._services.ledger.drop_honest(self._seal_all(made), above=version)
 
     def claim(self, node: bytes, numerics: NumericsClass | None) -> None:

@@ -88,9 +88,18 @@ class LeaseCounts:
 
 
 def count_lease(
-    submission: Submission, lease: Lease, verified: Verified, stale: int = 0
+    submission: Submission,
+    lease: Lease,
+    verified: Verified,
+    stale: int = 0,
+    *,
+    uncalibrated_excused: bool = True,
 ) -> LeaseCounts:
-    """Count the rollouts of a lease; `stale` of the accepted ones came too late to be trained."""
+    """Count the rollouts of a lease; `stale` of the accepted ones came too late to be trained.
+
+    `uncalibrated_excused`: its class had bounds when it was leased.
+    """
+    excused_for = EXCUSED if uncalibrated_excused else EXCUSED - {Reason.UNCALIBRATED}
     failed = {
         (number, index)
         for number, group in enumerate(submission.groups)
@@ -101,7 +110,7 @@ def count_lease(
     for rejection in verified.rejections:
         place = rejection.group, rejection.rollout
         ours = rejection.reason is Reason.ENVIRONMENT_ERROR and place not in failed
-        if ours or rejection.reason in EXCUSED:
+        if ours or rejection.reason in excused_for:
             excused += 1
         else:
             lost += 1
@@ -132,12 +141,14 @@ class WorkRecords:
         lease: Lease,
         verified: Verified,
         stale: int = 0,
+        *,
+        uncalibrated_excused: bool = True,
     ) -> LeaseOutcome:
-        """Add a lease of `node` and return what it says of the node.
-
-        `stale` accepted rollouts came too late to be trained.
-        """
-        counts, groups = count_lease(submission, lease, verified, stale), len(lease.tasks)
+        """Add a lease of `node` and return what it says of the node; see count_lease()."""
+        counts = count_lease(
+            submission, lease, verified, stale, uncalibrated_excused=uncalibrated_excused
+        )
+        groups = len(lease.tasks)
         if counts.rollouts <= 0:
             return LeaseOutcome(groups, blameless=True)
         allowed = self._usual(node, lease.environment, "lost_share") + SLACK

@@ -41,6 +41,7 @@ HEARTBEAT_S)."""
 NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
 REFUSED = "refused work"
 SILENT = "silent"
+UNMEASURED = "waiting for the bounds of noise of their class (`primerl-node status` names it)"
 WRONG_CLASS = "not of the numerics class that they claim"
 SAME_CLASS = (
     "run the engine, release and GPU of a reference worker, or name one of these in "
@@ -172,6 +173,8 @@ def _state(
         return SILENT
     if worker.stats.version < 0:
         return f"loading a first policy, version {newest}"
+    if registry.waits_for_bounds(node):
+        return UNMEASURED
     rest = registry.book.record(node).rest_until - now
     if rest > 0:
         return f"resting {rest:.0f} s as leases did not come back, or with nothing"

@@ -392,6 +392,13 @@ class PipelineCoordinator:
         """
         return any(group.head == node and not group.void for group in self._groups.values())
 
+    def makers(self, node: bytes) -> list[bytes]:
+        """List the nodes that work on leases of `node`: itself, and the later stages of its pipeline."""
+        for group in self._groups.values():
+            if group.head == node and not group.void:
+                return group.nodes
+        return [node]
+
     def orphans(self) -> list[bytes]:
         """Return the silent stages 0 whose plan ended, each once: their work goes to others."""
         now = self._clock()

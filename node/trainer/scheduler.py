@@ -402,6 +402,8 @@ class LeaseScheduler:
             )
         if any(held.node == peer for held in self.book.held.values()):
             return "it holds as many leases as its record allows"
+        if waiting := self.registry.waits_for_bounds(peer):
+            return waiting
         playable = self.registry.leasable(peer)
         if not playable:
             return "it can play none of the run's environments"

@@ -197,7 +197,12 @@ class VerificationQueue:
             measured = self._bounds.judged(arrived.node, verified)
         stale = self._stale.pop(arrived.arrival, 0)
         outcome = self._registry.work.judge(
-            arrived.node, one.submission, one.lease, verified, stale
+            arrived.node,
+            one.submission,
+            one.lease,
+            verified,
+            stale,
+            uncalibrated_excused=self._bounds.excused(arrived.node, one.submission.numerics),
         )
         self._scheduler.book.judge(one.lease, arrived.node, outcome, time.time())
         self._note_rewards(arrived.node, verified)

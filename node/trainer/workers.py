@@ -181,7 +181,7 @@ class WorkerRegistry:
         self.environments = environments
         self.work = WorkRecords()
         self._calibration = calibration
-        self.bounds = BoundsBook(services, calibration, self.reputation)
+        self.bounds = BoundsBook(services, calibration, self.reputation, clock)
         for one in services.ledger.admitted():
             self._restore(one)
 
@@ -604,8 +604,17 @@ class WorkerRegistry:
         return frozenset(number for number, name in names if known.of(name).quarantined)
 
     def leasable(self, node: bytes) -> frozenset[int]:
-        """Return the environments that an admitted worker can play and is not quarantined in."""
+        """Return the environments that an admitted worker may be leased tasks of.
+
+        It can play them, is not quarantined in them, and its work can be judged.
+        """
+        if self.waits_for_bounds(node):
+            return frozenset()
         return self.workers[node].playable - self.quarantined(node)
+
+    def waits_for_bounds(self, node: bytes) -> str:
+        """Say why work of an admitted worker could not be judged: its class has no bounds; "" if it can."""
+        return self.bounds.waits_for(self.pipelines.makers(node), self.workers[node].numerics)
 
     def standings(self, node: bytes) -> dict[int, Standing]:
         """Return by environment what a worker's accepted work allows it to hold."""

@@ -3,7 +3,8 @@
 Invariants:
 - bounds are derived only from rollouts of workers that the operator named (references) and that are not banned,
   measured by the trainer itself: a stranger, or a validator, never moves them;
-- before a class has its own bounds no bound of noise judges it: only deviations beyond any noise are rejected;
+- before a class has its own bounds no bound of noise judges it: only deviations beyond any noise are rejected,
+  and in a run with references its strangers wait, as nothing would be learned from their work;
 - verdicts are final: new bounds apply to submissions that are verified after they were made.
 
 No I/O, no clock.
@@ -126,7 +127,7 @@ class SelfCalibration:
             return AuditConditions(applied, measured, all_audited=not placed, placing=not placed)
         bounds = provisional(own)
         unlearned = ""
-        if self._named and not vouched:
+        if self.unmeasured(makers, own):
             unlearned = f"the noise of {own} is not measured in this run"
         return AuditConditions(
             bounds.applied(self._contract),
@@ -136,6 +137,10 @@ class SelfCalibration:
             audit_rate=self._reference_rate if vouched else None,
             unlearned=unlearned,
         )
+
+    def unmeasured(self, makers: Sequence[bytes], own: NumericsClass) -> bool:
+        """Return whether nothing would be learned from work of these nodes, which claim class `own`."""
+        return self._named and self.bounds_of(own) is None and not self.vouched(makers)
 
     def bounds_of(self, numerics: NumericsClass) -> ClassBounds | None:
         """Return the measured bounds of a class; None if it has none."""
@@ -247,7 +252,7 @@ class SelfCalibration:
         known = [*self._classes, *(one for one in claims if one not in self._classes)]
         return [
             bounds_row(
-                self.bounds_of(one) or provisional(one), self._gathered(one), claims.get(one, 0)
+                self.bounds_of(one) or provisional(one), self.gathered(one), claims.get(one, 0)
             )
             for one in known[: 2 * MAX_CLASSES]
         ]
@@ -260,21 +265,32 @@ class SelfCalibration:
                 f"is rejected (weights that are a little off are not): {ADVICE}"
             ]
         return [
-            f"nothing is learned from {count} worker{'s' if count > 1 else ''} of {one}: "
-            f"{self._missing(one)}"
+            f"{count} worker{'s' if count > 1 else ''} of {one} wait{'' if count > 1 else 's'} for bounds of "
+            f"noise, without work: {self.missing(one)}{self._remedy(one)}"
             for one, count in strangers.items()
             if self.bounds_of(one) is None
         ]
 
-    def _missing(self, numerics: NumericsClass) -> str:
-        gathered = self._gathered(numerics)
+    def missing(self, numerics: NumericsClass, rest_s: float | None = None) -> str:
+        """Say what a class without bounds lacks; `rest_s` seconds until it has them, as far as known."""
+        gathered = self.gathered(numerics)
         if not self.references:
-            return f"all workers of verification.references are banned: {ADVICE}"
+            return "all workers of verification.references are banned"
         if gathered:
-            return f"bounds for it are made of {ENOUGH} rollouts of references, {gathered} are in"
-        return f"no reference is of that class: {ADVICE}"
+            when = "" if rest_s is None else f", the rest in about {rest_s:.0f} s"
+            return f"they are made of {ENOUGH} rollouts of references, {gathered} are in{when}"
+        return "no reference of that class has sent work"
 
-    def _gathered(self, numerics: NumericsClass) -> int:
+    def _remedy(self, numerics: NumericsClass) -> str:
+        return "" if self.references and self.gathered(numerics) else f": {ADVICE}"
+
+    def had_bounds(self, numerics: NumericsClass) -> bool:
+        """Return whether a class ever had measured bounds in this run."""
+        known = self._classes.get(numerics)
+        return known is not None and known.number > 0
+
+    def gathered(self, numerics: NumericsClass) -> int:
+        """Count the rollouts of references by which a class may be measured."""
         known = self._classes.get(numerics)
         return len(known.references) if known else 0
 

@@ -196,6 +196,8 @@ LOOK_S = 0.02
 HEARTBEAT_S = 5.0
 """Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
+IDLE_LOG_S = 60.0
+"""A worker without any lease logs the trainer's reason at once, then after this long and twice that each time."""
 STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and times the usual time of a lease, without the end of any rollout, after which the leases are
@@ -326,7 +328,7 @@ class InferenceRole:
     # -- leases ----------------------------------------------------------------------------------
 
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
-        pause, lines = PAUSE_S, LogBackoff()
+        pause, lines, idle = PAUSE_S, LogBackoff(), LogBackoff(IDLE_LOG_S)
         while not self._book.ended:
             if self._weights.version >= self._run.max_steps:
                 await self._book.end("the run has reached its last step")
@@ -360,6 +362,8 @@ class InferenceRole:
             self._obstacle = ""
             if wanted and not reply.leases:
                 self._obstacle = f"no work is leased: {reply.why or 'the trainer has none'}"
+                if not self._active and idle.due():
+                    logger.info("%s", self._obstacle)
             for sealed in reply.leases:
                 self._accept(sealed, tasks)
             if wanted and not reply.leases and not reply.verdicts:

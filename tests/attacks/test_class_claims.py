@@ -103,20 +103,23 @@ async def test_a_cheat_is_banned_also_while_nothing_is_measured(
         assert good["refused"] == ""
 
 
-async def test_strangers_work_for_nothing_until_the_operators_worker_has_made_bounds(
+async def test_a_stranger_waits_until_the_operators_worker_has_made_bounds_and_loses_no_work(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with run_in_bfloat16(tmp_path, model_dir, "own") as swarm:
         await swarm.start_trainer()
         stranger = swarm.add_worker("stranger", engine_section=BF16)
         status = await until_told(
-            swarm.trainer, lambda told: told["rejected"].get("uncalibrated", 0) >= 16
+            swarm.trainer,
+            lambda told: any("1 worker of" in one for one in told["warnings"]),
         )
-        assert (status["accepted"], status["step"]) == (0, 0)
-        assert any("nothing is learned from 1 worker" in one for one in status["warnings"])
+        assert any("waits for bounds of noise, without work" in one for one in status["warnings"])
+        told = await until_told(stranger, lambda told: "bounds of noise" in told["waiting_for"])
+        assert "no reference of that class has sent work" in told["waiting_for"]
+        assert "the run's operator has to name one" in told["waiting_for"]
+        status = await swarm.trainer.status()
+        assert (status["accepted"], status["step"], status["leases"]) == (0, 0, 0)
         assert (await row_of(swarm, stranger))["trust"] == 0.5, "it counts neither for nor against"
-        told = await until_told(stranger, lambda told: bool(told["bounds"]))
-        assert told["bounds"][0]["number"] == 0
 
         swarm.add_worker("own", engine_section=BF16)
         status = await until_told(
@@ -129,7 +132,9 @@ async def test_strangers_work_for_nothing_until_the_operators_worker_has_made_bo
         assert row["rejected_at_most"] < 0.06
         told = await until_told(stranger, lambda told: told["bounds"][0]["number"] > 0)
         assert told["bounds"][0]["numerics"] == row["numerics"]
-        assert not (await swarm.trainer.status())["warnings"]
+        status = await swarm.trainer.status()
+        assert not status["warnings"]
+        assert "uncalibrated" not in status["rejected"], "nothing that it made was thrown away"
 
 
 async def test_bounds_are_told_to_members_alone_and_are_the_trainers_word(

@@ -127,7 +127,7 @@ async def test_where_some_workers_left_and_the_others_are_of_another_class_it_sa
         )
 
 
-async def test_where_nothing_is_learned_from_as_no_noise_is_measured_it_says_so(
+async def test_where_all_workers_wait_for_their_noise_to_be_measured_it_says_so(
     tmp_path: Path, model_dir: Path
 ) -> None:
     bf16 = {"dtype": "bfloat16"}
@@ -137,7 +137,10 @@ async def test_where_nothing_is_learned_from_as_no_noise_is_measured_it_says_so(
     ) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w", engine_section=bf16)
-        await says(swarm.trainer, "(uncalibrated ", "`primerl-node status` says what is missing")
+        await says(
+            swarm.trainer,
+            "workers: 1 waiting for the bounds of noise of their class (`primerl-node status` names it)",
+        )
 
 
 async def until_measured(swarm: Swarm) -> None:

@@ -23,9 +23,10 @@ from primerl.node.verification.verifier import (
     make_verdict,
 )
 from primerl.protocol.envelope import Purpose, seal, unseal
-from primerl.protocol.numerics import ClassBounds, NumericsClass
+from primerl.protocol.numerics import MAX_LABEL, ClassBounds, NumericsClass
 from primerl.protocol.reputation import CANARIES, MAX_MISPLACED, Reputation
 from primerl.protocol.rollouts import Submission, Verdict
+from primerl.protocol.version import MAX_NAME
 
 OWN, OTHER = b"o" * 32, b"x" * 32
 CONTRACT = replace(PROOFS, bounds="measured", reject=PROVISIONAL, suspect=PROVISIONAL)
@@ -38,6 +39,7 @@ class Trainer:
         self._path = path
         self.references = [OWN]
         self.arrivals = 0
+        self.now = 100.0
         self._numbers = np.random.default_rng(0)
         self.start()
 
@@ -46,7 +48,9 @@ class Trainer:
         self.peers: dict[bytes, Reputation] = defaultdict(Reputation)
         self.calibration = SelfCalibration(CONTRACT, self.references)
         services = bare_services(TRAINER, ledger=self.ledger)
-        self.book = BoundsBook(services, self.calibration, self.peers.__getitem__)
+        self.book = BoundsBook(
+            services, self.calibration, self.peers.__getitem__, clock=lambda: self.now
+        )
 
     def restart(self) -> None:
         self.ledger.close()
@@ -193,6 +197,65 @@ def test_a_plan_that_cannot_be_opened_is_no_nodes_own_work(trainer: Trainer) -> 
     assert not conditions.by_trainer
     foreign = seal(STRANGER, Purpose.PIPELINE, RUN, PLAN, expires=2**40)
     assert trainer.book.conditions(OWN, replace(submission, plan=foreign)) == conditions
+
+
+# -- waiting for bounds ------------------------------------------------------------------------------
+
+
+def test_a_stranger_waits_for_the_bounds_of_its_class_and_is_told_about_when(
+    trainer: Trainer,
+) -> None:
+    said = trainer.book.waits_for([OTHER], H100)
+    assert "nothing would be learned from vllm 0.25.1 on H100, tp 1, bfloat16" in said
+    assert "no reference of that class has sent work: the run's operator has to name one" in said
+    assert trainer.book.waits_for([OWN], H100) == "", "its work makes the bounds"
+    trainer.send(OWN, H100, 8)
+    assert trainer.book.waits_for([OTHER], H100).endswith("64 rollouts of references, 8 are in")
+    trainer.now += 10.0
+    trainer.send(OWN, H100, 16)
+    said = trainer.book.waits_for([OTHER], H100)
+    assert said.endswith("64 rollouts of references, 24 are in, the rest in about 25 s")
+    trainer.send(OWN, H100, 40)
+    assert trainer.book.waits_for([OTHER], H100) == ""
+    assert trainer.book.waits_for([OTHER], RTX), "of another class nothing is known"
+    assert trainer.book.waits_for([OTHER], None), "nor of one that names none"
+
+
+def test_a_reference_with_a_strangers_stage_waits_like_a_stranger(trainer: Trainer) -> None:
+    assert trainer.book.waits_for([OWN, OTHER], H100)
+    assert trainer.book.waits_for([OWN], H100) == ""
+
+
+def test_a_stranger_waits_again_when_the_only_reference_is_banned(trainer: Trainer) -> None:
+    trainer.send(OWN, H100, ENOUGH)
+    assert trainer.book.waits_for([OTHER], H100) == ""
+    trainer.peers[OWN].banned = "bad_proof: no honest software makes this"
+    trainer.send(OWN, H100)
+    assert "all workers of verification.references are banned" in trainer.book.waits_for(
+        [OTHER], H100
+    )
+
+
+def test_in_a_run_without_references_nobody_waits(trainer: Trainer) -> None:
+    trainer.references = []
+    trainer.restart()
+    assert trainer.book.waits_for([OTHER], H100) == ""
+
+
+def test_a_class_with_the_longest_names_fits_into_a_reply(trainer: Trainer) -> None:
+    longest = NumericsClass("e" * MAX_LABEL, "r" * MAX_LABEL, "d" * MAX_LABEL, 8, "t" * MAX_LABEL)
+    assert 0 < len(trainer.book.waits_for([OTHER], longest)) <= MAX_NAME
+
+
+def test_only_bounds_that_were_withdrawn_excuse_work_that_is_not_learned_from(
+    trainer: Trainer,
+) -> None:
+    assert not trainer.book.excused(OTHER, RTX), "attack: leased as one class, sent as another"
+    trainer.send(OWN, H100, ENOUGH)
+    trainer.book.go_back(1, -1)
+    assert trainer.book.waits_for([OTHER], H100)
+    assert trainer.book.excused(OTHER, H100)
+    assert trainer.book.excused(OWN, RTX), "a reference, whose pipeline may have got a new stage"
 
 
 # -- claims ------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_without_references_work_is_learned_from_after_it_was_audited_whole() ->
     assert ADVICE in warning
 
 
-def test_with_references_a_stranger_of_an_unmeasured_class_works_for_nothing() -> None:
+def test_with_references_nothing_is_learned_from_a_stranger_of_an_unmeasured_class() -> None:
     calibration = calibrated(OWN)
     found = calibration.conditions([STRANGER], RTX, placed=True)
     assert found.all_audited
@@ -105,8 +105,8 @@ def test_with_references_a_stranger_of_an_unmeasured_class_works_for_nothing() -
     unknown = calibration.conditions([STRANGER], UNKNOWN, placed=True)
     assert "unknown class" in unknown.unlearned
     (warning,) = calibration.warnings(Counter({RTX: 1, H100: 3}))
-    assert "nothing is learned from 1 worker of vllm 0.25.1 on RTX 4090" in warning
-    assert "no reference is of that class" in warning
+    assert "1 worker of vllm 0.25.1 on RTX 4090, tp 1, bfloat16 waits for bounds" in warning
+    assert f"no reference of that class has sent work: {ADVICE}" in warning
 
 
 def test_a_reference_is_judged_by_provisional_bounds_and_measured_by_the_trainer() -> None:

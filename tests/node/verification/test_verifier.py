@@ -15,6 +15,7 @@ from support.protocol_cases import (
     MANIFEST,
     MIXED,
     PROMPTED_LEASE,
+    PROOFS,
     RUN,
     WORKER,
     head,
@@ -36,6 +37,7 @@ from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.self_calibration import AuditConditions
 from primerl.node.verification.verifier import (
     SCORED_AT_ONCE,
     AuditResults,
@@ -166,6 +168,27 @@ async def reasons(
     verified = await verifier.verify(submission, lease, arrival(), version=4, rate=rate)
     assert verified.verdict.accepted == lease.group_size - len(verified.rejections)
     return verified.reasons()
+
+
+async def test_what_was_leased_before_its_bounds_were_withdrawn_is_not_learned_from() -> None:
+    submission, lease = played()
+    for unlearned, found in (
+        ("", Counter[Reason]()),
+        ("the noise of its class is not measured", Counter({Reason.UNCALIBRATED: 8})),
+    ):
+        verified = await verifier(Scripted(), {3: {}}).verify(
+            submission,
+            lease,
+            arrival(),
+            version=4,
+            rate=0.0,
+            conditions=AuditConditions(PROOFS, unlearned=unlearned),
+        )
+        assert verified.reasons() == found
+        kept = 0 if unlearned else lease.group_size
+        assert (
+            verified.verdict.accepted == sum(len(one.rollouts) for one in verified.groups) == kept
+        )
 
 
 async def test_an_environment_that_changed_since_the_lease_is_not_the_workers_fault() -> None:
