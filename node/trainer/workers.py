@@ -369,7 +369,7 @@ class WorkerRegistry:
         staffed, now, said = self.staffed(), time.time(), list[str]()
         waiting: Counter[frozenset[int]] = Counter(
             worker.playable
-            for node, worker in self.workers.items()
+            for worker in self.workers.values()
             if not worker.left
             and worker.heard >= self.clock() - GONE_S
             and self.book.ahead(worker.playable, staffed, now)

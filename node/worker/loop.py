@@ -197,7 +197,7 @@ HEARTBEAT_S = 5.0
 """Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
 IDLE_LOG_S = 60.0
-"""A worker without any lease logs the trainer's reason at once, then after this long and twice that each time."""
+"""A worker without any lease logs the trainer's reason at once, then after this long, then twice that."""
 STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and times the usual time of a lease, without the end of any rollout, after which the leases are
