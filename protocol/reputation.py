@@ -145,6 +145,10 @@ MAX_MISPLACED = 4
 """Classes that a worker may claim wrongly; then it is refused under any class."""
 
 
+WRONG_CLASS = "wrong numerics class"
+"""Begins the refusal of a worker whose first rollouts are not of the class that it claims."""
+
+
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Compares a worker's first rollouts with the numerics class that it claims."""
 
@@ -452,7 +456,7 @@ class Reputation:
         if self.banned:
             return f"banned: {self.banned}"
         refused = self.placement.refused
-        return f"wrong numerics class: {refused}" if refused else ""
+        return f"{WRONG_CLASS}: {refused}" if refused else ""
 
     @property
     def proven(self) -> bool:

@@ -851,6 +851,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "eager and compiled engines are of one class",
+        "node/inference/numerics.py",
+        'ways.append("eager")',
+        "pass",
+        ("test_options_that_change_every_bit_are_part_of_the_class",),
+    ),
+    Fault(
         "a stage of a stranger in a reference's pipeline is not waited for",
         "node/verification/self_calibration.py",
         "self.bounds_of(own) is None and not self.vouched(makers)",

@@ -128,18 +128,50 @@ def numerics_of(
     """Return the numerics class of an engine of `config`, for bounds of noise.
 
     `pipeline`: it is stage 0 of several nodes. Coarser than engine_class(): noise is measured, so engines that
-    differ a little may share a class.
+    differ a little may share a class; the options that engine_ways() names are part of the engine's name.
     """
     count, hosted = gpus(config), config.type == "vllm"
     if release is None:
         release = installed_release if hosted else lambda: version("torch")
     return NumericsClass(
-        engine=f"{config.type} pipeline" if pipeline else config.type,
+        engine=_label(
+            ", ".join(
+                [
+                    f"{config.type} pipeline" if pipeline else config.type,
+                    *(engine_ways(config, gpu=count > 0) if hosted else ()),
+                ]
+            )
+        ),
         release=_label(release()),
         device=_label(BRANDS.sub("", device())) if count else "cpu",
         tp=tensor_parallel_on(config, count) if hosted else 1,
         dtype=config.dtype,
     )
+
+
+def engine_ways(config: EngineConfig, *, gpu: bool) -> list[str]:
+    """Name what an engine of vLLM is told to do otherwise than by default, where that changes many bits.
+
+    Eager layers differ from compiled ones in every logprob. How prompts are cut and cached does not count: that
+    differs from step to step within any one engine, and the noise that is measured has it.
+    """
+    vllm, ways = config.vllm, list[str]()
+    compilation = vllm.get("compilation_config")
+    given: dict[str, Any] = compilation if isinstance(compilation, dict) else {}
+    mode = compilation if isinstance(compilation, int) else given.get("mode", given.get("level"))
+    # vLLM's CPU build is always eager here
+    if gpu and (vllm.get("enforce_eager") or mode in (0, "NONE")):
+        ways.append("eager")
+    elif gpu and mode is not None:
+        ways.append(f"compiled {mode}")
+    if config.batch_invariant:
+        ways.append("batch-invariant")
+    attention = vllm.get("attention_config")
+    chosen: dict[str, Any] = attention if isinstance(attention, dict) else {}
+    backend = vllm.get("attention_backend") or chosen.get("backend")
+    if backend:
+        ways.append(f"attention {backend}")
+    return ways
 
 
 def _label(text: str) -> str:

@@ -44,7 +44,7 @@ SILENT = "silent"
 UNMEASURED = "waiting for the bounds of noise of their class (`primerl-node status` names it)"
 WRONG_CLASS = "not of the numerics class that they claim"
 SAME_CLASS = (
-    "run the engine, release and GPU of a reference worker, or name one of these in "
+    "run the engine, release and GPU of a reference worker, with its options, or name one of these in "
     "verification.references"
 )
 EXPLAIN = "`primerl-node explain` says why"

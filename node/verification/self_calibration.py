@@ -149,7 +149,6 @@ class SelfCalibration:
 
     def misplaced(self, numerics: NumericsClass, seen: Sequence[Evidence]) -> str:
         """Explain that rollouts are not of the claimed class, and name a class that they fit."""
-        typical = max(seen, key=lambda one: one.fingerprint, default=None)
         said = f"it claims {numerics}, and its first rollouts do not lie within the noise of that class"
         alike = [
             other
@@ -159,11 +158,10 @@ class SelfCalibration:
         if alike:
             return f"{said}: they look like {alike[0]}"
         bounds = self.bounds_of(numerics)
-        if typical is None or bounds is None:
+        if not seen or bounds is None:
             return said
         return (
-            f"{said}: fingerprint distances up to {typical.fingerprint:.3g}, its bound to suspect is "
-            f"{bounds.suspect.fingerprint:.3g}; they look like no class that was measured"
+            f"{said}: {_furthest(seen, bounds.suspect)}; they look like no class that was measured"
         )
 
     # -- references and their bounds ---------------------------------------------------------------
@@ -350,6 +348,22 @@ def make_bounds(
 
 def _narrower(found: Thresholds) -> Thresholds:
     return Thresholds(*(min(getattr(found, name), getattr(PROVISIONAL, name)) for name in MEASURES))
+
+
+def _furthest(seen: Sequence[Evidence], bounds: Thresholds) -> str:
+    """Describe the measure that most rollouts have above its bound; of several, the one furthest above."""
+
+    def above(name: str) -> tuple[int, float]:
+        values, bound = [getattr(one, name) for one in seen], getattr(bounds, name)
+        # NaN is above every bound
+        return sum(not value <= bound for value in values), max(values) / max(bound, 1e-12)
+
+    name = max(MEASURES, key=above)
+    most = max(getattr(one, name) for one in seen)
+    return (
+        f"{name} is up to {most:.3g} in {above(name)[0]} of {len(seen)}, the bound is "
+        f"{getattr(bounds, name):.3g}"
+    )
 
 
 def _within(seen: Sequence[Evidence], bounds: Thresholds) -> bool:

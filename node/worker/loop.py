@@ -29,7 +29,7 @@ from ...protocol.messages import (
 )
 from ...protocol.numerics import ClassBounds, NumericsClass
 from ...protocol.recent import RecentDict
-from ...protocol.reputation import Trust
+from ...protocol.reputation import WRONG_CLASS, Trust
 from ...protocol.rollouts import Submission, Verdict
 from ..config.engine import EngineConfig
 from ..environments.environment import Environment, EnvironmentGivenUp
@@ -59,6 +59,15 @@ BAN_PAUSE_S = 60.0
 MAX_BAN_PAUSE_S = 900.0
 MAX_LEASES_KNOWN = 4096
 """Most leases whose verdict is waited for: far more than a node holds."""
+
+
+CLASS_ADVICE = (
+    "An honest node reads this where it computes in another way than the references of its class: with other "
+    "options of engine.vllm (enforce_eager, the attention backend, compilation, chunked prefill), "
+    "engine.batch_invariant, or another driver. Start its engine as a reference is started, or ask the run's "
+    "operator to name a worker that is started like this one (verification.references)"
+)
+"""What to do about a refusal that begins with WRONG_CLASS."""
 
 
 class VerdictLog:
@@ -150,8 +159,9 @@ class VerdictLog:
         pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
         self._refusals = min(self._refusals + 1, 8)
         logger.error(
-            "the trainer gives this node no work (%s). For the evidence run `%s`. Asking again in %.0f s",
+            "the trainer gives this node no work (%s)%s. For the evidence run `%s`. Asking again in %.0f s",
             why,
+            f". {CLASS_ADVICE}" if why.startswith(WRONG_CLASS) else "",
             self._explain,
             pause,
         )
@@ -345,7 +355,11 @@ class InferenceRole:
             except (TransportError, Refused, RemoteProtocolError) as error:
                 if isinstance(error, Refused) and error.reason == Reason.BANNED:
                     seconds = await self.verdicts.refused(error.detail)
-                    self._obstacle = f"refused work ({error.detail}), see `primerl-node explain`"
+                    advice = CLASS_ADVICE if error.detail.startswith(WRONG_CLASS) else ""
+                    self._obstacle = (
+                        f"refused work ({error.detail}), see `primerl-node explain`"
+                        f"{advice and '. '}{advice}"
+                    )
                     self._rest_until = time.monotonic() + seconds
                     await self._rest(seconds)
                     continue

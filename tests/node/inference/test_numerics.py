@@ -117,6 +117,32 @@ def test_a_worker_states_engine_release_gpu_tensor_parallelism_and_dtype() -> No
     assert stated(type="hf").device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "vllm"),
+        ({"vllm": {"enforce_eager": True}}, "vllm, eager"),
+        ({"vllm": {"compilation_config": {"mode": 0}}}, "vllm, eager"),
+        ({"vllm": {"compilation_config": {"cudagraph_mode": "FULL"}}}, "vllm"),
+        ({"vllm": {"compilation_config": {"mode": 1}}}, "vllm, compiled 1"),
+        ({"batch_invariant": True}, "vllm, batch-invariant"),
+        ({"vllm": {"attention_backend": "FLASHINFER"}}, "vllm, attention FLASHINFER"),
+        ({"vllm": {"attention_config": {"backend": "TRITON_ATTN"}}}, "vllm, attention TRITON_ATTN"),
+        ({"vllm": {"enable_chunked_prefill": True, "enable_prefix_caching": True}}, "vllm"),
+        ({"device": "cpu", "vllm": {"enforce_eager": True}}, "vllm"),
+    ],
+)
+def test_options_that_change_every_bit_are_part_of_the_class(
+    options: dict[str, Any], name: str
+) -> None:
+    assert stated(H100, type="vllm", **options).engine == name
+
+
+def test_the_name_of_a_class_fits_whatever_the_options_are() -> None:
+    long = stated(H100, type="vllm", vllm={"attention_backend": 100 * "A"}, batch_invariant=True)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(long), type=NumericsClass) == long
+
+
 def test_the_embedded_engine_states_the_release_of_torch() -> None:
     assert numerics_of(EngineConfig(device="cpu")).release == version("torch")
 

@@ -26,7 +26,14 @@ from primerl.node.verification.self_calibration import (
 )
 from primerl.protocol.errors import Reason
 from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
-from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
+from primerl.protocol.reputation import (
+    Audited,
+    BanTest,
+    Placement,
+    Reputation,
+    ban_test,
+    outcome_of,
+)
 from primerl.protocol.rollouts import Evidence
 
 OWN, SECOND, STRANGER = b"o" * 32, b"s" * 32, b"x" * 32
@@ -307,6 +314,18 @@ def test_a_worker_of_another_class_is_told_which_one_it_looks_like() -> None:
     assert "look like vllm 0.25.1 on RTX 4090" in why
     odd = calibration.misplaced(H100, noise(16, 3, scale=5.0))
     assert "look like no class that was measured" in odd
+
+
+def test_a_worker_of_another_class_reads_which_measure_differs_and_by_how_much() -> None:
+    calibration = calibrated(OWN)
+    bounds = calibration.bounds_of(H100)
+    assert bounds is not None
+    alike = [replace(one, other_policy=-30.0) for one in noise(12, 4)]
+    seen = [replace(one, logprob=0.9) for one in alike[:9]] + alike[9:]
+    why = calibration.misplaced(H100, seen)
+    assert f"logprob is up to 0.9 in 9 of 12, the bound is {bounds.suspect.logprob:.3g};" in why
+    placed = Reputation(placement=Placement(H100).refuse(why))
+    assert len(placed.refused) <= 250, "the whole of it fits into a refusal"
 
 
 def replayed(seed: int, rollouts: int = 100_000) -> tuple[int, int, list[Reputation]]:

@@ -148,6 +148,26 @@ async def test_a_node_that_gets_no_work_tells_its_operator_once_a_minute_or_less
     assert await mine.refused("again") == BAN_PAUSE_S
 
 
+async def test_who_is_refused_as_of_another_class_reads_what_may_cause_it_and_what_to_do(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = box(ledger, Silence())
+    await mine.refused("wrong numerics class: it claims vllm 0.25.1 on H100")
+    await mine.refused("banned: wrong_model")
+    misplaced, banned = [
+        record.getMessage() for record in caplog.records if record.levelname == "ERROR"
+    ]
+    for words in (
+        "enforce_eager",
+        "engine.batch_invariant",
+        "attention backend",
+        "chunked prefill",
+    ):
+        assert words in misplaced
+        assert words not in banned
+    assert "ask the run's operator to name a worker that is started like this one" in misplaced
+
+
 # -- at the trainer -----------------------------------------------------------------------------
 
 
