@@ -303,6 +303,8 @@ def state_of(row: PeerRow) -> str:
         return f"suspicious, {row.suspicion:.0%} of the way to a ban"
     if row.stage:
         return f"stage {row.stage}"
+    if row.starting:
+        return "starting its engine, or fetching its first policy"
     return f"{row.audits} audits made" if row.audits else ""
 
 

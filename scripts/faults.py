@@ -858,6 +858,13 @@ FAULTS = (
         ("test_options_that_change_every_bit_are_part_of_the_class",),
     ),
     Fault(
+        "a worker is started again and again on a GPU without room for it",
+        "node/launch/launcher.py",
+        "hopeless = code in HOPELESS or (crowded and CROWDED in failure)",
+        "hopeless = code in HOPELESS",
+        ("test_a_worker_for_which_the_gpu_has_no_memory_is_started_again_once",),
+    ),
+    Fault(
         "a stage of a stranger in a reference's pipeline is not waited for",
         "node/verification/self_calibration.py",
         "self.bounds_of(own) is None and not self.vouched(makers)",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
-from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
+from ..process.exit_reason import CROWDED, LOOK, Causes, exit_reason, known_cause
 from ..process.frames import ProcessMessage
 from ..process.tasks import end_tasks
 from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
@@ -60,9 +60,18 @@ VLLM_CAUSES: Causes = (
         "engine.max_model_len",
     ),
     (
+        r"Free memory on device \S* ?\(([^()]+)\).* is less than desired GPU memory utilization \(([^()]+)\)",
+        f"{CROWDED} (\\1 free, \\2 asked for): lower engine.vllm.gpu_memory_utilization or end what else uses "
+        "this GPU",
+    ),
+    (
         r"Free memory on device.* is less than desired",
-        "less GPU memory is free than vLLM was told to take: lower engine.vllm.gpu_memory_utilization "
-        "or end what else uses this GPU",
+        f"{CROWDED}: lower engine.vllm.gpu_memory_utilization or end what else uses this GPU",
+    ),
+    (
+        r"CUDA out of memory\. Tried to allocate ([\d.]+ \w+)\..* of which ([\d.]+ \w+) is free",
+        "vLLM ran out of GPU memory (\\2 free, \\1 asked for): lower engine.vllm.gpu_memory_utilization or "
+        "engine.max_batch",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation",

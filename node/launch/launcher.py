@@ -22,6 +22,7 @@ from ..environments.allowed import BUNDLED, READS_DATA
 from ..ops.control import NodeState, View, watched
 from ..ops.errors import EngineError, NodeError, TicketError, UsageError
 from ..ops.gpus import VARIABLE, shown, usable
+from ..process.exit_reason import CROWDED
 from ..process.spawn import LoggedProcess
 from ..process.tasks import end_tasks
 from ..storage.chunk_store import CHUNKS
@@ -328,7 +329,7 @@ class Launcher:
     async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:
         """Keep one worker running; return whether it left without a failure."""
         clock = asyncio.get_running_loop().time
-        pauses = iter(self.pace.back_off)
+        pauses, crowded = iter(self.pace.back_off), False
         while True:
             born = clock()
             code, failure = await self._live(name, gpus, trained)
@@ -337,7 +338,10 @@ class Launcher:
                 return True
             if clock() - born >= self.pace.well:
                 pauses = iter(self.pace.back_off)
-            pause = None if code in HOPELESS else next(pauses, None)
+            # once again, as the memory of a process that has just died may still be taken
+            hopeless = code in HOPELESS or (crowded and CROWDED in failure)
+            crowded = CROWDED in failure
+            pause = None if hopeless else next(pauses, None)
             if pause is None:
                 self.nodes[name].note = "failed"
                 self._give_up(failure)

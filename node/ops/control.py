@@ -71,6 +71,8 @@ class PeerRow(msgspec.Struct):
     """How it says that it computes; empty where it did not say."""
     silent_s: float = 0.0
     """Seconds since its last message, where one was due; 0 while all is well."""
+    starting: bool = False
+    """Whether it is connected and asked for no work yet: its engine starts, or its first policy comes."""
     left: bool = False
     """Whether it said goodbye before it fell silent."""
     trusts: dict[str, float] = {}

@@ -586,7 +586,10 @@ def contract_of(manifest: RunManifest, verdict: Verdict) -> ProofContract:
 
 def _source(bounds: ClassBounds) -> str:
     if bounds.provisional:
-        return "provisional, as its noise is not measured: they reject only what no noise explains"
+        return (
+            "provisional, as its noise was not measured when this was judged, or the worker is a reference, by "
+            "which it is measured: they reject only what no noise explains"
+        )
     return (
         f"number {bounds.number}, of reference workers and policies {bounds.first_version} to "
         f"{bounds.last_version}"

@@ -5,8 +5,13 @@ import signal
 from collections.abc import Sequence
 
 Causes = Sequence[tuple[str, str]]
-"""Regular expressions over log lines, each with its meaning and a remedy; the first match counts."""
+"""Regular expressions over log lines, each with its meaning and a remedy; the first match counts.
 
+The words may name groups of the expression, as `\\1`.
+"""
+
+CROWDED = "less GPU memory is free than vLLM was told to take"
+"""Begins the meaning of a start that fails until something else leaves the GPU, or the setting is lower."""
 LOOK = "look at its log lines above"
 
 
@@ -34,8 +39,11 @@ def exit_reason(
 
 def known_cause(lines: Sequence[str], causes: Causes) -> str:
     """Return the meaning of the first of `causes` that matches any line, or an empty string."""
-    found = (words for pattern, words in causes if any(re.search(pattern, line) for line in lines))
-    return next(found, "")
+    for pattern, words in causes:
+        for line in lines:
+            if match := re.search(pattern, line):
+                return match.expand(words)
+    return ""
 
 
 def signal_name(number: int) -> str:

@@ -110,7 +110,7 @@ def test_provisional_bounds_say_that_nothing_was_measured(cli: Cli, tmp_path: Pa
     bounds = msgspec.structs.replace(BOUNDS, number=0, rollouts=0, tokens=0)
     fill(ledger(tmp_path), signed(msgspec.structs.replace(VERDICT, bounds=bounds))).close()
     out = " ".join(cli("explain", "-d", str(tmp_path / "node")).out.split())
-    assert "provisional, as its noise is not measured" in out
+    assert "provisional, as its noise was not measured when this was judged" in out
 
 
 def test_what_was_audited_is_computed_again_from_the_challenge(cli: Cli, node: Path) -> None:

@@ -26,6 +26,19 @@ def explain(code: int | None, lines: list[str], causes: Causes = VLLM_CAUSES) ->
     return exit_reason("it", code, lines, causes=causes, memory_advice=MEMORY_ADVICE)
 
 
+def test_of_memory_that_did_not_suffice_it_is_said_what_was_free_and_what_was_asked() -> None:
+    crowded = (
+        "ValueError: Free memory on device cuda:0 (3.1/139.8 GiB) on startup is less than desired GPU memory "
+        "utilization (0.9, 125.82 GiB). Decrease GPU memory utilization."
+    )
+    assert "(3.1/139.8 GiB free, 0.9, 125.82 GiB asked for): lower" in explain(1, [crowded])
+    full = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "139.80 GiB of which 812.00 MiB is free. Process 12 has 120 GiB memory in use."
+    )
+    assert "(812.00 MiB free, 2.00 GiB asked for): lower" in explain(1, [full])
+
+
 @pytest.mark.parametrize("line", SAID)
 def test_a_known_cause_is_named_with_what_to_do_wherever_it_was_said(line: str) -> None:
     for code in (1, None, -6):

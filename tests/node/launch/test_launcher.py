@@ -242,6 +242,30 @@ async def test_a_worker_is_given_up_after_three_restarts_and_the_run_goes_on(
     assert "given up. 1 of 2 workers are left, and the run goes on" in view.said[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "restarts"),
+    [
+        ("less GPU memory is free than vLLM was told to take (3/139 GiB free)", 1),
+        ("the engine is lost", 3),
+    ],
+)
+async def test_a_worker_for_which_the_gpu_has_no_memory_is_started_again_once(
+    config: RunConfig, view: Notes, words: str, restarts: int
+) -> None:
+    worker = f"print('primerl-node: error: {words}', flush=True); sys.exit(7)"
+    with pytest.raises(EngineError, match="every worker failed"):
+        await launch(
+            config,
+            [],
+            view=view,
+            commands=Programs(TICKET + UNTIL_DONE, worker),
+            pace=QUICK,
+        )
+    again = [line for line in view.said if "starting it again" in line]
+    assert len(again) == 2 * restarts
+    assert all(words in line for line in again)
+
+
 async def test_when_every_worker_fails_the_run_is_stopped(config: RunConfig, view: Notes) -> None:
     with pytest.raises(
         EngineError, match=r"every worker failed; the last: worker_\d ended with code 7 \(.*log"

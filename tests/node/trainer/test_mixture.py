@@ -14,7 +14,9 @@ from support.counting_environment import CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses
 
+from primerl.cli.tables import state_of
 from primerl.node.environments.environment import Split, Task
+from primerl.node.ops.control import PeerRow
 from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
@@ -262,6 +264,29 @@ async def test_trust_is_shown_for_each_environment(front: Front) -> None:
     assert row.trusts == pytest.approx({"sums": 0.999, "words": 0.008}, abs=2e-3)
     assert row.trust == row.trusts["words"]
     assert row.refused == "no leases of words: too much was rejected: bad_reward"
+
+
+async def test_a_worker_whose_engine_starts_is_not_shown_as_long_gone(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await front.ask(A, None)
+
+    def row() -> PeerRow:
+        rows = worker_rows(front.registry.services, front.scheduler)
+        return next(row for row in rows if row.id == A.hex())
+
+    front.registry.services.peers.get(A).last_seen = time.time() - 77.0
+    front.registry.workers[A].stats = WorkerStats(-1)
+    silence = {A: 0.0}  # it is connected
+    monkeypatch.setattr(front.registry, "silence", silence.__getitem__)
+    assert (row().starting, row().last_seen_s) == (True, 0.0)
+    assert state_of(row()) == "starting its engine, or fetching its first policy"
+    silence[A] = 77.0
+    assert not row().starting
+    assert row().last_seen_s == pytest.approx(77.0, abs=60.0)
+    silence[A] = 0.0
+    front.registry.workers[A].stats = WorkerStats(0)
+    assert not row().starting
 
 
 OLD = {
