@@ -858,6 +858,13 @@ FAULTS = (
         ("test_options_that_change_every_bit_are_part_of_the_class",),
     ),
     Fault(
+        "the embedded engine serves temperatures that vLLM does not",
+        "node/api/completions.py",
+        "return max(asked, LOWEST_TEMPERATURE) if asked else 0.0",
+        "return asked",
+        ("test_a_temperature_next_to_zero_is_drawn_as_vllm_draws_it",),
+    ),
+    Fault(
         "a worker is started again and again on a GPU without room for it",
         "node/launch/launcher.py",
         "hopeless = code in HOPELESS or (crowded and CROWDED in failure)",

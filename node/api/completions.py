@@ -43,6 +43,8 @@ FIRST_CHUNK, FIRST_STOP_CHUNK, LAST_STOP_CHUNK = 4, 32, 256
 Each request is twice as long as the one before."""
 CONTEXT = 6
 """Prompt tokens decoded together with a completion: some tokenizers drop a leading space."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM draws what is asked for between 0 and this at this; 0 takes the likeliest token."""
 SEEDS = 1 << 63
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -349,7 +351,7 @@ class EngineRoutes:
             GenerateRequest(
                 prompt=(*choice.prompt, *choice.token_ids),
                 max_tokens=tokens,
-                temperature=1.0 if given.temperature is None else given.temperature,
+                temperature=served_temperature(given.temperature),
                 seed=choice.seed,
                 stop_token_ids=request.stop_token_ids,
                 group=choice.group,
@@ -497,6 +499,13 @@ def convert(body: Body, kind: type[B]) -> B:
             raise ApiError(400, message, param=name, code="unsupported_parameter") from error
         param = message.rpartition("$.")[2].rstrip("`").split(".")[-1] if "$." in message else None
         raise ApiError(400, message, param=param) from error
+
+
+def served_temperature(asked: float | None) -> float:
+    """Return the temperature at which a served request is drawn, the same with either engine."""
+    if asked is None:
+        return 1.0
+    return max(asked, LOWEST_TEMPERATURE) if asked else 0.0
 
 
 def _is_neutral(name: str, value: Any) -> bool:

@@ -136,6 +136,18 @@ async def test_token_ids_go_in_and_out_as_renderers_want_them(model_dir: Path) -
     assert (asked.temperature, asked.top_p, asked.top_k) == (0.5, 0.9, 4)
 
 
+@pytest.mark.parametrize(
+    ("asked", "drawn"), [(0, 0.0), (1e-6, 0.01), (0.005, 0.01), (0.01, 0.01), (0.011, 0.011)]
+)
+async def test_a_temperature_next_to_zero_is_drawn_as_vllm_draws_it(
+    model_dir: Path, asked: float, drawn: float
+) -> None:
+    engine = SayingEngine("abc")
+    async with api(engine, model_dir) as client:
+        await client.complete(temperature=asked)
+    assert [one.temperature for one in engine.requests] == [drawn]
+
+
 async def test_ignore_eos_leaves_only_the_callers_stops(model_dir: Path) -> None:
     engine = SayingEngine("abc")
     async with api(engine, model_dir) as client:
