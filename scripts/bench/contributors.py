@@ -4,7 +4,8 @@
 
 A real trainer and three honest workers in one process; engines wait for a fixed time per token and compute
 nothing. For each attack: the honest workers' accepted rollouts per second alone, beside it (two windows), and
-after it (of `cheap` the run's, as its attackers do work). Attackers are nodes of the tests, with keys that a ticket admitted:
+after it (of `cheap` the run's, as its attackers do work). Attackers are nodes of the tests, with keys that a
+ticket admitted:
 
     in line      claims every chunk of the weights, keeps whoever asks in line, and gives none
     validator    a validator that the owner named; right for eight calls, then it calls honest work fraud
