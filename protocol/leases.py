@@ -582,7 +582,8 @@ class TaskQueue:
     drawn: deque[int] = field(default_factory=deque[int])
     """Tasks that were drawn and go out next: draws `next_task` and those after it."""
     staffed_at: float = -math.inf
-    """Unix seconds since which nodes can play it; infinite while none can."""
+    """Unix seconds at which nodes first said that they can play it; -infinite before. A claim that ends and comes
+    again is no news: only accepted work is."""
     accepted_at: float = -math.inf
     """Unix seconds at which work of it was accepted last."""
 
@@ -601,6 +602,15 @@ class TaskQueue:
             self.drawn.append(index)
             out.add(index)
         return [*again, *islice(self.drawn, fresh)]
+
+    def requeue(self, indices: Iterable[int]) -> None:
+        """Queue tasks again, each once: the work of a lease that was taken back may still come, and be lost too.
+
+        A lease that names a task twice is refused, with all work on it.
+        """
+        for index in indices:
+            if index not in self.requeued:
+                self.requeued.append(index)
 
     def take(self, count: int) -> None:
         """Remove the next `count` tasks."""
@@ -830,9 +840,7 @@ class LeaseBook:
     def _ahead(self, staffed: Collection[int], now: float) -> set[int]:
         """Return the environments that are ahead of their ratio by a batch while others come back."""
         for number, queue in enumerate(self.tasks):
-            if number not in staffed:
-                queue.staffed_at = -math.inf
-            elif queue.staffed_at == -math.inf:
+            if number in staffed and queue.staffed_at == -math.inf:
                 queue.staffed_at = now
         batch = self.policy.groups_per_batch
         behind = any(
@@ -949,7 +957,7 @@ class LeaseBook:
         tries = self._tries.get((environment, index), 0) + (not blameless)
         self._tries[environment, index] = tries
         if tries < MAX_TRIES:
-            self.tasks[environment].requeued.append(index)
+            self.tasks[environment].requeue((index,))
 
     def expire(self, now: float) -> list[Held]:
         """Take back leases past their deadline: their tasks are leased again, and their nodes cool off."""
@@ -985,8 +993,8 @@ class LeaseBook:
             del self.held[held.lease.lease_id]
             if held.newcomer is not None and expired:
                 self.newcomers.count(held.newcomer.ticket, False)
-            requeued = self.tasks[held.lease.environment].requeued
-            requeued.extend(task.index for task in held.lease.tasks)
+            queue = self.tasks[held.lease.environment]
+            queue.requeue(task.index for task in held.lease.tasks)
             self._owe(held.charges, -1)
         self.expired += len(leases)
 

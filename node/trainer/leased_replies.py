@@ -118,7 +118,7 @@ class PromptQueue:
             if reply is not None:
                 self._answer(task.digest, reply)
             elif task.index in self._waiting:
-                self.tasks.requeued.append(task.index)
+                self.tasks.requeue((task.index,))
                 self.arrived.set()
 
     def _answer(self, name: bytes, reply: Completion) -> None:

@@ -283,7 +283,9 @@ class TrainerRole:
         arrived = self._ledger.arrived_after(state.verified_up_to)
         for name, curriculum in self._curricula.items():
             curriculum.restore(state.curriculum.get(name, {}))
-        answered = (self.submissions.open(one)[1] for one in arrived)
+        # what was used is in the checkpoint's tasks: those of its groups that were lost wait there
+        unused = (one for one in arrived if one.arrival not in state.used)
+        answered = (self.submissions.open(one)[1] for one in unused)
         state.restore_tasks(self.scheduler.book, self._environments, answered)
         self._demonstrations.restore(state)
         self._baselines = state.baselines

@@ -246,3 +246,34 @@ def test_an_environment_that_nobody_can_play_holds_up_nothing() -> None:
         assert lease is not None
         keep(book, lease, A, NOW)
     assert not book.ahead({CHEAP}, {CHEAP}, NOW)
+
+
+def test_a_task_goes_out_once_where_its_lease_was_taken_back_and_its_work_came_and_was_lost() -> None:
+    """A worker that lists a lease no more, while it uploads the answer, doubled its tasks in the queue."""
+    book = LeaseBook(policy(groups_per_lease=4, leases_per_worker=64))
+    lost = granted(book)
+    assert book.release_lost(A, (), NOW + 1)
+    for index in indices(lost):
+        book.lease_again(0, index)
+    again = [index for _ in range(3) for index in indices(granted(book, B, NOW + 2))]
+    assert sorted(again) == sorted(set(again)) == list(range(12))
+
+
+def test_a_claim_to_play_that_ends_and_comes_again_holds_up_the_others_no_longer() -> None:
+    """Renewed within a lease's time it made the others of a mixture wait for ever, at no cost."""
+    ratios = (MixtureShare(4), MixtureShare(4))
+    book = LeaseBook(policy(environments=ratios, leases_per_worker=64))
+
+    def play(now: float, *staffed: int) -> bool:
+        lease = grant(book, A, now=now, share=LeaseShare(playable={0}, staffed=staffed))
+        if lease is not None:
+            keep(book, lease, A, now)
+        return lease is not None
+
+    while play(NOW, 0, 1):
+        pass
+    assert not play(NOW + 50, 0, 1), "the ratio is kept while work of the other may come"
+    play(NOW + 55, 0)
+    later = [play(NOW + 55 + second, 0, 1) for second in range(1, 60)]
+    assert later[:4] == [False] * 4, "as before"
+    assert all(later[6:])

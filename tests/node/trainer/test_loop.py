@@ -492,6 +492,34 @@ async def test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains(tmp_p
     made.close()
 
 
+async def test_a_lost_group_of_used_work_waits_to_be_leased_again_in_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    """Its submission was used, and not judged, when the checkpoint was made: nothing queues it again."""
+    made = World(tmp_path, 0.5, 600.0, 8)
+    arrival = made.ledger.receive(digest(b"used"), 0, B, b"used", b"receipt")
+    made.progress.verified_up_to, made.progress.used = 0, {arrival: B}
+    queue = made.book.tasks[0]
+    queue.next_task = 2
+    made.book.lease_again(0, 1)
+    role = TrainerRole(*made.role_parts)
+    await role.checkpoint(1)
+    parts = await role.checkpoints.read(1)
+    queue.next_task = 0
+    queue.requeued.clear()
+    lease = SimpleNamespace(
+        environment=0, tasks=(SimpleNamespace(index=0), SimpleNamespace(index=1))
+    )
+
+    def opened(_: object) -> tuple[None, object]:
+        return None, lease
+
+    cast(Any, made.queue).open = opened
+    await TrainerRole(*made.role_parts).restore(1, parts)
+    assert (queue.next_task, list(queue.requeued)) == (2, [1])
+    made.close()
+
+
 async def test_a_resumed_run_goes_on_with_the_baselines_of_its_agents(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
     rae = TrainingConfig(advantage="rae", rae_decay=0.5)
