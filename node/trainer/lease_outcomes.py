@@ -3,7 +3,8 @@
 Invariants:
 - a worker is compared with the others of the run: what all of them lose is the environment's fault, or ours;
 - the others weigh by their accepted work, so that keys which send nothing cannot make losses usual;
-- what an auditor of ours could not measure counts neither way.
+- what an auditor of ours could not measure counts neither way, nor what another stage of a pipeline may have
+  spoilt: the evidence against each stage is judged elsewhere.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from ...protocol.leases import Lease, LeaseOutcome
 from ...protocol.recent import RecentDict
 from ...protocol.rollouts import Submission
 from ..verification.verifier import Verified
+from .pipeline_faults import of_others
 
 SLACK = 0.05
 """Share of rollouts that a worker may lose beyond what is usual: workers differ."""
@@ -106,11 +108,14 @@ def count_lease(
         for index, rollout in enumerate(group.rollouts)
         if rollout.error
     }
+    others = {
+        (blame.group, blame.rollout) for blame in verified.audited.blames if of_others(blame)
+    }
     excused = lost = 0
     for rejection in verified.rejections:
         place = rejection.group, rejection.rollout
         ours = rejection.reason is Reason.ENVIRONMENT_ERROR and place not in failed
-        if ours or rejection.reason in excused_for:
+        if ours or rejection.reason in excused_for or place in others:
             excused += 1
         else:
             lost += 1

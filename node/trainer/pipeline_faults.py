@@ -138,7 +138,12 @@ def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
 
 def spared(audits: AuditResults) -> int:
     """Count the rejected rollouts that other nodes than the signer may be responsible for."""
-    return sum(one.outcome == "rejected" and one.stages != (0,) for one in audits.blames)
+    return sum(map(of_others, audits.blames))
+
+
+def of_others(one: StageAttribution) -> bool:
+    """Whether a rollout was rejected for what other nodes than the signer may have done."""
+    return one.outcome == "rejected" and one.stages != (0,)
 
 
 def _doubt(nats: float, blames: Sequence[StageAttribution], rank: int) -> float:

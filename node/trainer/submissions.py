@@ -19,7 +19,7 @@ from ...crypto.hashing import short
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, open_lease
+from ...protocol.leases import Lease, LeaseOutcome, open_lease
 from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
@@ -196,14 +196,17 @@ class VerificationQueue:
             self._remember(arrived.node, self._environment(one.lease), verified)
             measured = self._bounds.judged(arrived.node, verified)
         stale = self._stale.pop(arrived.arrival, 0)
-        outcome = self._registry.work.judge(
-            arrived.node,
-            one.submission,
-            one.lease,
-            verified,
-            stale,
-            uncalibrated_excused=self._bounds.excused(arrived.node, one.submission.numerics),
-        )
+        if self.epoch.voids(one.submission, one.lease):  # the trainer lost the policy
+            outcome = LeaseOutcome(len(one.lease.tasks), blameless=True)
+        else:
+            outcome = self._registry.work.judge(
+                arrived.node,
+                one.submission,
+                one.lease,
+                verified,
+                stale,
+                uncalibrated_excused=self._bounds.excused(arrived.node, one.submission.numerics),
+            )
         self._scheduler.book.judge(one.lease, arrived.node, outcome, time.time())
         self._note_rewards(arrived.node, verified)
         self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
@@ -348,7 +351,7 @@ class SubmissionQueue(VerificationQueue):
                 continue
             used.add(group.task_index)
         self.kept.judged(node, submission, lease, verified)
-        self._lease_again(lease, verified, used)
+        self._lease_again(submission, lease, verified, used)
         if verified.groups:
             self._measure_turnaround(lease, len(verified.groups))
         return stale
@@ -362,12 +365,15 @@ class SubmissionQueue(VerificationQueue):
         progress.rejected_of[group.environment] += count
         self.kept.lost([group], reason)
 
-    def _lease_again(self, lease: Lease, verified: Verified, used: Collection[int]) -> None:
+    def _lease_again(
+        self, submission: Submission, lease: Lease, verified: Verified, used: Collection[int]
+    ) -> None:
         """Queue the tasks whose groups were not used: no worker's failures take a task out of a run."""
         reasons = {one.group: one.reason for one in verified.rejections}
+        voided = self.epoch.voids(submission, lease)
         for number, task in enumerate(lease.tasks):
             if task.index not in used:
-                blameless = reasons.get(number) in EXCUSED
+                blameless = voided or reasons.get(number) in EXCUSED
                 self._scheduler.book.lease_again(lease.environment, task.index, blameless=blameless)
 
     def _admits(self, group: RolloutGroup) -> bool:

@@ -21,11 +21,12 @@ from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
-from primerl.node.trainer.lease_outcomes import WorkRecords
+from primerl.node.trainer.lease_outcomes import WorkRecords, count_lease
 from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, UNJUDGED, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.training.curriculum import Curriculum
+from primerl.node.verification.judge import StageAttribution
 from primerl.node.verification.self_calibration import AuditConditions
 from primerl.node.verification.verifier import (
     AuditResults,
@@ -37,9 +38,9 @@ from primerl.node.verification.verifier import (
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, LeaseBook, MixtureShare
+from primerl.protocol.leases import MAX_TRIES, Lease, LeaseBook, MixtureShare
 from primerl.protocol.reputation import Reputation, ban_test
-from primerl.protocol.rollouts import Submission, Verdict
+from primerl.protocol.rollouts import Rejection, Submission, Verdict
 
 WORKER = b"w" * 32
 KEY = SecretKey.from_seed(bytes(32))
@@ -150,7 +151,8 @@ class World:
             environments=MIXED.environments,
             work=WorkRecords(),
         )
-        book = LeaseBook(policy(environments=(MixtureShare(4), MixtureShare(4))))
+        self.work = registry.work
+        self.book = book = LeaseBook(policy(environments=(MixtureShare(4), MixtureShare(4))))
         scheduler = SimpleNamespace(
             registry=registry, book=book, work_changed=self.nothing, version=0
         )
@@ -365,3 +367,40 @@ async def test_an_error_in_one_of_many_ends_the_queue_with_that_error() -> None:
         world.auditor.let_go([2])
         with pytest.raises(StorageError, match="no disk"):
             await queue
+
+
+OTHER = b"o" * 32
+
+
+async def test_work_of_a_policy_that_the_trainer_lost_costs_its_worker_nothing() -> None:
+    world = World(before=[1])
+    arrival = ReceivedSubmission(9, bytes(32), OTHER, b"sealed", bytes(32))
+    size = len(LEASE.tasks) * LEASE.group_size
+    good = Verified(make_verdict(arrival, LEASE, size, [], AuditResults(), 0.5), [], [])
+    world.work.judge(OTHER, Submission(lease=b"", groups=(), engine="hf"), LEASE, good)
+    world.queue.epoch = cast(Any, SimpleNamespace(voids=lambda *_: True))
+    async with running(world):
+        await world.judged_are([1])
+    record = world.book.record(WORKER)
+    assert (record.lost_groups, record.reliability, record.rest_until) == (0.0, 1.0, 0.0)
+    again = [task.index for task in LEASE.tasks]
+    for _ in range(MAX_TRIES - 1):
+        for index in again:
+            world.book.lease_again(0, index)
+    assert list(world.book.tasks[0].requeued) == again
+
+
+@pytest.mark.parametrize(("stages", "lost"), [((1,), 0), ((0, 1), 0), ((0,), 1)])
+def test_what_another_stage_may_have_spoilt_is_no_loss_of_the_signer(
+    stages: tuple[int, ...], lost: int
+) -> None:
+    rejections = [Rejection(0, 0, Reason.BAD_PROOF, "")]
+    blame = StageAttribution(0, 0, (9.0, 0.0), "rejected", stages)
+    arrival = ReceivedSubmission(9, bytes(32), WORKER, b"sealed", bytes(32))
+    audited = AuditResults(blames=[blame])
+    verified = Verified(
+        make_verdict(arrival, LEASE, 0, rejections, audited, 0.5), rejections, [], audited
+    )
+    counts = count_lease(Submission(lease=b"", groups=(), engine="hf"), LEASE, verified)
+    rollouts = len(LEASE.tasks) * LEASE.group_size
+    assert (counts.lost, counts.rollouts) == (lost, rollouts - 1 + lost)
