@@ -340,9 +340,8 @@ class HostedEngine:
 
     def _hanging(self) -> str:
         """Return why no replica makes progress although all run; empty if one does, or has nothing to do."""
-        silence = min(
-            (child.silent_s for replica in self._replicas if (child := replica.child)), default=0.0
-        )
+        children = [child for replica in self._replicas if (child := replica.child)]
+        silence = min((min(one.silent_s, one.missed_s) for one in children), default=0.0)
         busy = any(replica.load for replica in self._replicas)
         if not busy or silence < self._timeouts.quiet_s:
             return ""

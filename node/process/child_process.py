@@ -76,6 +76,8 @@ class ChildProcess:
         self._closing = False
         self._received = 0
         self._heard_at = time.monotonic()
+        self.missed_s = 0.0
+        """Seconds of heartbeats in a row without a sign of life; time in which we stood still is none."""
         self.lost = asyncio.Event()
         """Set when the process is lost."""
 
@@ -349,16 +351,16 @@ class ChildProcess:
 
     async def _beat(self, ping: Any, every_s: float, silent_s: float) -> None:
         # Counts beats, not seconds: while our own event loop is blocked no answer can be read.
-        life, silent = self._life(), 0.0
+        life = self._life()
         while self._failure is None:
             self._send(ping)
             await asyncio.sleep(every_s)
             before, life = life, self._life()
             if life != before:
-                silent, self._heard_at = 0.0, time.monotonic()
+                self.missed_s, self._heard_at = 0.0, time.monotonic()
             else:
-                silent += every_s
-            if silent >= silent_s:
+                self.missed_s += every_s
+            if self.missed_s >= silent_s:
                 await self._lose(f"{self._title} gave no answer within {silent_s:g} s: {LOOK}")
             elif ailment := self._ailment():
                 await self._lose(ailment)

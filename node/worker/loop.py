@@ -210,8 +210,42 @@ IDLE_LOG_S = 60.0
 """A worker without any lease logs the trainer's reason at once, then after this long, then twice that."""
 STALLED_S = 60.0
 STALLED = 4.0
-"""Seconds, and times the usual time of a lease, without the end of any rollout, after which the leases are
-handed back: the engine hangs, and others can do the work meanwhile."""
+"""Seconds, and times the usual time of a lease, without a token or the end of a rollout, after which the leases
+are handed back: the engine hangs, and others can do the work meanwhile."""
+
+
+class EngineProgress:
+    """Tells whether the leases in progress make any, by what leases of this node usually take."""
+
+    def __init__(self) -> None:
+        self._moved = 0.0
+        """Monotonic seconds at which a rollout ended, a token came, or the first lease in progress began."""
+        self._tokens = 0
+        """Tokens that the engine had made then; some engines do not say how many."""
+        self._usual_s = 0.0
+        """Seconds that a lease takes, a running mean; 0 before the first."""
+
+    def moved(self, now: float) -> None:
+        """Note that a rollout ended, or that there is work again."""
+        self._moved = now
+
+    def lease_ended(self, seconds: float) -> None:
+        """Count a lease that took so long."""
+        self._usual_s += (seconds - self._usual_s) / (4.0 if self._usual_s else 1.0)
+
+    def stalled(self, tokens: int, now: float) -> str:
+        """Return why the leases in progress are to be handed back; empty while they progress.
+
+        `tokens` that the engine has made are progress. Each time, four times as long is usual from then on:
+        an engine that has become slow, and says nothing of its tokens, hands back no lease after the other.
+        """
+        if tokens != self._tokens:
+            self._tokens, self._moved = tokens, now
+        quiet, usual = now - self._moved, self._usual_s
+        if not usual or quiet < max(STALLED_S, STALLED * usual):
+            return ""
+        self._usual_s, self._moved = quiet, now
+        return f"no rollout has ended for {quiet:.0f} s, a lease usually takes {usual:.0f} s"
 
 
 class InferenceRole:
@@ -262,10 +296,7 @@ class InferenceRole:
         self._active: dict[int, int] = {}
         """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
-        self._progressed = 0.0
-        """Monotonic time at which a rollout ended, or the first lease in progress began."""
-        self._usual_s = 0.0
-        """Seconds that a lease takes, a running mean; 0 before the first."""
+        self._progress = EngineProgress()
         self._per_lease = 0
         """Rollouts of the largest lease so far: asking twice is better than hoarding."""
         self._given_up = False
@@ -343,9 +374,12 @@ class InferenceRole:
             if self._weights.version >= self._run.max_steps:
                 await self._book.end("the run has reached its last step")
                 break
-            fault = self._engine.stats().fault
-            if self._working and (why := fault or self._stalled(time.monotonic())):
-                self._give_up(why)
+            stats = self._engine.stats()
+            fault = stats.fault
+            if self._working:
+                now = time.monotonic()
+                if why := fault or self._progress.stalled(stats.generated_tokens, now):
+                    self._give_up(why)
             wanted = 0 if fault else self._wanted()
             if not wanted and not self._has_news():
                 await asyncio.sleep(LOOK_S)
@@ -442,7 +476,7 @@ class InferenceRole:
         rollouts = len(lease.tasks) * lease.group_size
         self._per_lease = max(self._per_lease, rollouts)
         if not self._working:
-            self._progressed = time.monotonic()
+            self._progress.moved(time.monotonic())
         self._active[lease.lease_id] = rollouts
         work = tasks.create_task(self._work(lease, sealed))
         self._working[lease.lease_id] = work
@@ -454,16 +488,7 @@ class InferenceRole:
 
     def _rollout_ended(self, lease_id: int) -> None:
         self._active[lease_id] -= 1
-        self._progressed = time.monotonic()
-
-    def _stalled(self, now: float) -> str:
-        """Return why the leases in progress are to be handed back; empty while they progress."""
-        quiet = now - self._progressed
-        if not self._usual_s or quiet < max(STALLED_S, STALLED * self._usual_s):
-            return ""
-        return (
-            f"no rollout has ended for {quiet:.0f} s, a lease usually takes {self._usual_s:.0f} s"
-        )
+        self._progress.moved(time.monotonic())
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
         trainer = self._run.trainer
@@ -477,8 +502,7 @@ class InferenceRole:
             began = time.monotonic()
             played = await self._generate(lease)
             self._working.pop(lease.lease_id, None)  # it needs the engine no longer
-            took = time.monotonic() - began
-            self._usual_s += (took - self._usual_s) / (4.0 if self._usual_s else 1.0)
+            self._progress.lease_ended(time.monotonic() - began)
             if played is not None:
                 await self._uploads.put(lease, self._submission(sealed, played))
         except TimeoutError:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -178,6 +179,22 @@ async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> Non
         assert "no answer within 2 s" in await lost(engine, engine.generate(ask(fake.BLOCKS)))
         assert engine.pids != [pid]
         assert not psutil.pid_exists(pid)
+
+
+async def test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not(
+    model_dir: Path,
+) -> None:
+    impatient = replace(TIMEOUTS, quiet_s=1.0)
+    async with running(model_dir, config(), impatient) as engine:
+        honest = asyncio.create_task(engine.generate(ask(fake.WAITS)))
+        await asyncio.sleep(0.2)
+        time.sleep(1.5)  # noqa: ASYNC251 - the node, not the engine, was suspended
+        assert engine.stats().fault == ""
+        hanging = asyncio.create_task(engine.generate(ask(fake.BLOCKS)))
+        await until(lambda: "no sign of life" in engine.stats().fault)
+        for task in (honest, hanging):
+            task.cancel()
+        await asyncio.gather(honest, hanging, return_exceptions=True)
 
 
 async def test_while_it_is_started_again_requests_are_lost_and_loads_wait(
