@@ -582,8 +582,8 @@ class TaskQueue:
     drawn: deque[int] = field(default_factory=deque[int])
     """Tasks that were drawn and go out next: draws `next_task` and those after it."""
     staffed_at: float = -math.inf
-    """Unix seconds at which nodes first said that they can play it; -infinite before. A claim that ends and comes
-    again is no news: only accepted work is."""
+    """Unix seconds at which nodes first said that they can play it; -infinite before. A claim that ends and
+    comes again is no news: only accepted work is."""
     accepted_at: float = -math.inf
     """Unix seconds at which work of it was accepted last."""
 
@@ -604,7 +604,7 @@ class TaskQueue:
         return [*again, *islice(self.drawn, fresh)]
 
     def requeue(self, indices: Iterable[int]) -> None:
-        """Queue tasks again, each once: the work of a lease that was taken back may still come, and be lost too.
+        """Queue tasks again, each once: work of a lease that was taken back may still come, and be lost.
 
         A lease that names a task twice is refused, with all work on it.
         """

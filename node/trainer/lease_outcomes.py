@@ -108,9 +108,7 @@ def count_lease(
         for index, rollout in enumerate(group.rollouts)
         if rollout.error
     }
-    others = {
-        (blame.group, blame.rollout) for blame in verified.audited.blames if of_others(blame)
-    }
+    others = {(blame.group, blame.rollout) for blame in verified.audited.blames if of_others(blame)}
     excused = lost = 0
     for rejection in verified.rejections:
         place = rejection.group, rejection.rollout

@@ -248,7 +248,9 @@ def test_an_environment_that_nobody_can_play_holds_up_nothing() -> None:
     assert not book.ahead({CHEAP}, {CHEAP}, NOW)
 
 
-def test_a_task_goes_out_once_where_its_lease_was_taken_back_and_its_work_came_and_was_lost() -> None:
+def test_a_task_goes_out_once_where_its_lease_was_taken_back_and_its_work_came_and_was_lost() -> (
+    None
+):
     """A worker that lists a lease no more, while it uploads the answer, doubled its tasks in the queue."""
     book = LeaseBook(policy(groups_per_lease=4, leases_per_worker=64))
     lost = granted(book)
