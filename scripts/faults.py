@@ -293,9 +293,8 @@ FAULTS = (
     Fault(
         "a repeated claim to play an environment is waited for anew",
         "protocol/leases.py",
-        "if number in staffed and queue.staffed_at == -math.inf:\nqueue.staffed_at = now",
-        "if number not in staffed:\nqueue.staffed_at = -math.inf\n"
-        "elif queue.staffed_at == -math.inf:\nqueue.staffed_at = now",
+        "if number in staffed and queue.staffed_at == -math.inf:",
+        "if number not in staffed or queue.staffed_at == -math.inf:",
         ("test_a_claim_to_play_that_ends_and_comes_again_holds_up_the_others_no_longer",),
     ),
     Fault(

@@ -205,6 +205,5 @@ class WorkRecords:
         for record in working:
             below += record.accepted
             if below >= half:
-                middle = record
-                break
-        return getattr(middle, share)
+                return getattr(record, share)
+        return getattr(working[-1], share)

@@ -378,7 +378,11 @@ async def test_work_of_a_policy_that_the_trainer_lost_costs_its_worker_nothing()
     size = len(LEASE.tasks) * LEASE.group_size
     good = Verified(make_verdict(arrival, LEASE, size, [], AuditResults(), 0.5), [], [])
     world.work.judge(OTHER, Submission(lease=b"", groups=(), engine="hf"), LEASE, good)
-    world.queue.epoch = cast(Any, SimpleNamespace(voids=lambda *_: True))
+
+    def voids(*_: object) -> bool:
+        return True
+
+    world.queue.epoch = cast(Any, SimpleNamespace(voids=voids))
     async with running(world):
         await world.judged_are([1])
     record = world.book.record(WORKER)
