@@ -827,7 +827,7 @@ class LeaseBook:
             environment=environment,
         )
         queue.take(size)
-        charges = self._charges(environment, size, share.staffed)
+        charges = self._charges(environment, size, share.staffed, now)
         self._owe(charges)
         self.next_lease += 1
         self.held[lease.lease_id] = Held(lease, node, now, share.newcomer, charges)
@@ -843,27 +843,40 @@ class LeaseBook:
             if number in staffed and queue.staffed_at == -math.inf:
                 queue.staffed_at = now
         batch = self.policy.groups_per_batch
-        behind = any(
-            queue.owed > 0
-            and now - max(queue.accepted_at, queue.staffed_at) < self.policy.timeout_s
-            for number, queue in enumerate(self.tasks)
-            if number in staffed
-        )
+        behind = any(self.tasks[number].owed > 0 for number in self._coming(staffed, now))
         return {
             number for number, queue in enumerate(self.tasks) if behind and queue.owed <= -batch
+        }
+
+    def _coming(self, staffed: Collection[int], now: float) -> set[int]:
+        """Return the environments of which work came back, or was first promised, within a lease's time."""
+        return {
+            number
+            for number, queue in enumerate(self.tasks)
+            if number in staffed
+            and now - max(queue.accepted_at, queue.staffed_at) < self.policy.timeout_s
         }
 
     def ahead(self, environments: Collection[int], staffed: Collection[int], now: float) -> bool:
         """Return whether all of some environments are ahead of their ratio and wait for the others."""
         return bool(environments) and self._ahead(staffed, now).issuperset(environments)
 
-    def _charges(self, environment: int, groups: int, staffed: Collection[int]) -> dict[int, float]:
-        """Divide `groups` that an environment is leased among what environments are owed; the sum is 0."""
+    def _charges(
+        self, environment: int, groups: int, staffed: Collection[int], now: float
+    ) -> dict[int, float]:
+        """Divide `groups` that an environment is leased among what environments are owed; the sum is 0.
+
+        One that is owed a batch has no part in it, unless work of it comes: then the others wait for it, all
+        of them, however many share its debt.
+        """
         most = self.policy.groups_per_batch
+        coming = self._coming(staffed, now)
         shares = {
             number: share.ratio
             for number, share in enumerate(self.policy.environments)
-            if number == environment or (number in staffed and self.tasks[number].owed < most)
+            if number == environment
+            or number in coming
+            or (number in staffed and self.tasks[number].owed < most)
         }
         total = sum(shares.values())
         return {

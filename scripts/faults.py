@@ -298,6 +298,13 @@ FAULTS = (
         ("test_a_claim_to_play_that_ends_and_comes_again_holds_up_the_others_no_longer",),
     ),
     Fault(
+        "environments that share the debt to a third one do not wait for it",
+        "protocol/leases.py",
+        "or number in coming",
+        "or False",
+        ("test_environments_that_share_the_debt_to_a_third_wait_for_it_too",),
+    ),
+    Fault(
         "tokens are no progress of a lease",
         "node/worker/loop.py",
         "self._tokens, self._moved = tokens, now",

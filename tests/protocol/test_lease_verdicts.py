@@ -279,3 +279,22 @@ def test_a_claim_to_play_that_ends_and_comes_again_holds_up_the_others_no_longer
     later = [play(NOW + 55 + second, 0, 1) for second in range(1, 60)]
     assert later[:4] == [False] * 4, "as before"
     assert all(later[6:])
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_environments_that_share_the_debt_to_a_third_wait_for_it_too(every: int) -> None:
+    """Three contributors play one environment each; the one that most is wanted of is slow."""
+    ratios = (MixtureShare(4, 1), MixtureShare(4, 2), MixtureShare(4, 4))
+    book = LeaseBook(policy(environments=ratios, leases_per_worker=64, groups_per_lease=1))
+    groups = [0, 0, 0]
+    for second in range(1200):
+        for environment, node in enumerate((A, B, C)):
+            if environment < 2 or second % every == 0:
+                share = LeaseShare(playable={environment}, staffed={0, 1, 2})
+                lease = grant(book, node, now=NOW + second, share=share)
+                if lease is not None:
+                    keep(book, lease, node, NOW + second)
+                    groups[environment] += 1
+    for environment, ratio in enumerate((1, 2)):
+        # each is at most a batch of 8 groups ahead
+        assert groups[environment] <= ratio / 7 * sum(groups) + 8 + 1
