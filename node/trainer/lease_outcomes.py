@@ -201,7 +201,6 @@ class WorkRecords:
         working = [record for record in others if record.accepted] or others
         working.sort(key=lambda record: getattr(record, share))
         half, below = sum(record.accepted for record in working) / 2.0, 0.0
-        middle = working[-1]
         for record in working:
             below += record.accepted
             if below >= half:
