@@ -52,6 +52,8 @@ USUAL_OVER = 4
 LATE = 2.0
 """Times the usual time after which its lease does not count as coming any more."""
 LATE_LEAST_S = 0.5
+FAIR_PART = 0.25
+"""Part of its ratio at which nodes have to play an environment, so that the others wait for it."""
 MAX_TRIES = 3
 """Most times that a task is leased whose group was lost through its workers: it may be the task's fault."""
 MAX_FAILED_TASKS = 4096
@@ -586,6 +588,8 @@ class TaskQueue:
     comes again is no news: only accepted work is."""
     accepted_at: float = -math.inf
     """Unix seconds at which work of it was accepted last."""
+    players: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    """Nodes of which work of it was accepted, and when last (Unix seconds)."""
 
     def upcoming(self, count: int, on_lease: Iterable[int] = ()) -> list[int]:
         """List the indices of the next `count` tasks, or as many as there are."""
@@ -849,13 +853,32 @@ class LeaseBook:
         }
 
     def _coming(self, staffed: Collection[int], now: float) -> set[int]:
-        """Return the environments of which work came back, or was first promised, within a lease's time."""
-        return {
-            number
-            for number, queue in enumerate(self.tasks)
-            if number in staffed
-            and now - max(queue.accepted_at, queue.staffed_at) < self.policy.timeout_s
+        """Return the environments that the others may wait for.
+
+        Work of such a one was first promised within a lease's time; or it came back within one, from nodes
+        whose pace is a fair part (FAIR_PART) of what its ratio would take of the pace of all. Else a single
+        node that plays an environment slowly, on purpose or not, would set the pace of the run.
+        """
+        since = now - self.policy.timeout_s
+        paces = {
+            node: 1.0 / record.pace
+            for node, record in (self.nodes.items() if len(self.tasks) > 1 else ())
+            if record.pace > 0.0 and record.settled > since
         }
+        ratios = sum(
+            share.ratio
+            for number, share in enumerate(self.policy.environments)
+            if number in staffed
+        )
+        coming: set[int] = set()
+        for number, queue in enumerate(self.tasks):
+            queue.players = {node: at for node, at in queue.players.items() if at > since}
+            fair = FAIR_PART * self.policy.environments[number].ratio / ratios if ratios else 0.0
+            supplied = sum(paces.get(node, 0.0) for node in queue.players)
+            comes = queue.accepted_at > since and supplied >= fair * sum(paces.values())
+            if number in staffed and (comes or queue.staffed_at > since):
+                coming.add(number)
+        return coming
 
     def ahead(self, environments: Collection[int], staffed: Collection[int], now: float) -> bool:
         """Return whether all of some environments are ahead of their ratio and wait for the others."""
@@ -957,7 +980,8 @@ class LeaseBook:
         """Count a lease by the verdict on its work, at `now` (Unix seconds)."""
         held = self.unjudged.pop(lease.lease_id, None)
         if outcome.accepted:
-            self.tasks[lease.environment].accepted_at = now
+            queue = self.tasks[lease.environment]
+            queue.accepted_at = queue.players[node] = now
         self.nodes.setdefault(node, NodeRecord()).judge(outcome, self.policy, now)
         if held is None or held.newcomer is None or outcome.blameless:
             return

@@ -270,6 +270,13 @@ FAULTS = (
         ("test_an_environment_that_is_a_batch_ahead_of_its_ratio_waits_for_the_others",),
     ),
     Fault(
+        "a slow player of an environment sets the pace of a mixture",
+        "protocol/leases.py",
+        "comes = queue.accepted_at > since and supplied >= fair * sum(paces.values())",
+        "comes = queue.accepted_at > since",
+        ("test_a_single_slow_player_of_an_environment_does_not_set_the_pace_of_the_run",),
+    ),
+    Fault(
         "a newcomer's lease is kept whatever came back",
         "protocol/leases.py",
         "self.newcomers.count(held.newcomer.ticket, outcome.accepted > 0)",
@@ -282,6 +289,8 @@ FAULTS = (
         "if selective and len(group.rollouts) < lease.group_size:",
         "if False:",
         ("test_a_worker_that_takes_back_its_right_answers_shifts_no_rewards_and_is_named",),
+    ),
+    Fault(
         "a task is queued as often as it is lost",
         "protocol/leases.py",
         "if index not in self.requeued:",

@@ -299,3 +299,38 @@ def test_environments_that_share_the_debt_to_a_third_wait_for_it_too(every: int)
     for environment, ratio in enumerate((1, 2)):
         # each is at most a batch of 8 groups ahead
         assert groups[environment] <= ratio / 7 * sum(groups) + 8 + 1
+
+
+@pytest.mark.parametrize("every", [59.0, 20.0])
+def test_a_single_slow_player_of_an_environment_does_not_set_the_pace_of_the_run(
+    every: float,
+) -> None:
+    """Attack: it alone plays the dear environment, and brings a group now and then."""
+    book, now = mixture(), float(NOW)
+    cheap, dear = (LeaseShare(playable={one}, staffed={CHEAP, DEAR}) for one in (CHEAP, DEAR))
+    slow, due, done = grant(book, B, now=now, share=dear), now + every, 0
+    while now < NOW + 1200:
+        lease = grant(book, A, now=now, share=cheap)
+        now += 0.5
+        if lease is not None:
+            keep(book, lease, A, now)
+            done += now > NOW + 200
+        if slow is not None and now >= due:
+            keep(book, slow, B, now)
+            slow, due = grant(book, B, now=now, share=dear), now + every
+    assert done > 0.9 * 2000, "after the time in which its claim was new"
+
+
+def test_a_ratio_is_held_where_those_that_play_both_are_outnumbered() -> None:
+    book, now, done = mixture(), float(NOW), [0, 0]
+    cheap = LeaseShare(playable={CHEAP}, staffed={CHEAP, DEAR})
+    both = LeaseShare(playable={CHEAP, DEAR}, staffed={CHEAP, DEAR})
+    nodes = [(A, both), (B, both), *((bytes([60 + n]) * 32, cheap) for n in range(8))]
+    for _ in range(600):
+        leases = [(node, grant(book, node, now=now, share=share)) for node, share in nodes]
+        now += 1.0
+        for node, lease in leases:
+            if lease is not None:
+                keep(book, lease, node, now)
+                done[lease.environment] += len(lease.tasks)
+    assert done[CHEAP] < 1.1 * done[DEAR], done
