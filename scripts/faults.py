@@ -346,8 +346,8 @@ FAULTS = (
     Fault(
         "what a later stage spoilt counts against stage 0",
         "node/trainer/lease_outcomes.py",
-        "if ours or rejection.reason in EXCUSED or place in others:",
-        "if ours or rejection.reason in EXCUSED:",
+        "if ours or rejection.reason in excused_for or place in others:",
+        "if ours or rejection.reason in excused_for:",
         ("test_what_another_stage_may_have_spoilt_is_no_loss_of_the_signer",),
     ),
     Fault(
@@ -1286,8 +1286,8 @@ FAULTS = (
     Fault(
         "metrics hold numbers that JSON does not have",
         "node/ops/metrics.py",
-        "return value if math.isfinite(value) else None",
-        "return value",
+        'self._file.write(to_json(line) + "\\n")',
+        'self._file.write(json.dumps(line) + "\\n")',
         ("test_metrics_are_json_whatever_the_numbers",),
     ),
 )
