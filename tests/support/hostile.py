@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -253,7 +253,7 @@ class Rogue:
         self._control: Connection | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Rogue":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
