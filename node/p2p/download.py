@@ -40,7 +40,7 @@ DEPTH, DEPTH_MAX = 2, 4
 TICK_S = 0.25
 """Between two looks for late chunks, without news."""
 
-LEAST_PATIENCE_S = 0.25
+LEAST_PATIENCE_S = 0.5
 WAITING_SHARE = 3
 """A fetch gives at most one in so many parts of its usual time, IN_LINE_S if that is not known, to sources that
 let it wait for nothing."""

@@ -162,12 +162,10 @@ class ParentSocket:
 
     def abandon(self) -> NoReturn:
         """Remove the socket's folder, which its parent left behind, and exit."""
-        with (
-            self._leaving
-        ):  # of two threads that notice, the second must not exit while the first removes
-            with contextlib.suppress(
-                ValueError
-            ):  # the variable named no folder of a parent of ours
+        with self._leaving:
+            # Of two threads that notice, the second must not exit while the first removes. A ValueError says
+            # that the variable named no folder of a parent of ours.
+            with contextlib.suppress(ValueError):
                 remove_scratch(self._directory)
             os._exit(EXIT_ORPHANED)
 
