@@ -93,13 +93,12 @@ def count_lease(
     submission: Submission,
     lease: Lease,
     verified: Verified,
-    stale: int = 0,
     *,
     uncalibrated_excused: bool = True,
 ) -> LeaseCounts:
-    """Count the rollouts of a lease; `stale` of the accepted ones came too late to be trained.
+    """Count the rollouts of a lease; `uncalibrated_excused`: its class had bounds when it was leased.
 
-    `uncalibrated_excused`: its class had bounds when it was leased.
+    Accepted ones that come too late to be trained are work: it may be the trainer that leased too much.
     """
     excused_for = EXCUSED if uncalibrated_excused else EXCUSED - {Reason.UNCALIBRATED}
     failed = {
@@ -125,7 +124,7 @@ def count_lease(
     return LeaseCounts(
         rollouts=len(lease.tasks) * lease.group_size - excused,
         accepted=verified.verdict.accepted,
-        lost=lost + stale,
+        lost=lost,
         taken_back=sum(number in sent for number, _ in failed),
         reward=sum(one.reward for group in verified.groups for one in group.rollouts),
     )
@@ -143,14 +142,11 @@ class WorkRecords:
         submission: Submission,
         lease: Lease,
         verified: Verified,
-        stale: int = 0,
         *,
         uncalibrated_excused: bool = True,
     ) -> LeaseOutcome:
         """Add a lease of `node` and return what it says of the node; see count_lease()."""
-        counts = count_lease(
-            submission, lease, verified, stale, uncalibrated_excused=uncalibrated_excused
-        )
+        counts = count_lease(submission, lease, verified, uncalibrated_excused=uncalibrated_excused)
         groups = len(lease.tasks)
         if counts.rollouts <= 0:
             return LeaseOutcome(groups, blameless=True)

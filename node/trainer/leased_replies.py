@@ -271,10 +271,9 @@ class ReplyQueue(VerificationQueue):
         super().__init__(scheduler, verifier, contract, test, progress)
         self._prompts = prompts
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
         """See VerificationQueue.take()."""
         self._prompts.judged(lease, accepted_replies(submission, lease, verified))
-        return 0
 
 
 def accepted_replies(

@@ -95,14 +95,12 @@ class VerificationQueue:
         """Arrival number of the last submission that was judged, and counted, before this start."""
         self._begun_up_to = 0
         """Arrival number of the last submission whose verification began."""
-        self._stale: dict[int, int] = {}
-        """Accepted rollouts that came too late to be used, by arrival number, until they are judged."""
         self.grown = asyncio.Condition()
         """Notified when work was used or judged, and from time to time."""
         self.epoch = ChainEpoch()
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
-        """Use the work of a verified submission of `node`; return how many accepted rollouts came too late."""
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
+        """Use the work of a verified submission of `node`."""
         raise NotImplementedError
 
     @property
@@ -169,7 +167,7 @@ class VerificationQueue:
             progress.accepted_of[environment] += verified.verdict.accepted
             progress.rejected_of[environment] += sum(reasons.values())
             progress.rejected.update({reason.value: count for reason, count in reasons.items()})
-            self._stale[arrived.arrival] = self.take(arrived.node, submission, lease, verified)
+            self.take(arrived.node, submission, lease, verified)
             progress.used[arrived.arrival] = arrived.node
         await self._tell()
         return verified
@@ -195,7 +193,6 @@ class VerificationQueue:
         if arrived.arrival > self._counted_up_to:
             self._remember(arrived.node, self._environment(one.lease), verified)
             measured = self._bounds.judged(arrived.node, verified)
-        stale = self._stale.pop(arrived.arrival, 0)
         if self.epoch.voids(one.submission, one.lease):  # the trainer lost the policy
             outcome = LeaseOutcome(len(one.lease.tasks), blameless=True)
         else:
@@ -204,7 +201,6 @@ class VerificationQueue:
                 one.submission,
                 one.lease,
                 verified,
-                stale,
                 uncalibrated_excused=self._bounds.excused(arrived.node, one.submission.numerics),
             )
         self._scheduler.book.judge(one.lease, arrived.node, outcome, time.time())
@@ -335,10 +331,10 @@ class SubmissionQueue(VerificationQueue):
         self.kept = kept
         self.curricula = curricula
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
         """See VerificationQueue.take(); buffers the accepted groups."""
         selective = self._registry.work.selective(node, lease.environment)
-        used, stale = set[int](), 0
+        used: set[int] = set()
         for group in verified.groups:
             if selective and len(group.rollouts) < lease.group_size:
                 self._refuse(group, Reason.WITHDRAWN.value)
@@ -347,14 +343,12 @@ class SubmissionQueue(VerificationQueue):
                 self.kept.lost([group], NOT_ADMITTED)
             elif refusal := self.buffer.add(group, self.progress.step):
                 self._refuse(group, refusal)
-                stale += len(group.rollouts) if refusal == "stale" else 0
                 continue
             used.add(group.task_index)
         self.kept.judged(node, submission, lease, verified)
         self._lease_again(submission, lease, verified, used)
         if verified.groups:
             self._measure_turnaround(lease, len(verified.groups))
-        return stale
 
     def _refuse(self, group: RolloutGroup, reason: str) -> None:
         """Count an accepted group that is not buffered after all as rejected."""

@@ -204,7 +204,7 @@ class Simulation:
             self.book.lease_again(0, task.index)
         self.stale += good - kept
         worker.accepted += good
-        outcome = LeaseOutcome(len(lease.tasks), 4 * good, float(len(lease.tasks) - kept))
+        outcome = LeaseOutcome(len(lease.tasks), 4 * good, float(len(lease.tasks) - good))
         self.book.judge(lease, worker.node, outcome, self.now)
         if kept:
             self.book.lead.returned(

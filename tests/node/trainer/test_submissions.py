@@ -102,9 +102,9 @@ class Opened(SubmissionQueue):
         super().__init__(*arguments)
         self.taken: list[int] = []
 
-    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> int:
+    def take(self, node: bytes, submission: Submission, lease: Lease, verified: Verified) -> None:
         self.taken.append(int.from_bytes(verified.verdict.submission, "big"))
-        return super().take(node, submission, lease, verified)
+        super().take(node, submission, lease, verified)
 
     def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
         lease = MIXED_LEASE if arrived.arrival in WORDS else LEASE
