@@ -8,13 +8,13 @@ from typing import Any
 
 from support.counting_environment import counting_task, question
 from support.hostile import Rogue, altered
-from support.lease_attacks import FAILURE, Contributor
+from support.lease_attacks import FAILURE, Contributor, failed
 from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes
 
 from primerl.protocol.leases import MAX_FREE_RETURNS
-from primerl.protocol.rollouts import GroupRecord, RolloutRecord
+from primerl.protocol.rollouts import GroupRecord
 
 SOON = 60.0
 
@@ -60,19 +60,12 @@ async def test_a_worker_that_answers_with_failures_rests_and_its_tasks_are_done_
         while "rests" not in burner.obstacle:
             for lease, sealed in await burner.take():
                 burnt |= {task.index for task in lease.tasks}
-                groups = tuple(
-                    nothing(task.index, task.digest, lease.group_size) for task in lease.tasks
-                )
+                groups = tuple(failed(lease, task) for task in lease.tasks)
                 await burner.submit(burner.bundle(sealed, groups), lease.lease_id)
             await asyncio.sleep(0.02)
         assert burnt
         prompts = {tuple(question(counting_task(index))) for index in burnt}
         await until(lambda: prompts <= fakes.prompts("honest"), SOON)
-
-
-def nothing(index: int, digest: bytes, size: int) -> GroupRecord:
-    """Make a group of nothing but failures."""
-    return GroupRecord(index, digest, (RolloutRecord((), 0.0, FAILURE),) * size)
 
 
 async def test_a_worker_that_hands_leases_back_is_named_and_rests(
@@ -96,7 +89,7 @@ async def test_the_ticket_whose_keys_answer_with_nothing_is_named_and_a_newcomer
             rogue = await stack.enter_async_context(Rogue(swarm, f"idle {number}"))
             await rogue.hello()
             lease, sealed = await rogue.lease()
-            groups = tuple(nothing(one.index, one.digest, lease.group_size) for one in lease.tasks)
+            groups = tuple(failed(lease, task) for task in lease.tasks)
             await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
             await rogue.verdict(lease.lease_id)
         await warned(swarm, "ticket revoke")
