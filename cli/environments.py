@@ -556,7 +556,7 @@ def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
     else:
         from rich.markup import escape
 
-        table = plain_table("CHECK", "RESULT", "FOUND")
+        table = plain_table("CHECK", "RESULT", "FOUND", fold="FOUND")
         for check in tried.checks:
             table.add_row(check.name, "FAILED" if check.problem else "ok", escape(check.found))
         write(table)

@@ -65,11 +65,12 @@ def write(renderable: Any) -> None:
     console().print(renderable)
 
 
-def plain_table(*names: str, right: Iterable[str] = ()) -> Table:
-    """Make a table without a frame; columns in `right` are aligned to the right."""
+def plain_table(*names: str, right: Iterable[str] = (), fold: str = "") -> Table:
+    """Make a table without a frame; columns in `right` are aligned to the right, `fold` takes several lines."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in names:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+        justify = "right" if name in right else "left"
+        table.add_column(name, justify=justify, no_wrap=name != fold)
     return table
 
 

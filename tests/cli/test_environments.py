@@ -1,5 +1,6 @@
 """`primerl-node env`: packages that install and pass, and environments that must not."""
 
+import io
 import json
 import re
 import sys
@@ -7,9 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.chat_model import make_chat_model
 from support.installed import install
 
+from primerl.cli.tables import plain_table
 from primerl.node.environments.allowed import find_package, is_remembered
 
 from .conftest import Cli, Ran
@@ -330,3 +333,13 @@ def test_options_that_are_none_are_refused_before_anything_starts(cli: Cli) -> N
     cli("env", "test", "no-such-env").refused(2, "is not installed here")
     cli("env", "test", "json").refused(2, "part of Python")
     cli("env", "test", "word-game", "--model", "nowhere").refused(8, "tokenizer.json")
+
+
+def test_a_long_finding_takes_several_lines_and_the_names_stay_whole() -> None:
+    table = plain_table("CHECK", "FOUND", fold="FOUND")
+    table.add_row("sandbox", "confines " * 40)
+    printed = io.StringIO()
+    Console(width=60, file=printed).print(table)
+    lines = printed.getvalue().splitlines()
+    assert lines[1].startswith("sandbox  confines")
+    assert "".join(lines).count("confines") == 40
