@@ -33,6 +33,7 @@ from ..node.ops.control import (
 )
 from ..node.ops.errors import UsageError
 from ..node.ops.strict_json import to_json
+from ..protocol.numerics import ENVELOPE
 
 T = TypeVar("T")
 
@@ -422,12 +423,15 @@ def environment(row: EnvironmentRow) -> str:
 def bounds(row: BoundsRow) -> str:
     """Describe the bounds of noise that judge a class of workers."""
     workers = f"; {row.workers} worker{'s' if row.workers != 1 else ''}" * bool(row.workers)
+    read = row.numerics == str(ENVELOPE)
+    what = "readings in float32" if read else "rollouts of references"
     if not row.number:
-        gathered = f", {row.gathered} rollouts of references are in" * bool(row.gathered)
+        gathered = f", {row.gathered} {what} are in" * bool(row.gathered)
         return f"{row.numerics}: provisional{gathered}{workers}"
     versions = f"of versions {row.first_version} to {row.last_version}"
     at_most = f"at most {row.rejected_at_most:.2%} of honest ones rejected"
-    return f"{row.numerics}: {row.rollouts} rollouts {versions}, {at_most}{workers}"
+    what = what.removesuffix(" of references")
+    return f"{row.numerics}: {row.rollouts} {what} {versions}, {at_most}{workers}"
 
 
 def bounds_in_one(rows: Sequence[BoundsRow]) -> str:

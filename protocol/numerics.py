@@ -36,7 +36,13 @@ class NumericsClass(
     def __str__(self) -> str:
         if self == NumericsClass():
             return "unknown class"
+        if self == ENVELOPE:
+            return "any other class"
         return f"{self.engine} {self.release} on {self.device}, tp {self.tp}, {self.dtype}"
+
+
+ENVELOPE = NumericsClass(engine="envelope")
+"""Stands for all workers of a class without bounds of its own: no worker is of it."""
 
 
 class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

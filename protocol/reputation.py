@@ -140,7 +140,10 @@ CANARIES = 16
 """Audited rollouts by which a worker is put into the class that it claims, once that class has bounds."""
 ODD_CANARIES = 5
 """At this number above the class's bounds to suspect, a worker is not of that class: 4e-7 of honest ones
-reach it, with one in a hundred rollouts suspect."""
+reach it, with one in a hundred rollouts suspect. It is refused, if there is no envelope to judge it by."""
+OUTSIDE_CANARIES = 2
+"""At this number a worker is judged by the envelope, if there is one: 1 in 90 honest ones reach it, which costs
+them nothing."""
 MAX_MISPLACED = 4
 """Classes that a worker may claim wrongly; then it is refused under any class."""
 
@@ -161,11 +164,13 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Classes that it turned out not to be of."""
     refused: str = ""
     """Why it is given no work under its present claim."""
+    outside: bool = False
+    """Whether the envelope judges it, as its first rollouts do not fit the class."""
 
     @property
     def placed(self) -> bool:
         """Whether it fits the class that it claims."""
-        return self.canaries >= CANARIES and not self.refused
+        return self.canaries >= CANARIES and not self.refused and not self.outside
 
     def claim(self, numerics: NumericsClass | None) -> "Placement":
         """Begin anew where the claim is another one than before."""
@@ -190,6 +195,11 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_odd(self) -> bool:
         """Whether too many of the first rollouts are above the class's bounds."""
         return self.odd >= ODD_CANARIES
+
+    def leave_class(self) -> "Placement":
+        """Leave it to the envelope, if too many of the first rollouts are above the class's bounds."""
+        outside = self.outside or self.odd >= OUTSIDE_CANARIES
+        return msgspec.structs.replace(self, outside=outside)
 
     def refuse(self, why: str) -> "Placement":
         """Refuse the class that is claimed now."""

@@ -31,6 +31,7 @@ from ..pipeline.place import StagePlace
 from ..storage.ledger import Ledger
 from ..training.backend import SampleTerms, TrainBackend, resolve_backend
 from ..verification.auditor import Auditor
+from ..verification.envelope import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,13 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
 
 
+def make_reader(config: EngineConfig, timeout_s: float) -> Reader | None:
+    """Make the reader of texts in float32, not started, on the device of `config`."""
+    from ..verification.hf_auditor import HfAuditor
+
+    return HfAuditor(config, timeout_s=timeout_s, dtype="float32")
+
+
 class MakeLedger(Protocol):
     """Opens a ledger."""
 
@@ -185,6 +193,8 @@ class Factories:
     pipeline_stage: Callable[[EngineConfig, StagePlace], Engine] = HostedStage
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
+    reader: Callable[[EngineConfig, float], Reader | None] = make_reader
+    """None: nothing reads texts in float32, and a run has no envelope."""
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger
 

@@ -64,8 +64,9 @@ from ..training.restarts import Restarts, until_done
 from ..verification.auditor import LocalAudits
 from ..verification.batched_auditor import BatchedAuditor
 from ..verification.duplicates import CopyDetector
+from ..verification.envelope import NoiseEnvelope, Reader
 from ..verification.self_calibration import SelfCalibration
-from ..verification.verifier import Verifier
+from ..verification.verifier import Readings, Verifier
 from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
@@ -160,6 +161,11 @@ class Verification:
         settings = config.verification
         self._documents = documents
         self._auditor = factories.auditor(auditing(config), settings.audit_timeout_s)
+        proofs = documents.manifest.proofs
+        self._reader: Reader | None = None
+        if proofs.bounds == "measured" and proofs.quantization == "none":
+            self._reader = factories.reader(auditing(config), settings.audit_timeout_s)
+        self._calibration: SelfCalibration | None = None
         self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,
@@ -178,15 +184,25 @@ class Verification:
         proofs = self._documents.manifest.proofs
         if proofs.bounds != "measured":
             return None
-        return SelfCalibration(proofs, self._references, rollouts_per_step=self._rollouts_per_step)
+        self._calibration = SelfCalibration(
+            proofs,
+            self._references,
+            rollouts_per_step=self._rollouts_per_step,
+            reads=self._reader is not None,
+        )
+        return self._calibration
 
     async def start(self, model_dir: Path) -> None:
         """Read the architecture. Raises EngineError."""
         await self._auditor.start(model_dir, self._documents.manifest)
+        if self._reader is not None:
+            await self._reader.start(model_dir, self._documents.manifest)
 
     async def close(self) -> None:
-        """End the auditor's process."""
+        """End the processes that audit and read."""
         await self._auditor.close()
+        if self._reader is not None:
+            await self._reader.close()
 
     def verifier(
         self, environments: Sequence[Environment], publisher: Publisher, progress: Progress
@@ -204,7 +220,10 @@ class Verification:
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states
-        return Verifier(run_id, run, environments, audits, states, CopyDetector())
+        readings = None
+        if self._reader is not None and self._calibration is not None:
+            readings = Readings(NoiseEnvelope(batched, self._reader), self._calibration)
+        return Verifier(run_id, run, environments, audits, states, CopyDetector(), readings)
 
 
 logger = logging.getLogger(__name__)

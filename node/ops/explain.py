@@ -13,7 +13,7 @@ from ...protocol.audits import draw, is_audited
 from ...protocol.envelope import Purpose, read_envelope, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ProofContract, RunManifest, run_id
-from ...protocol.numerics import ClassBounds
+from ...protocol.numerics import ENVELOPE, ClassBounds
 from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
 from ...protocol.validators import decode_records
@@ -585,15 +585,17 @@ def contract_of(manifest: RunManifest, verdict: Verdict) -> ProofContract:
 
 
 def _source(bounds: ClassBounds) -> str:
+    versions = f"policies {bounds.first_version} to {bounds.last_version}"
+    if bounds.numerics == ENVELOPE and not bounds.provisional:
+        return f"number {bounds.number}, of the trainer's own readings in float32, {versions}"
+    if bounds.numerics == ENVELOPE:
+        return "provisional, as the trainer had read too few texts in float32 by then"
     if bounds.provisional:
         return (
             "provisional, as its noise was not measured when this was judged, or the worker is a reference, by "
             "which it is measured: they reject only what no noise explains"
         )
-    return (
-        f"number {bounds.number}, of reference workers and policies {bounds.first_version} to "
-        f"{bounds.last_version}"
-    )
+    return f"number {bounds.number}, of reference workers and {versions}"
 
 
 def _stages(said: PipelineVerdict, proofs: ProofContract) -> StageEvidence:

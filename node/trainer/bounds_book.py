@@ -15,7 +15,7 @@ from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import encode
-from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
+from ...protocol.numerics import ENVELOPE, MAX_CLASSES, ClassBounds, NumericsClass
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
@@ -24,13 +24,9 @@ from ..ops.control import BoundsRow
 from ..p2p.services import NodeServices
 from ..storage.ledger import HonestRollout, readable
 from ..verification.auditor import plan_of
-from ..verification.self_calibration import (
-    ENOUGH,
-    UNKNOWN,
-    AuditConditions,
-    Reference,
-    SelfCalibration,
-)
+from ..verification.class_bounds import ENOUGH, Reference
+from ..verification.judge import first_above
+from ..verification.self_calibration import UNKNOWN, AuditConditions, SelfCalibration
 from ..verification.verifier import Verified
 
 logger = logging.getLogger(__name__)
@@ -45,6 +41,10 @@ class MeasuredRows:
     honest: Sequence[HonestRollout] = ()
     bounds: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     """Sealed bounds, by encoded class."""
+
+    def __add__(self, more: "MeasuredRows") -> "MeasuredRows":
+        """Return both."""
+        return MeasuredRows([*self.honest, *more.honest], self.bounds | more.bounds)
 
 
 class BoundsBook:
@@ -94,7 +94,7 @@ class BoundsBook:
         own = submission.numerics or UNKNOWN
         placement = self._reputation(node).placement.claim(own)
         makers = self._makers(node, submission)
-        return self._calibration.conditions(makers, own, placed=placement.placed)
+        return self._calibration.conditions(makers, own, placement)
 
     def waits_for(self, makers: Sequence[bytes], numerics: NumericsClass | None) -> str:
         """Say why work of these nodes would be thrown away, as their class has no bounds; "" if it has.
@@ -137,11 +137,14 @@ class BoundsBook:
             return [node, b""]  # the verifier refuses it; until then it has no reference
         return makers_of(node, plan)
 
-    def judged(self, node: bytes, verified: Verified) -> MeasuredRows:
-        """Record a submission's evidence about a class; return the ledger rows to store."""
+    def judged(
+        self, node: bytes, verified: Verified, numerics: NumericsClass | None = None
+    ) -> MeasuredRows:
+        """Record a submission's evidence about its class `numerics`; return the ledger rows to store."""
         bounds = verified.verdict.bounds
         if self._calibration is None or not isinstance(bounds, ClassBounds):
             return MeasuredRows()
+        read = self._read_rows(verified)
         reputation, audited = self._reputation(node), verified.audited
         makers = makers_of(node, verified.plan)
         if self._calibration.vouched(makers):
@@ -152,7 +155,7 @@ class BoundsBook:
                         short(maker),
                     )
                     self._drop(maker)
-                    return MeasuredRows()
+                    return read
             clean = [
                 (version, seen)
                 for version, seen, judgement in zip(
@@ -160,7 +163,10 @@ class BoundsBook:
                 )
                 if judgement.reason is None
             ]
-            return self._add(makers, bounds.numerics, clean)
+            return read + self._add(makers, bounds.numerics, clean)
+        if bounds.numerics == ENVELOPE:
+            self._place(node, numerics or UNKNOWN, audited.evidence)
+            return read
         placement = reputation.placement.claim(bounds.numerics)
         if not bounds.provisional:
             placement = placement.add(one.suspect for one in audited.judgements)
@@ -169,7 +175,41 @@ class BoundsBook:
                 logger.warning("%s is given no work: %s", short(node), why)
                 placement = placement.refuse(why)
         reputation.placement = placement
-        return MeasuredRows()
+        return read
+
+    def _place(self, node: bytes, numerics: NumericsClass, seen: Sequence[Evidence]) -> None:
+        """Compare the first rollouts of a worker with the class that it claims, if that is measured."""
+        assert self._calibration is not None
+        bounds, reputation = self._calibration.bounds_of(numerics), self._reputation(node)
+        before = reputation.placement.claim(numerics)
+        if bounds is None or before.placed or before.outside:
+            reputation.placement = before
+            return
+        now = before.add(first_above(one, bounds.suspect) != "" for one in seen).leave_class()
+        if now.outside:
+            why = self._calibration.misplaced(numerics, seen)
+            logger.info("%s is judged as a worker of any other class: %s", short(node), why)
+        reputation.placement = now
+
+    def _read_rows(self, verified: Verified) -> MeasuredRows:
+        """Return the rows of what was read in float32 for a submission, and the envelope that it made."""
+        name = encode(ENVELOPE)
+        trainer, made = self._services.trainer, verified.audited.envelope
+        if made is not None:
+            logger.info(
+                "bounds of %s, number %d: of %d readings in float32, reject at most %.2g of them",
+                made.numerics,
+                made.number,
+                made.rollouts,
+                made.rejected_at_most,
+            )
+        return MeasuredRows(
+            [
+                HonestRollout(name, trainer, one.version, encode(one.evidence))
+                for one in verified.audited.readings
+            ],
+            self._seal_all([made] if made else ()),
+        )
 
     def _add(
         self,

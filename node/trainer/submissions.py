@@ -192,7 +192,7 @@ class VerificationQueue:
         measured = MeasuredRows()
         if arrived.arrival > self._counted_up_to:
             self._remember(arrived.node, self._environment(one.lease), verified)
-            measured = self._bounds.judged(arrived.node, verified)
+            measured = self._bounds.judged(arrived.node, verified, one.submission.numerics)
         if self.epoch.voids(one.submission, one.lease):  # the trainer lost the policy
             outcome = LeaseOutcome(len(one.lease.tasks), blameless=True)
         else:

@@ -8,8 +8,9 @@ tries the other items without the one that caused it.
 import asyncio
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import State
-from .auditor import AuditItem, AuditTerms, Measured, Unreadable
+from .auditor import AuditItem, AuditTerms, Measured, Reading, Unreadable
 
 MAX_FRAME = 128 * 2**20
 """Largest message, bytes: far above a portion of items and the longest branch."""
@@ -49,6 +50,13 @@ class MeasureItems(msgspec.Struct, frozen=True, tag="measure"):
     states: dict[int, int]
 
 
+class ReadItems(msgspec.Struct, frozen=True, tag="read"):
+    """Request to read `items` as a worker of the terms' dtype; `states` as in MeasureItems."""
+
+    items: list[AuditItem]
+    states: dict[int, int]
+
+
 class AuditReady(msgspec.Struct, frozen=True, tag="ready"):
     """Answer to a setup or a HoldState that succeeded."""
 
@@ -59,6 +67,12 @@ class MeasuredItems(msgspec.Struct, frozen=True, tag="measured"):
     answers: list[Measured | Unreadable]
 
 
+class ReadingsOfItems(msgspec.Struct, frozen=True, tag="readings"):
+    """One answer for each item, in order."""
+
+    answers: list[Reading | Unreadable]
+
+
 class AuditError(msgspec.Struct, frozen=True, tag="error"):
     """Failure of a request; `always`: it would fail with other items, too."""
 
@@ -66,8 +80,8 @@ class AuditError(msgspec.Struct, frozen=True, tag="error"):
     always: bool
 
 
-AuditProcessRequest = AuditSetUp | HoldState | MeasureItems
-AuditProcessReply = AuditReady | MeasuredItems | AuditError
+AuditProcessRequest = AuditSetUp | HoldState | MeasureItems | ReadItems
+AuditProcessReply = AuditReady | MeasuredItems | ReadingsOfItems | AuditError
 REQUESTS: msgspec.msgpack.Decoder[ProcessMessage[AuditProcessRequest]] = msgspec.msgpack.Decoder(
     ProcessMessage[AuditProcessRequest]
 )
@@ -77,12 +91,18 @@ REPLIES: msgspec.msgpack.Decoder[ProcessMessage[AuditProcessReply]] = msgspec.ms
 
 
 class Measurer(Protocol):
-    """Measurement of items under states: replay.Replay, or a fake in tests."""
+    """Measurement and reading of items under states: reader.TextReader, or a fake in tests."""
 
     def measure(
         self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """See Auditor.audit()."""
+        ...
+
+    def read(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Reading | Unreadable]:
+        """See HfAuditor.read()."""
         ...
 
     def free_spare_memory(self) -> None:
@@ -137,27 +157,31 @@ class AuditServer:
                     self._states.pop(number, None)
                 self._states[request.number] = read_checkpoint(Path(request.path))
             case MeasureItems():
-                return self._measure(request)
+                with self._measuring(request.states) as (measurer, states):
+                    return MeasuredItems(measurer.measure(request.items, states))
+            case ReadItems():
+                with self._measuring(request.states) as (measurer, states):
+                    return ReadingsOfItems(measurer.read(request.items, states))
         return AuditReady()
 
-    def _measure(self, request: MeasureItems) -> MeasuredItems:
+    @contextmanager
+    def _measuring(self, numbers: Mapping[int, int]) -> Iterator[tuple[Measurer, dict[int, State]]]:
+        """Return the measurer and the states of these numbers; free spare memory afterwards."""
         if self._measurer is None:
             raise EngineError("nothing was set up: send the setup first")
-        if lost := set(request.states.values()) - self._states.keys():
+        if lost := set(numbers.values()) - self._states.keys():
             raise EngineError(f"state {min(lost)} was never held: hand it over first")
-        states = {version: self._states[number] for version, number in request.states.items()}
-        answers = self._measurer.measure(request.items, states)
+        yield self._measurer, {version: self._states[one] for version, one in numbers.items()}
         self._measurer.free_spare_memory()
-        return MeasuredItems(answers)
 
 
 def build_replay(setup: AuditSetUp) -> Measurer:
-    """Load torch and prepare a Replay."""
-    from .replay import Replay
+    """Load torch and prepare a TextReader."""
+    from .reader import TextReader
 
-    replay = Replay(setup.terms)
-    replay.prepare(threads=setup.threads)
-    return replay
+    reader = TextReader(setup.terms)
+    reader.prepare(threads=setup.threads)
+    return reader
 
 
 def main(build: Callable[[AuditSetUp], Measurer] = build_replay) -> None:

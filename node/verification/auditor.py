@@ -96,6 +96,8 @@ class AuditItem:
     """Like the temperature."""
     others: Sequence[int] = ()
     """Versions that the worker may have used for the whole branch instead: it is compared with them."""
+    drawn: Sequence[int] = ()
+    """Tokens that another reader of this text drew at the sampled positions [S]; empty: those of the text."""
 
     @cached_property
     def claimed(self) -> frozenset[int]:
@@ -122,6 +124,16 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     routing_max: float = 0.0
     boundaries: tuple[float, ...] = ()
     """Distance at each boundary of the item, like `fingerprint`."""
+
+
+class Reading(msgspec.Struct, frozen=True, tag="reading"):
+    """What another reader of a branch claims at its S sampled positions, given the tokens before each."""
+
+    drawn: list[int]
+    """Tokens that it draws with the seeds of the branch."""
+    logprobs: list[float]
+    """Their logprobs, as an item states them."""
+    proof: bytes
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):

@@ -4,12 +4,15 @@ A fault in the process costs at most the item that caused it: the others are sti
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from ...protocol.manifests import RunManifest
 from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
@@ -30,10 +33,13 @@ from .audit_process import (
     HoldState,
     MeasuredItems,
     MeasureItems,
+    ReadingsOfItems,
+    ReadItems,
 )
 from .auditor import (
     AuditItem,
     Measured,
+    Reading,
     SameState,
     Unreadable,
     audit_terms,
@@ -129,11 +135,13 @@ class HfAuditor:
         timeout_s: float,
         threads: int = 0,
         program: Sequence[str] = PROGRAM,
+        dtype: Literal["", "float32"] = "",
     ) -> None:
         """Take the config; `timeout_s` is for a portion of an audit.
 
-        `threads` of torch, 0 leaves its choice.
+        `threads` of torch, 0 leaves its choice. `dtype` to compute in; empty: the run's.
         """
+        self._dtype = dtype
         self._config = config
         self._timeout_s = timeout_s
         self._threads = threads
@@ -159,11 +167,15 @@ class HfAuditor:
         if run.proofs.numerics == "exact":
             # decoding and prefill of this engine differ in their last bits
             raise EngineError(EXACT_NEEDS_VLLM)
-        if run.proofs.kv_cache == "kept":
+        if run.proofs.kv_cache == "kept" and not self._dtype:  # a reading is of one version
             raise EngineError(KEPT_NEEDS_VLLM)
-        await check_model_routes(model_dir, run)
+        if not self._dtype:
+            await check_model_routes(model_dir, run)
         await asyncio.to_thread(vocab_size, model_dir)
-        self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
+        terms = audit_terms(model_dir, run, self._config.device)
+        if self._dtype:
+            terms = dataclasses.replace(terms, dtype=self._dtype)
+        self._setup = AuditSetUp(terms, self._threads)
         # Versions that may be claimed and the one before, up to the number that the trainer holds whole:
         # older ones are handed over again when an audit needs them.
         self._most_states = min(run.limits.max_off_policy_steps + 2, WHOLE + 1)
@@ -180,6 +192,28 @@ class HfAuditor:
                 items, prefill_costs(items), lambda part: self._attempt(part, states)
             )
 
+    async def read(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Reading | Unreadable]:
+        """Read items as a worker of this dtype would claim them; see reader.py.
+
+        Raises EngineError, also if the process fails at it twice; `timeout_s` is for all items.
+        """
+        check_versions(items, states)
+        async with self._busy:
+            for _ in range(2):
+                with suppress(AuditFailed):
+                    reply = await self._ask(items, states, ReadItems)
+                    if isinstance(reply, ReadingsOfItems) and len(reply.answers) == len(items):
+                        return reply.answers
+                await self._drop()
+        raise EngineError(f"the process that audits does not read {len(items)} items")
+
+    async def rest(self) -> None:
+        """End the process, and free its memory, until it is needed again."""
+        async with self._busy:
+            await self._drop()
+
     async def close(self) -> None:
         """See Auditor. A running audit ends with an EngineError."""
         self._closed = True
@@ -194,14 +228,24 @@ class HfAuditor:
         self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
         """Measure items in the process; kill it if it fails or the caller is cancelled."""
+        reply = await self._ask(items, states, MeasureItems)
+        if not isinstance(reply, MeasuredItems) or len(reply.answers) != len(items):
+            await self._drop()
+            raise AuditFailed(f"the process that audits does not answer {len(items)} items")
+        return reply.answers
+
+    async def _ask(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        request: type[MeasureItems | ReadItems],
+    ) -> AuditProcessReply:
+        """Ask the process about items; kill it if it fails or the caller is cancelled."""
         needed = sorted({version for item in items for version in item.wanted})
         child, held = await self._process()
         try:
             numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
-            reply = await child.ask(MeasureItems(list(items), numbers), self._timeout_s)
-            if not isinstance(reply, MeasuredItems) or len(reply.answers) != len(items):
-                raise AuditFailed(f"the process that audits does not answer {len(items)} items")
-            return reply.answers
+            return await child.ask(request(list(items), numbers), self._timeout_s)
         except EngineError:
             raise  # the process works, and reports that this can never be done
         except BaseException:  # also when cancelled: the process would go on

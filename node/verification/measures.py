@@ -88,6 +88,9 @@ def _fault(item: AuditItem, vocabulary: int) -> str:
         )
     if sorted(item.versions) != list(item.versions):
         return "its policy versions go back"
+    drawn = item.drawn
+    if drawn and not (len(drawn) == sampled and 0 <= min(drawn) <= max(drawn) < vocabulary):
+        return f"{len(drawn)} tokens drawn at {sampled} positions, or outside 0..{vocabulary - 1}"
     return ""
 
 

@@ -395,7 +395,8 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
         counts = [reply.end - reply.start for reply in item.replies]
         places = np.concatenate([np.arange(reply.start, reply.end) for reply in item.replies])
         seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
-        columns.append((places, ids[places], seeds, np.array(item.versions, np.int64)))
+        drawn = np.array(item.drawn, np.int64) if item.drawn else ids[places]
+        columns.append((places, drawn, seeds, np.array(item.versions, np.int64)))
         at = slice(start, start := start + len(places))
         branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
     none = (np.empty(0, np.int64),) * 4  # there may be no item

@@ -1,10 +1,13 @@
 """Bounds of noise that a run measures for each class of workers, while it runs.
 
 Invariants:
-- bounds are derived only from rollouts of workers that the operator named (references) and that are not banned,
-  measured by the trainer itself: a stranger, or a validator, never moves them;
-- before a class has its own bounds no bound of noise judges it: only deviations beyond any noise are rejected,
-  and in a run with references its strangers wait, as nothing would be learned from their work;
+- bounds of a class are derived only from rollouts of workers that the operator named (references) and that are
+  not banned, measured by the trainer itself: a stranger, or a validator, never moves them;
+- a worker of no measured class, or whose first rollouts do not fit the class that it claims, is judged by the
+  envelope (envelope.py), which the trainer measures alone;
+- where the envelope cannot be measured, no bound of noise judges a class before it has its own: only
+  deviations beyond any noise are rejected, and in a run with references its strangers wait, as nothing would
+  be learned from their work;
 - verdicts are final: new bounds apply to submissions that are verified after they were made.
 
 No I/O, no clock.
@@ -12,24 +15,27 @@ No I/O, no clock.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from logging import getLogger
 
-import msgspec
-from msgspec.structs import replace
+from msgspec import structs
 
-from ...protocol.manifests import ProofContract, Thresholds, Version
-from ...protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
+from ...protocol.manifests import ProofContract, Thresholds
+from ...protocol.numerics import ENVELOPE, MAX_CLASSES, ClassBounds, NumericsClass
+from ...protocol.reputation import Placement
 from ...protocol.rollouts import Evidence
 from ..ops.control import BoundsRow
+from . import envelope
 from .auditor import MEASURES
-from .bounds import PROVISIONAL, bands, false_positives
+from .class_bounds import ENOUGH, Reference, make_bounds, provisional
+from .envelope import envelope_bounds
 from .judge import first_above
 
+logger = getLogger(__name__)
+
+MOST_FAILED_READINGS = 3
 KEPT = 2048
 """Newest rollouts of a class, from which its bounds are derived."""
-ENOUGH = 64
-"""Rollouts for the first bounds of a class: bands() then extrapolates both tails, and the share of honest
-rollouts that they reject is below 5 %, shown with 95 % confidence."""
 RENEW = 64
 """New rollouts after which a class's bounds are renewed: the noise changes with the policy."""
 REFERENCE_SHARE = 0.25
@@ -37,21 +43,9 @@ REFERENCE_SHARE = 0.25
 serve to renew the bounds."""
 RENEW_STEPS = 8
 """Steps within which bounds are renewed; that may take a higher rate."""
-WIDER = 1.5
-"""Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts, as the first rollouts of one
-machine do not show the tail. Bounds to suspect are not widened: they cover the range between."""
 ADVICE = "name a worker of yours in verification.references, or run `primerl-node calibrate`"
 
 UNKNOWN = NumericsClass()
-
-
-class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """One measured rollout of a reference worker."""
-
-    node: bytes
-    version: Version
-    """Newest policy version that sampled any of it."""
-    evidence: Evidence
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,8 @@ class AuditConditions:
     """Audited share of a proven worker's rollouts; None: the contract's."""
     unlearned: str = ""
     """Reason why none of it is trained on; empty if its clean rollouts are."""
+    reads: bool = False
+    """Whether some of it is read in float32, before it is judged: see SelfCalibration.read()."""
 
 
 @dataclass
@@ -95,9 +91,17 @@ class SelfCalibration:
         references: Iterable[bytes] = (),
         *,
         rollouts_per_step: int = 1,
+        reads: bool = False,
     ) -> None:
-        """Take the run's contract, and the node ids of the workers that the operator trusts."""
+        """Take the run's contract, and the node ids of the workers that the operator trusts.
+
+        `reads`: the trainer can read texts in float32, so that there is an envelope.
+        """
         self._contract = contract
+        self.reads = reads
+        self._unread = 0.0
+        """Share of a reading that is due for the rollouts that were audited since the last."""
+        self._failed_readings = 0
         renewing = RENEW / (RENEW_STEPS * rollouts_per_step)
         self._reference_rate = min(
             contract.audit_rate, max(REFERENCE_SHARE * contract.audit_rate, renewing)
@@ -115,13 +119,23 @@ class SelfCalibration:
     # -- bounds for a worker -----------------------------------------------------------------------
 
     def conditions(
-        self, makers: Sequence[bytes], own: NumericsClass, *, placed: bool
+        self, makers: Sequence[bytes], own: NumericsClass, placement: Placement
     ) -> AuditConditions:
         """Choose the bounds for a submission of these nodes, which claims class `own`.
 
-        `placed`: the first rollouts of its worker were found to be of that class.
+        `placement` compares the first rollouts of its worker with that class.
         """
+        placed = placement.placed
         measured, vouched = self.bounds_of(own), self.vouched(makers)
+        if self.reads and not vouched and (measured is None or not placed):
+            bounds = self.bounds_of(ENVELOPE) or provisional(ENVELOPE)
+            undecided = measured is not None and not placement.outside
+            return AuditConditions(
+                bounds.applied(self._contract),
+                bounds,
+                all_audited=bounds.provisional or undecided,
+                reads=True,
+            )
         if measured is not None and not vouched:
             applied = measured.applied(self._contract)
             return AuditConditions(applied, measured, all_audited=not placed, placing=not placed)
@@ -136,11 +150,65 @@ class SelfCalibration:
             by_trainer=vouched,
             audit_rate=self._reference_rate if vouched else None,
             unlearned=unlearned,
+            reads=self.reads and vouched,
         )
 
     def unmeasured(self, makers: Sequence[bytes], own: NumericsClass) -> bool:
         """Return whether nothing would be learned from work of these nodes, which claim class `own`."""
-        return self._named and self.bounds_of(own) is None and not self.vouched(makers)
+        if self.reads or not self._named:
+            return False
+        return self.bounds_of(own) is None and not self.vouched(makers)
+
+    # -- the envelope ------------------------------------------------------------------------------
+
+    def readings_due(self, audited: int) -> int:
+        """Return how many of the next `audited` rollouts to read: all of the first, then a small share."""
+        if not self.reads:
+            return 0
+        missing = ENOUGH - self.gathered(ENVELOPE)
+        if missing > 0:
+            return min(audited, missing)
+        self._unread += audited * envelope.READ
+        due = min(audited, int(self._unread)) if self._unread >= envelope.RENEW else 0
+        self._unread -= due
+        return due
+
+    def read(
+        self, readings: Sequence[Reference], conditions: AuditConditions
+    ) -> tuple[AuditConditions, ClassBounds | None]:
+        """Add readings of a submission; return what judges it now, and the envelope if it was made anew."""
+        self._failed_readings = 0
+        state = self._classes.setdefault(ENVELOPE, ClassState())
+        state.references.extend(readings)
+        state.fresh += len(readings)
+        gathered = len(state.references)
+        due = envelope.RENEW if gathered > ENOUGH else 1
+        if state.fresh < due or gathered < envelope.FIRST:
+            return conditions, None
+        made = self._renew(ENVELOPE, state)
+        if conditions.bounds is None or conditions.bounds.numerics != ENVELOPE:
+            return conditions, made
+        return replace(conditions, contract=made.applied(self._contract), bounds=made), made
+
+    def not_read(self, why: str, conditions: AuditConditions) -> AuditConditions:
+        """Record that texts could not be read; return what judges the submission.
+
+        After several failures in a row the run goes on without an envelope.
+        """
+        self._failed_readings += 1
+        if self._failed_readings >= MOST_FAILED_READINGS:
+            logger.error(
+                "no text can be read in float32 (%s): strangers are judged by their classes' bounds alone",
+                why,
+            )
+            self.reads = False
+        known = conditions.bounds is None or not conditions.bounds.provisional
+        if known or not self._named or conditions.by_trainer:
+            return conditions
+        return replace(
+            conditions,
+            unlearned=f"honest noise could not be measured: the trainer could not read texts: {why}",
+        )
 
     def bounds_of(self, numerics: NumericsClass) -> ClassBounds | None:
         """Return the measured bounds of a class; None if it has none."""
@@ -153,7 +221,9 @@ class SelfCalibration:
         alike = [
             other
             for other, state in self._classes.items()
-            if other != numerics and state.bounds and _within(seen, state.bounds.suspect)
+            if other not in (numerics, ENVELOPE)
+            and state.bounds
+            and _within(seen, state.bounds.suspect)
         ]
         if alike:
             return f"{said}: they look like {alike[0]}"
@@ -177,7 +247,7 @@ class SelfCalibration:
         Ignored if one of these nodes is not a reference. Returns the added references, and new bounds of the
         class if they are due.
         """
-        if not self.vouched(makers) or numerics == UNKNOWN:
+        if not self.vouched(makers) or numerics in (UNKNOWN, ENVELOPE):
             return [], None
         if numerics not in self._classes and len(self._classes) >= MAX_CLASSES:
             return [], None
@@ -212,7 +282,8 @@ class SelfCalibration:
         """Restore the state before a restart: references of each class, oldest first, and bounds."""
         for numerics, references in rows.items():
             state = self._classes.setdefault(numerics, ClassState())
-            state.references.extend(one for one in references if one.node in self.references)
+            own = numerics == ENVELOPE
+            state.references.extend(one for one in references if own or one.node in self.references)
             state.fresh = len(state.references)
         for bounds in made:
             state = self._classes.setdefault(bounds.numerics, ClassState())
@@ -229,34 +300,44 @@ class SelfCalibration:
             state.references = deque(kept, maxlen=KEPT)
             if state.bounds is None:
                 state.fresh = len(kept)
-            elif len(kept) >= ENOUGH:
+            elif len(kept) >= (envelope.FIRST if numerics == ENVELOPE else ENOUGH):
                 changed.append(self._renew(numerics, state))
             else:
                 state.number, state.bounds, state.fresh = state.number + 1, None, len(kept)
-                changed.append(replace(provisional(numerics), number=state.number, term=self._term))
+                changed.append(
+                    structs.replace(provisional(numerics), number=state.number, term=self._term)
+                )
         return changed
 
     def _renew(self, numerics: NumericsClass, state: ClassState) -> ClassBounds:
         state.number, state.fresh = state.number + 1, 0
-        state.bounds = make_bounds(
-            numerics, list(state.references), self._contract, number=state.number, term=self._term
-        )
+        known, contract = list(state.references), self._contract
+        if numerics == ENVELOPE:
+            state.bounds = envelope_bounds(known, contract, number=state.number, term=self._term)
+        else:
+            state.bounds = make_bounds(
+                numerics, known, contract, number=state.number, term=self._term
+            )
         return state.bounds
 
     # -- reports to operators ----------------------------------------------------------------------
 
     def rows(self, claims: Mapping[NumericsClass, int]) -> list[BoundsRow]:
         """List the classes of a run; `claims` counts its workers by the class that they claim."""
-        known = [*self._classes, *(one for one in claims if one not in self._classes)]
+        workers = Counter(claims)
+        if self.reads:  # all others count as one
+            others = [one for one in claims if not self.gathered(one)]
+            workers[ENVELOPE] = sum(workers.pop(one) for one in others)
+        known = [*self._classes, *(one for one in workers if one not in self._classes)]
         return [
-            bounds_row(
-                self.bounds_of(one) or provisional(one), self.gathered(one), claims.get(one, 0)
-            )
+            bounds_row(self.bounds_of(one) or provisional(one), self.gathered(one), workers[one])
             for one in known[: 2 * MAX_CLASSES]
         ]
 
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
         """Describe missing references; `strangers` counts the other workers by claimed class."""
+        if self.reads:
+            return []
         if not self._named:
             return [
                 "bounds of noise are provisional: every rollout is audited, and only what no noise explains "
@@ -306,48 +387,6 @@ def bounds_row(bounds: ClassBounds, gathered: int = 0, workers: int = 0) -> Boun
         gathered,
         workers,
     )
-
-
-def provisional(numerics: NumericsClass) -> ClassBounds:
-    """Make the bounds of a class without measurements."""
-    return ClassBounds(numerics, 0, PROVISIONAL, PROVISIONAL, 0.0, 0, 0)
-
-
-def make_bounds(
-    numerics: NumericsClass,
-    references: Sequence[Reference],
-    contract: ProofContract,
-    *,
-    number: int,
-    term: int,
-) -> ClassBounds:
-    """Derive a class's bounds from at least ENOUGH rollouts; no wider than provisional ones."""
-    honest = [one.evidence for one in references]
-    found = bands(honest)
-    errors = false_positives(honest, contract)
-    factor = WIDER + ENOUGH / len(honest)
-    reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
-    # common rounding of auditor and worker scatters it without limit: the sequential test weighs it instead
-    reject["other_policy"] = PROVISIONAL.other_policy
-    versions = [one.version for one in references]
-    return ClassBounds(
-        numerics=numerics,
-        number=number,
-        reject=_narrower(Thresholds(**reject)),
-        suspect=_narrower(found.suspect),
-        other_scale=found.other_scale,
-        rollouts=len(honest),
-        tokens=sum(one.tokens for one in honest),
-        term=term,
-        first_version=min(versions),
-        last_version=max(versions),
-        rejected_at_most=errors.rejected_at_most,
-        suspected_at_most=errors.suspected_at_most,
-    )
-
-
-def _narrower(found: Thresholds) -> Thresholds:
-    return Thresholds(*(min(getattr(found, name), getattr(PROVISIONAL, name)) for name in MEASURES))
 
 
 def _furthest(seen: Sequence[Evidence], bounds: Thresholds) -> str:

@@ -20,7 +20,7 @@ from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, check_assignment, environment_of
 from ...protocol.manifests import RunManifest
-from ...protocol.numerics import ClassBounds
+from ...protocol.numerics import ENVELOPE, ClassBounds
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
     MAX_BLAMED,
@@ -60,9 +60,11 @@ from .auditor import (
     plan_of,
 )
 from .checks import CheckedRollout, Rejected, check_submission, sampled_runs
+from .class_bounds import ENOUGH, Reference
 from .duplicates import CopyDetector
+from .envelope import NoiseEnvelope
 from .judge import Judgement, StageAttribution, blame, judge, name_stages
-from .self_calibration import AuditConditions
+from .self_calibration import AuditConditions, SelfCalibration
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,10 @@ class AuditResults:
     validator: bytes = b""
     versions: list[int] = field(default_factory=list[int])
     """One per evidence: the newest policy version that sampled any of it."""
+    readings: list[Reference] = field(default_factory=list[Reference])
+    """The auditor's noise in those rollouts that were read in float32."""
+    envelope: ClassBounds | None = None
+    """The envelope, if these readings made it anew."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,14 @@ class _Work:
         return [one for one in passed if one.place not in rejected]
 
 
+@dataclass(frozen=True)
+class Readings:
+    """What measures the envelope, and what keeps it."""
+
+    envelope: NoiseEnvelope
+    calibration: SelfCalibration
+
+
 class Verifier:
     """Verification of submissions against lease, environment and policy."""
 
@@ -167,11 +181,14 @@ class Verifier:
         audits: AuditService,
         states: Mapping[int, State],
         copies: CopyDetector,
+        readings: Readings | None = None,
     ) -> None:
         """Take the parts; `environments` are those of the run, in its order.
 
-        `states` holds the policies that may still be claimed, by version; it is read, not copied.
+        `states` holds the policies that may still be claimed, by version; it is read, not copied. `readings`
+        measure the envelope, in a run that has one.
         """
+        self._readings = readings
         self._run_id = run_id
         self._run = run
         self._environments = environments
@@ -260,9 +277,9 @@ class Verifier:
             _reject_as_before(passed, before, work)
         else:
             await self._audit(passed, states, work, rate)
-            if conditions.unlearned:
+            if unlearned := work.conditions.unlearned:
                 for one in work.without_rejected(passed):
-                    work.reject(one.rollout, Reason.UNCALIBRATED, conditions.unlearned)
+                    work.reject(one.rollout, Reason.UNCALIBRATED, unlearned)
         passed = work.without_rejected(passed)
         verdict = make_verdict(
             arrival,
@@ -272,7 +289,7 @@ class Verifier:
             work.audited,
             rate,
             plan,
-            conditions.bounds,
+            work.conditions.bounds,
         )
         groups = self._groups(lease, arrival.node, passed)
         return Verified(
@@ -483,8 +500,9 @@ class Verifier:
     ) -> None:
         if not passed:
             return
+        call = self._call(passed, states, work)
         try:
-            answer = await self._audits.audit(self._call(passed, states, work))
+            answer = await self._audits.audit(call)
         except EngineError as error:
             # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)
@@ -492,8 +510,35 @@ class Verifier:
                 work.reject(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
             return
         work.audited.validator = answer.validator
+        if self._readings is not None and work.conditions.reads:
+            await self._read(self._readings, call, work)
         for one, measured in zip(passed, answer.measured, strict=True):
             self._judge(one.rollout, measured, work)
+
+    async def _read(self, readings: Readings, call: AuditCall, work: _Work) -> None:
+        """Read a share of the audited rollouts in float32, before any is judged."""
+        calibration = readings.calibration
+        chosen = call.chosen[: calibration.readings_due(len(call.chosen))]
+        if not chosen:
+            return
+        items = [item for target in chosen for item in target.items]
+        try:
+            answers = iter(await readings.envelope.measure(items, call.states))
+        except EngineError as error:
+            work.conditions = calibration.not_read(str(error), work.conditions)
+            return
+        found: list[Reference] = []
+        for target in chosen:
+            measured = [next(answers) for _ in target.items]
+            numbers = [one for one in measured if isinstance(one, Measured)]
+            if len(numbers) == len(measured):
+                seen, version = evidence(target.rollout, numbers), max(_claims(target.rollout))
+                found.append(Reference(self._run.trainer, version, seen))
+        work.conditions, made = calibration.read(found, work.conditions)
+        work.audited.readings += found
+        work.audited.envelope = made or work.audited.envelope
+        if calibration.gathered(ENVELOPE) >= ENOUGH:
+            await readings.envelope.rest()
 
     def _call(
         self, passed: Sequence[RescoredRollout], held: Mapping[int, State], work: _Work

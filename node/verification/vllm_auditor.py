@@ -325,7 +325,8 @@ class _Text:
         """Claims of the sampled tokens [S]."""
         item, places = self.item, self.places
         seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), self.counts)
-        tokens = np.array(item.token_ids, np.int64)[places]
+        text = np.array(item.token_ids, np.int64)[places]
+        tokens = np.array(item.drawn, np.int64) if item.drawn else text
         routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
         claims = make_claims(places, seeds, tokens, routes.reshape(len(places), self.route_bytes))
         claims["routed"] = bool(item.routes)

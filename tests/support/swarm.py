@@ -41,6 +41,7 @@ from primerl.node.p2p.discovery import Discovery
 from primerl.node.p2p.transport import Transport
 from primerl.node.storage.ledger import Ledger
 from primerl.node.verification.auditor import Auditor
+from primerl.node.verification.envelope import Reader
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor
 from primerl.protocol import tickets
@@ -184,6 +185,8 @@ class Swarm:
         self.ticket = ""
         self.workers: dict[str, Running] = {}
         self.backends: list[WitnessBackend] = []
+        self.reader: Reader | None = None
+        """Reads texts in float32, if there is an envelope."""
         """One for every start of the trainer."""
         self.settings = merged(CONFIG, overrides) | {"output_dir": directory}
         if "environments" in overrides:
@@ -429,6 +432,7 @@ class Swarm:
             engine=engine,
             evaluation_engine=evaluation_engine,
             auditor=auditor,
+            reader=lambda config, timeout_s: self.reader,
             backend=backend,
             ledger=ledger or self._trainer_ledger,
         )

@@ -12,21 +12,23 @@ from support.protocol_cases import PROOFS
 from primerl.node.config.run import RunConfig
 from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import PROVISIONAL, proof_contract
+from primerl.node.verification.class_bounds import ENOUGH, Reference, provisional
+from primerl.node.verification.envelope import FIRST
 from primerl.node.verification.judge import judge
 from primerl.node.verification.self_calibration import (
     ADVICE,
-    ENOUGH,
     KEPT,
+    MOST_FAILED_READINGS,
     RENEW,
     UNKNOWN,
-    Reference,
     SelfCalibration,
     bounds_row,
-    provisional,
 )
 from primerl.protocol.errors import Reason
-from primerl.protocol.numerics import MAX_CLASSES, NumericsClass
+from primerl.protocol.numerics import ENVELOPE, MAX_CLASSES, NumericsClass
 from primerl.protocol.reputation import (
+    CANARIES,
+    OUTSIDE_CANARIES,
     Audited,
     BanTest,
     Placement,
@@ -37,6 +39,7 @@ from primerl.protocol.reputation import (
 from primerl.protocol.rollouts import Evidence
 
 OWN, SECOND, STRANGER = b"o" * 32, b"s" * 32, b"x" * 32
+NEW, IN_CLASS = Placement(H100), Placement(H100, canaries=CANARIES)
 CONTRACT = replace(PROOFS, bounds="measured", reject=PROVISIONAL, suspect=PROVISIONAL)
 
 
@@ -93,7 +96,7 @@ def test_what_no_noise_explains_is_rejected_from_the_first_rollout_on(
 
 def test_without_references_work_is_learned_from_after_it_was_audited_whole() -> None:
     calibration = SelfCalibration(CONTRACT)
-    found = calibration.conditions([STRANGER], H100, placed=False)
+    found = calibration.conditions([STRANGER], H100, NEW)
     assert found.bounds is not None
     assert found.bounds.provisional
     assert (found.all_audited, found.unlearned, found.by_trainer) == (True, "", False)
@@ -105,11 +108,11 @@ def test_without_references_work_is_learned_from_after_it_was_audited_whole() ->
 
 def test_with_references_nothing_is_learned_from_a_stranger_of_an_unmeasured_class() -> None:
     calibration = calibrated(OWN)
-    found = calibration.conditions([STRANGER], RTX, placed=True)
+    found = calibration.conditions([STRANGER], RTX, IN_CLASS)
     assert found.all_audited
     assert "RTX 4090" in found.unlearned
-    assert not calibration.conditions([STRANGER], H100, placed=True).unlearned
-    unknown = calibration.conditions([STRANGER], UNKNOWN, placed=True)
+    assert not calibration.conditions([STRANGER], H100, IN_CLASS).unlearned
+    unknown = calibration.conditions([STRANGER], UNKNOWN, IN_CLASS)
     assert "unknown class" in unknown.unlearned
     (warning,) = calibration.warnings(Counter({RTX: 1, H100: 3}))
     assert "1 worker of vllm 0.25.1 on RTX 4090, tp 1, bfloat16 waits for bounds" in warning
@@ -117,12 +120,12 @@ def test_with_references_nothing_is_learned_from_a_stranger_of_an_unmeasured_cla
 
 
 def test_a_reference_is_judged_by_provisional_bounds_and_measured_by_the_trainer() -> None:
-    found = calibrated(OWN).conditions([OWN], H100, placed=False)
+    found = calibrated(OWN).conditions([OWN], H100, NEW)
     assert found.bounds is not None
     assert found.bounds.provisional
     assert (found.by_trainer, found.unlearned) == (True, "")
     assert not found.all_audited, "its class has bounds: a share of it is enough to renew them"
-    assert SelfCalibration(CONTRACT, [OWN]).conditions([OWN], H100, placed=False).all_audited
+    assert SelfCalibration(CONTRACT, [OWN]).conditions([OWN], H100, NEW).all_audited
 
 
 @pytest.mark.parametrize(
@@ -134,12 +137,12 @@ def test_a_proven_reference_is_audited_as_often_as_renewing_the_bounds_takes(
     contract = replace(CONTRACT, audit_rate=0.1)
     calibration = SelfCalibration(contract, [OWN], rollouts_per_step=per_step)
     calibration.add([OWN], H100, at(0, noise(ENOUGH)))
-    assert calibration.conditions([OWN], H100, placed=True).audit_rate == pytest.approx(rate)
+    assert calibration.conditions([OWN], H100, IN_CLASS).audit_rate == pytest.approx(rate)
     for makers in (
         [STRANGER],
         [OWN, STRANGER],
     ):  # attack: a stranger's stage in a reference's pipeline
-        assert calibration.conditions(makers, H100, placed=True).audit_rate is None
+        assert calibration.conditions(makers, H100, IN_CLASS).audit_rate is None
 
 
 # -- bounds ------------------------------------------------------------------------------------------
@@ -175,7 +178,7 @@ def test_bounds_are_renewed_as_the_noise_grows_and_what_was_judged_stays_judged(
     assert [one.number for one in renewed] == [2, 3, 4, 5]
     assert renewed[-1].suspect.fingerprint > before.suspect.fingerprint
     assert renewed[-1].last_version == 40
-    after = calibration.conditions([STRANGER], H100, placed=True)
+    after = calibration.conditions([STRANGER], H100, IN_CLASS)
     assert after.bounds == renewed[-1]
     assert before.number == 1, "a fact that was signed does not change"
 
@@ -205,7 +208,7 @@ def test_measured_bounds_are_never_wider_than_provisional_ones() -> None:
 def test_a_class_holds_for_no_other_one() -> None:
     calibration = calibrated(OWN)
     for other in (RTX, replace(H100, tp=2), replace(H100, release="0.26.0"), UNKNOWN):
-        found = calibration.conditions([STRANGER], other, placed=True)
+        found = calibration.conditions([STRANGER], other, IN_CLASS)
         assert found.unlearned, other
 
 
@@ -227,7 +230,7 @@ def test_a_stranger_never_moves_a_bound() -> None:
 def test_nor_does_a_pipeline_that_a_stranger_is_a_stage_of() -> None:
     calibration = calibrated(OWN, SECOND)
     assert calibration.add([OWN, STRANGER], H100, at(1, noise(RENEW))) == ([], None)
-    assert calibration.conditions([OWN, STRANGER], RTX, placed=False).unlearned
+    assert calibration.conditions([OWN, STRANGER], RTX, NEW).unlearned
     taken, _ = calibration.add([OWN, SECOND], H100, at(1, noise(RENEW)))
     assert len(taken) == RENEW
 
@@ -263,7 +266,7 @@ def test_a_class_whose_references_are_all_banned_is_provisional_again() -> None:
     calibration = calibrated(OWN)
     (made,) = calibration.drop(OWN)
     assert (made.provisional, made.number) == (True, 2)
-    found = calibration.conditions([STRANGER], H100, placed=True)
+    found = calibration.conditions([STRANGER], H100, IN_CLASS)
     assert found.unlearned, "a run that lost its references is not one that never had some"
     (warning,) = calibration.warnings(Counter({H100: 1}))
     assert "all workers of verification.references are banned" in warning
@@ -282,8 +285,8 @@ def test_a_restart_loses_nothing() -> None:
     after = SelfCalibration(CONTRACT, [OWN, SECOND])
     after.restore({H100: rows}, [made])
     assert after.rows({}) == before.rows({})
-    conditions = after.conditions([STRANGER], H100, placed=True)
-    assert conditions == before.conditions([STRANGER], H100, placed=True)
+    conditions = after.conditions([STRANGER], H100, IN_CLASS)
+    assert conditions == before.conditions([STRANGER], H100, IN_CLASS)
     _, renewed = after.add([OWN], H100, at(8, noise(RENEW, 6)))
     assert renewed is not None
     assert (renewed.number, renewed.rollouts) == (made.number + 1, 3 * ENOUGH + RENEW - 1)
@@ -380,3 +383,107 @@ def test_a_run_in_bfloat16_measures_its_bounds_unless_it_is_told_others() -> Non
     assert contract(bounds="built-in") == "fixed"
     found = proof_contract(RunConfig(), "")
     assert (found.dtype, found.bounds, found.source) == ("float32", "fixed", "built in for float32")
+
+
+# -- the envelope ------------------------------------------------------------------------------------
+
+
+def reading(count: int, seed: int = 3, version: int = 0, scale: float = 1.0) -> list[Reference]:
+    return [Reference(b"t" * 32, version, one) for one in noise(count, seed, scale)]
+
+
+def test_a_stranger_of_any_class_is_judged_by_the_envelope_and_learned_from() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN], reads=True)
+    before = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    assert (before.reads, before.all_audited, before.unlearned) == (True, True, "")
+    assert not calibration.unmeasured([STRANGER], RTX)
+    now, made = calibration.read(reading(FIRST), before)
+    assert made is not None
+    assert now.bounds == made == calibration.bounds_of(ENVELOPE)
+    assert now.contract.suspect == made.suspect, "what was read first judges the same submission"
+    after = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    assert (after.bounds, after.all_audited) == (made, False)
+
+
+def test_few_readings_make_no_bounds_and_later_ones_renew_them() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    now, made = calibration.read(reading(FIRST - 1), start)
+    assert (now, made) == (start, None)
+    _, first = calibration.read(reading(1), start)
+    assert first is not None
+    _, second = calibration.read(reading(ENOUGH - FIRST, 4), start)
+    assert second is not None
+    assert second.reject.fingerprint < first.reject.fingerprint, "the more, the narrower"
+    assert calibration.read(reading(1), start)[1] is None
+    grown = calibration.read(reading(ENOUGH, 5, scale=2.0), start)[1]
+    assert grown is not None
+    assert grown.suspect.fingerprint > 1.5 * second.suspect.fingerprint
+
+
+def test_the_first_rollouts_are_read_and_then_one_in_64() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    for _ in range(ENOUGH // 8):
+        assert calibration.readings_due(8) == 8
+        calibration.read(reading(8), start)
+    due = [calibration.readings_due(16) for _ in range(64)]
+    assert sum(due) == 16
+    assert set(due) == {0, 8}
+    assert SelfCalibration(CONTRACT).readings_due(8) == 0
+
+
+def test_a_class_of_its_own_judges_those_that_fit_it_and_the_envelope_the_others() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN], reads=True)
+    calibration.add([OWN], H100, at(0, noise(ENOUGH)))
+    start = calibration.conditions([STRANGER], H100, NEW)
+    calibration.read(reading(ENOUGH), start)
+    new = calibration.conditions([STRANGER], H100, NEW)
+    assert new.bounds == calibration.bounds_of(ENVELOPE)
+    assert new.all_audited
+    fits = calibration.conditions([STRANGER], H100, IN_CLASS)
+    assert fits.bounds == calibration.bounds_of(H100)
+    outside = Placement(H100, canaries=CANARIES, odd=OUTSIDE_CANARIES).leave_class()
+    assert outside.outside
+    assert not outside.placed
+    other = calibration.conditions([STRANGER], H100, outside)
+    assert (other.bounds, other.all_audited) == (calibration.bounds_of(ENVELOPE), False)
+
+
+def test_no_worker_is_of_the_envelope_and_none_makes_it() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN], reads=True)
+    assert calibration.add([OWN], ENVELOPE, at(0, noise(ENOUGH))) == ([], None)
+    assert calibration.bounds_of(ENVELOPE) is None
+    assert calibration.conditions([STRANGER], ENVELOPE, Placement(ENVELOPE)).bounds is not None
+
+
+def test_the_envelope_outlives_a_restart_and_goes_back_with_the_trainer() -> None:
+    before = SelfCalibration(CONTRACT, reads=True)
+    start = before.conditions([STRANGER], RTX, Placement(RTX))
+    before.read(reading(ENOUGH, version=2), start)
+    rows = [*reading(ENOUGH, version=2), *reading(8, 7, version=9)]
+    made = before.bounds_of(ENVELOPE)
+    assert made is not None
+    after = SelfCalibration(CONTRACT, reads=True)
+    after.restore({ENVELOPE: rows}, [made])
+    assert after.bounds_of(ENVELOPE) == made
+    assert after.gathered(ENVELOPE) == ENOUGH + 8
+    (renewed,) = after.go_back(1, 5)
+    assert (renewed.rollouts, renewed.last_version) == (ENOUGH, 2)
+
+
+def test_where_nothing_can_be_read_strangers_wait_as_without_an_envelope() -> None:
+    calibration = SelfCalibration(CONTRACT, [OWN], reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    failed = calibration.not_read("out of memory", start)
+    assert "out of memory" in failed.unlearned
+    assert calibration.reads, "it is tried again"
+    for _ in range(MOST_FAILED_READINGS - 1):
+        calibration.not_read("out of memory", start)
+    assert not calibration.reads
+    assert calibration.unmeasured([STRANGER], RTX)
+    assert not calibration.conditions([OWN], H100, NEW).reads
+    known = SelfCalibration(CONTRACT, [OWN], reads=True)
+    known.read(reading(ENOUGH), start)
+    later = known.conditions([STRANGER], RTX, Placement(RTX))
+    assert known.not_read("busy", later) == later, "what was measured still judges"

@@ -1,0 +1,70 @@
+"""Bounds of one class of workers, made of honest rollouts. No I/O, no clock."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ...protocol.manifests import ProofContract, Thresholds, Version
+from ...protocol.numerics import ClassBounds, NumericsClass
+from ...protocol.rollouts import Evidence
+from .auditor import MEASURES
+from .bounds import PROVISIONAL, bands, false_positives
+
+ENOUGH = 64
+"""Rollouts for the first bounds of a class: bands() then extrapolates both tails, and the share of honest
+rollouts that they reject is below 5 %, shown with 95 % confidence."""
+WIDER = 1.5
+"""Bounds to reject are WIDER + ENOUGH / N times those of bands() for N rollouts, as the first rollouts of one
+machine do not show the tail. Bounds to suspect are not widened: they cover the range between."""
+
+
+class Reference(msgspec.Struct, frozen=True, array_like=True):
+    """One measured rollout of a reference worker."""
+
+    node: bytes
+    version: Version
+    """Newest policy version that sampled any of it."""
+    evidence: Evidence
+
+
+def provisional(numerics: NumericsClass) -> ClassBounds:
+    """Make the bounds of a class without measurements."""
+    return ClassBounds(numerics, 0, PROVISIONAL, PROVISIONAL, 0.0, 0, 0)
+
+
+def make_bounds(
+    numerics: NumericsClass,
+    references: Sequence[Reference],
+    contract: ProofContract,
+    *,
+    number: int,
+    term: int,
+) -> ClassBounds:
+    """Derive a class's bounds from at least ENOUGH rollouts; no wider than provisional ones."""
+    honest = [one.evidence for one in references]
+    found = bands(honest)
+    errors = false_positives(honest, contract)
+    factor = WIDER + ENOUGH / len(honest)
+    reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
+    # common rounding of auditor and worker scatters it without limit: the sequential test weighs it instead
+    reject["other_policy"] = PROVISIONAL.other_policy
+    versions = [one.version for one in references]
+    return ClassBounds(
+        numerics=numerics,
+        number=number,
+        reject=narrower(Thresholds(**reject)),
+        suspect=narrower(found.suspect),
+        other_scale=found.other_scale,
+        rollouts=len(honest),
+        tokens=sum(one.tokens for one in honest),
+        term=term,
+        first_version=min(versions),
+        last_version=max(versions),
+        rejected_at_most=errors.rejected_at_most,
+        suspected_at_most=errors.suspected_at_most,
+    )
+
+
+def narrower(found: Thresholds) -> Thresholds:
+    """Return these bounds, where they are wider than the provisional ones those."""
+    return Thresholds(*(min(getattr(found, name), getattr(PROVISIONAL, name)) for name in MEASURES))

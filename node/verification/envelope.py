@@ -1,0 +1,147 @@
+"""The envelope: bounds of noise for workers of a class that nobody here runs.
+
+Honest implementations that compute in bfloat16 with different kernels, batches and devices deviate from each
+other, but all deviate from a computation in float32 by about the same amount (docs/proofs.md has the table). So
+the trainer can measure honest noise alone: it reads texts in float32, as a worker would that rounds nothing,
+and audits that reading as it audits a worker. The auditor's own noise is what it finds, and a worker whose
+noise is as large, and independent of the auditor's, is off by sqrt(2) times as much.
+
+Invariants:
+- no number that a worker sends enters the envelope: only the texts are theirs, and those have passed the
+  checks of tokens and seeds or are rejected;
+- bounds are never narrower than the measurements by ROUNDING, nor wider than the provisional ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from typing import Protocol
+
+from ...protocol.manifests import ProofContract, RunManifest, Thresholds
+from ...protocol.numerics import ENVELOPE, ClassBounds
+from ..inference.fingerprint import TOKEN_BYTES
+from ..weights.state import State
+from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
+from .bounds import FEWEST, PROVISIONAL, bands, false_positives
+from .class_bounds import ENOUGH, WIDER, Reference, narrower
+
+ROUNDING = 1.25
+"""Most noise of an honest implementation against float32, in units of the auditor's."""
+PAIR = sqrt(1 + ROUNDING**2)
+"""Distance of such an implementation from the auditor, in units of the auditor's from float32."""
+SQUARED = ("sampling",)
+"""Measures that grow with the square of the noise: how often the best token changes, times by how much."""
+FIRST = FEWEST
+"""Readings for the first bounds."""
+RENEW = 8
+"""New readings after which bounds are made anew, once there are ENOUGH."""
+READ = 1 / 64
+"""Share of audited rollouts that are read, once there are ENOUGH."""
+
+
+class Reader(Protocol):
+    """Reads texts in float32: HfAuditor, or a fake in tests."""
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        ...
+
+    async def read(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Reading | Unreadable]:
+        """See HfAuditor.read()."""
+        ...
+
+    async def rest(self) -> None:
+        """See HfAuditor.rest()."""
+        ...
+
+    async def close(self) -> None:
+        """See Auditor."""
+        ...
+
+
+class NoiseEnvelope:
+    """Measures the run's auditor against readings in float32."""
+
+    def __init__(self, auditor: Auditor, reader: Reader) -> None:
+        self._auditor = auditor
+        self._reader = reader
+
+    async def measure(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Measured | Unreadable]:
+        """Return how far the auditor is from a reading of each item, in order.
+
+        `states` holds every version that one wants. Raises EngineError.
+        """
+        items = [first_version(item) for item in items]
+        readings = await self._reader.read(items, states)
+        claims = [
+            replace(item, drawn=one.drawn, logprobs=one.logprobs, proof=one.proof)
+            for item, one in zip(items, readings, strict=True)
+            if isinstance(one, Reading)
+        ]
+        measured = iter(await self._auditor.audit(claims, states) if claims else [])
+        return [one if isinstance(one, Unreadable) else next(measured) for one in readings]
+
+    async def rest(self) -> None:
+        """Free the reader's memory until the next reading."""
+        await self._reader.rest()
+
+
+def first_version(item: AuditItem) -> AuditItem:
+    """Return the start of a branch that its first policy version drew, without routes and boundaries."""
+    version = item.versions[0]
+    left = count = list(item.versions).count(version)
+    replies: list[SampledSpan] = []
+    for reply in item.replies:
+        if left:
+            end = min(reply.end, reply.start + left)
+            replies.append(replace(reply, end=end))
+            left -= end - reply.start
+    return replace(
+        item,
+        token_ids=item.token_ids[: replies[-1].end],
+        replies=replies,
+        logprobs=item.logprobs[:count],
+        versions=item.versions[:count],
+        proof=item.proof[: TOKEN_BYTES * count],
+        boundaries=(),
+        routes=b"",
+        others=[other for other in item.others if other != version],
+    )
+
+
+def envelope_bounds(
+    readings: Sequence[Reference], contract: ProofContract, *, number: int = 1, term: int = 0
+) -> ClassBounds:
+    """Make the bounds of honest strangers from at least FIRST readings, no wider than provisional ones."""
+    seen = [one.evidence for one in readings]
+    found = bands(seen)
+    errors = false_positives(seen, contract)
+    rejects = WIDER + ENOUGH / len(seen)
+    apart = {name: PAIR**2 if name in SQUARED else PAIR for name in MEASURES}
+    reject = {name: rejects * apart[name] * getattr(found.reject, name) for name in MEASURES}
+    suspect = {name: apart[name] * getattr(found.suspect, name) for name in MEASURES}
+    # in units of the noise that the rollout itself shows
+    suspect["other_policy"] = found.suspect.other_policy
+    reject["other_policy"] = PROVISIONAL.other_policy
+    for name in ("routing", "routing_max"):  # readings state no routes
+        reject[name] = suspect[name] = getattr(PROVISIONAL, name)
+    versions = [one.version for one in readings]
+    return ClassBounds(
+        numerics=ENVELOPE,
+        number=number,
+        reject=narrower(Thresholds(**reject)),
+        suspect=narrower(Thresholds(**suspect)),
+        other_scale=found.other_scale,
+        rollouts=len(seen),
+        tokens=sum(one.tokens for one in seen),
+        term=term,
+        first_version=min(versions),
+        last_version=max(versions),
+        rejected_at_most=errors.rejected_at_most,
+        suspected_at_most=errors.suspected_at_most,
+    )

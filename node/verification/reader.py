@@ -1,0 +1,158 @@
+"""Read branches as a worker would that computes in another dtype: its draws, logprobs and proofs.
+
+Invariants:
+- the text is given: at each sampled position the reader draws from what its own network says after the tokens
+  before it, with the seed of the branch, so that what it draws once changes nothing later;
+- only branches of one policy version and of one node are read.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..inference.fingerprint import pack
+from ..inference.model import LanguageModel
+from ..inference.sampler import Limits, draw
+from ..models import huggingface
+from ..models.device import upload, upload_array
+from ..models.model_files import layer_count
+from ..weights.state import State
+from .auditor import AuditItem, Reading, Unreadable, check_versions
+from .measures import check_items
+from .replay import BATCH_TOKENS, Replay
+
+NOT_READ = "a branch of several policy versions or nodes is not read: cut it first"
+
+
+class TextReader(Replay):
+    """Reading of items, with a cache of the networks used last; for one thread."""
+
+    def read(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Reading | Unreadable]:
+        """Read every item under the version that it claims, in order.
+
+        Raises EngineError for a state that is missing or does not fit the model, RuntimeError for errors of
+        torch.
+        """
+        check_versions(items, states)
+        vocabulary = huggingface.vocab_size(self._model_dir)
+        layers = layer_count(self._model_dir)
+        answers: dict[int, Reading | Unreadable] = {}
+        by_version: dict[int, list[int]] = defaultdict(list)
+        for number, fault in enumerate(check_items(items, vocabulary, layers, self._terms.routes)):
+            item = items[number]
+            if fault is not None:
+                answers[number] = fault
+            elif len(item.claimed) > 1 or item.boundaries:
+                answers[number] = Unreadable(NOT_READ, proof=False)
+            else:
+                by_version[item.versions[0]].append(number)
+        with torch.inference_mode():
+            for version, numbers in by_version.items():
+                network = self._network(version, states[version])
+                most = self._batch_tokens or BATCH_TOKENS.get(network.device.type, 2**11)
+                for batch in _batches([(one, len(items[one].token_ids)) for one in numbers], most):
+                    found = self._read(network, [items[one] for one in batch])
+                    answers |= zip(batch, found, strict=True)
+        return [answers[number] for number in range(len(items))]
+
+    def _read(self, network: LanguageModel, items: Sequence[AuditItem]) -> list[Reading]:
+        lengths = [len(item.token_ids) for item in items]
+        ids = np.concatenate([np.array(item.token_ids, np.int64) for item in items])
+        places, rows, seeds, counts = _positions(items)
+        device = network.device
+        hidden = network.packed(upload_array(ids, device), lengths, None, None)
+        hidden = hidden[upload_array(rows, device)]
+        projected = self._projected(hidden).cpu().numpy()
+        tokens, logprobs = self._drawn(network, hidden, items, counts, places, seeds)
+        ends = np.cumsum(counts)[:-1]
+        return [
+            Reading(drawn.tolist(), stated.tolist(), _proof(states, item))
+            for drawn, stated, states, item in zip(
+                np.split(tokens, ends),
+                np.split(logprobs, ends),
+                np.split(projected, ends),
+                items,
+                strict=True,
+            )
+        ]
+
+    def _drawn(
+        self,
+        network: LanguageModel,
+        hidden: Tensor,
+        items: Sequence[AuditItem],
+        counts: Sequence[int],
+        places: NDArray[np.int64],
+        seeds: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the tokens that the network draws after `hidden` [S, d], and their logprobs."""
+        device = network.device
+        warm = np.repeat(np.array([one.temperature for one in items], np.float32), counts)
+        greedy = not warm.any()
+        limits = Limits(
+            np.repeat(np.array([one.top_k for one in items], np.int64), counts),
+            np.repeat(np.array([one.top_p for one in items], np.float32), counts),
+        )
+        temperatures = upload(torch.from_numpy(np.ones_like(warm) if greedy else warm), device)
+        columns = (temperatures, upload_array(seeds, device), upload_array(places, device))
+        tokens: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        step = self._rows(network, hidden)
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            logits = network.logits(hidden[part])
+            if greedy:
+                likely, best = torch.log_softmax(logits.float(), -1).max(-1)
+                tokens.append(best)
+                logprobs.append(likely)
+                continue
+            found = draw(logits, *(one[part] for one in columns), limits.narrowed(part, device))
+            tokens.append(found.tokens)
+            logprobs.append(found.logprobs)
+        return torch.cat(tokens).cpu().numpy(), torch.cat(logprobs).double().cpu().numpy()
+
+
+def _positions(
+    items: Sequence[AuditItem],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Return, of the sampled tokens of all items [S]: positions in their branches, rows of the packed batch
+    that lead to them, and seeds; and the number of each item's."""
+    places: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    seeds: list[int] = []
+    counts: list[int] = []
+    before = 0
+    for item in items:
+        own = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
+        places.append(own)
+        rows.append(own + (before - 1))
+        for reply in item.replies:
+            seeds += [reply.seed] * (reply.end - reply.start)
+        counts.append(len(own))
+        before += len(item.token_ids)
+    return np.concatenate(places), np.concatenate(rows), np.array(seeds, np.int64), counts
+
+
+def _proof(projected: NDArray[np.float32], item: AuditItem) -> bytes:
+    """Pack projected states [S, 7], each reply by itself."""
+    ends = np.cumsum([reply.end - reply.start for reply in item.replies])[:-1]
+    return b"".join(pack(part) for part in np.split(projected, ends))
+
+
+def _batches(lengths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
+    """Group (number, tokens) by length, longest first: up to `most` tokens, or a single longer one."""
+    batches: list[list[int]] = []
+    room = 0
+    for number, length in sorted(lengths, key=lambda one: -one[1]):
+        if length > room:
+            batches.append([])
+            room = max(most, length)
+        batches[-1].append(number)
+        room -= length
+    return batches

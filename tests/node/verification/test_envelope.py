@@ -1,0 +1,137 @@
+"""The envelope: a reading in float32 stands for a worker that rounds nothing."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from support.auditor_cases import OWN, Case, coarse, generate, make_case, measured
+from support.noise_cases import honest_4b
+from support.protocol_cases import PROOFS
+
+from primerl.node.config.run import EngineConfig
+from primerl.node.verification.auditor import MEASURES, Measured, Reading, Unreadable
+from primerl.node.verification.bounds import PROVISIONAL
+from primerl.node.verification.class_bounds import Reference
+from primerl.node.verification.envelope import (
+    FIRST,
+    PAIR,
+    NoiseEnvelope,
+    envelope_bounds,
+    first_version,
+)
+from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.judge import first_above
+from primerl.protocol.rollouts import Evidence
+
+CPU = EngineConfig(type="hf", device="cpu", dtype="bfloat16")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return await make_case(tmp_path_factory.mktemp("envelope"), "bfloat16")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def parts(case: Case) -> AsyncGenerator[tuple[HfAuditor, HfAuditor]]:
+    """The run's auditor, and the reader."""
+    auditor = HfAuditor(CPU, timeout_s=60.0, threads=1)
+    reader = HfAuditor(CPU, timeout_s=60.0, threads=1, dtype="float32")
+    for one in (auditor, reader):
+        await one.start(case.model_dir, case.run)
+    yield auditor, reader
+    for one in (auditor, reader):
+        await one.close()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_reading_is_what_a_worker_in_float32_claims(
+    case: Case, parts: tuple[HfAuditor, HfAuditor]
+) -> None:
+    honest = await generate(case.model_dir, case.states[OWN], "float32")
+    readings = await parts[1].read(honest, case.states)
+    for item, reading in zip(honest, readings, strict=True):
+        assert isinstance(reading, Reading)
+        drawn = [item.token_ids[at] for one in item.replies for at in range(one.start, one.end)]
+        assert reading.drawn == drawn
+        assert np.allclose(reading.logprobs, item.logprobs, atol=2e-4)
+    claims = [
+        replace(item, drawn=one.drawn, logprobs=one.logprobs, proof=one.proof)
+        for item, one in zip(honest, readings, strict=True)
+        if isinstance(one, Reading)
+    ]
+    for one in measured(await parts[0].audit(claims, case.states)):
+        assert 0 < one.fingerprint < 0.05
+        assert one.sampling_max < 1
+
+
+async def test_the_auditor_is_as_far_from_float32_as_another_rounding_is(
+    case: Case, parts: tuple[HfAuditor, HfAuditor]
+) -> None:
+    auditor, reader = parts
+    read = measured(await NoiseEnvelope(auditor, reader).measure(case.honest, case.states))
+    # the bf16 worker of the same kind, seen by the reader's network: its own noise
+    own = measured(await reader.audit(case.honest, case.states))
+    ratio = np.mean([one.fingerprint for one in own]) / np.mean([one.fingerprint for one in read])
+    assert 0.8 < ratio < 1.25
+    noise = np.mean([one.logprob for one in own]) / np.mean([one.logprob for one in read])
+    assert 0.6 < noise < 1.6
+
+
+async def test_weights_of_four_bits_are_beyond_the_envelope_and_honest_work_is_not(
+    case: Case, parts: tuple[HfAuditor, HfAuditor]
+) -> None:
+    auditor, reader = parts
+    honest = await generate(case.model_dir, case.states[OWN], "bfloat16")
+    read = measured(await NoiseEnvelope(auditor, reader).measure(honest, case.states))
+    seen = [Reference(b"", OWN, _evidence(number, one)) for number, one in enumerate(read * 2)]
+    bounds = envelope_bounds(seen, PROOFS)
+    cheats = await generate(case.model_dir, coarse(case.states[OWN], 4), "bfloat16")
+    found = measured(await auditor.audit(cheats, case.states))
+    suspects = [first_above(_evidence(0, one), bounds.suspect) for one in found]
+    assert sum(map(bool, suspects)) >= len(found) // 2
+    in_float32 = await generate(case.model_dir, case.states[OWN], "float32")
+    fine = measured(await auditor.audit(in_float32, case.states))
+    assert [first_above(_evidence(0, one), bounds.suspect) for one in fine] == [""] * len(fine)
+
+
+async def test_a_branch_of_two_versions_is_read_up_to_the_second(case: Case) -> None:
+    item = case.honest[3]
+    count = len(item.versions)
+    half = count // 2
+    mixed = replace(item, versions=[OWN] * half + [OWN + 1] * (count - half), others=[OWN, OWN - 1])
+    cut = first_version(mixed)
+    assert cut.versions == [OWN] * half
+    assert sum(one.end - one.start for one in cut.replies) == half
+    assert len(cut.logprobs) == half
+    assert len(cut.proof) == 8 * half
+    assert cut.others == [OWN - 1]
+    assert len(cut.token_ids) == cut.replies[-1].end
+    assert first_version(item).token_ids == item.token_ids[: item.replies[-1].end]
+
+
+async def test_what_cannot_be_read_is_told_and_the_rest_is_read(
+    case: Case, parts: tuple[HfAuditor, HfAuditor]
+) -> None:
+    broken = replace(case.honest[0], token_ids=[10**9, *case.honest[0].token_ids[1:]])
+    found = await NoiseEnvelope(*parts).measure([broken, case.honest[1]], case.states)
+    assert isinstance(found[0], Unreadable)
+    assert measured(found[1:])
+
+
+async def test_bounds_add_the_noise_of_a_second_rounding_and_are_never_beyond_provisional() -> None:
+    seen = honest_4b(np.random.default_rng(0), 4 * FIRST)
+    bounds = envelope_bounds([Reference(b"", 1, one) for one in seen], PROOFS)
+    most = max(one.fingerprint for one in seen)
+    assert bounds.suspect.fingerprint >= PAIR * np.quantile([one.fingerprint for one in seen], 0.99)
+    assert bounds.reject.fingerprint > PAIR * most
+    assert bounds.reject.other_policy == PROVISIONAL.other_policy
+    wide = [Reference(b"", 1, one) for one in honest_4b(np.random.default_rng(0), FIRST, 100.0)]
+    assert envelope_bounds(wide, PROOFS).reject == PROVISIONAL
+
+
+def _evidence(number: int, one: Measured) -> Evidence:
+    return Evidence(0, number, one.tokens, *(getattr(one, name) for name in MEASURES))
