@@ -26,14 +26,19 @@ from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpa
 from .bounds import FEWEST, PROVISIONAL, bands, false_positives
 from .class_bounds import ENOUGH, WIDER, Reference, narrower
 
-ROUNDING = 1.25
-"""Most noise of an honest implementation against float32, in units of the auditor's."""
+ROUNDING = 1.5
+"""Most noise of an honest implementation against float32, in units of the auditor's; up to 1.41 was seen, of
+eager kernels where the auditor's are compiled (docs/proofs.md)."""
 PAIR = sqrt(1 + ROUNDING**2)
 """Distance of such an implementation from the auditor, in units of the auditor's from float32."""
 SQUARED = ("sampling",)
 """Measures that grow with the square of the noise: how often the best token changes, times by how much."""
+LONGER = 2.0
+"""Factor of the bound of evidence for another version: it grows with the length of replies."""
 FIRST = FEWEST
 """Readings for the first bounds."""
+KEPT = 256
+"""Newest readings, of which the bounds are made."""
 RENEW = 8
 """New readings after which bounds are made anew, once there are ENOUGH."""
 READ = 1 / 64
@@ -125,9 +130,11 @@ def envelope_bounds(
     apart = {name: PAIR**2 if name in SQUARED else PAIR for name in MEASURES}
     reject = {name: rejects * apart[name] * getattr(found.reject, name) for name in MEASURES}
     suspect = {name: apart[name] * getattr(found.suspect, name) for name in MEASURES}
-    # in units of the noise that the rollout itself shows
-    suspect["other_policy"] = found.suspect.other_policy
-    reject["other_policy"] = PROVISIONAL.other_policy
+    # those of the first version are compared with none
+    compared = [one for one in seen if one.other_policy]
+    suspect["other_policy"] = reject["other_policy"] = PROVISIONAL.other_policy
+    if len(compared) >= FIRST:
+        suspect["other_policy"] = LONGER * bands(compared).suspect.other_policy
     for name in ("routing", "routing_max"):  # readings state no routes
         reject[name] = suspect[name] = getattr(PROVISIONAL, name)
     versions = [one.version for one in readings]
@@ -136,7 +143,7 @@ def envelope_bounds(
         number=number,
         reject=narrower(Thresholds(**reject)),
         suspect=narrower(Thresholds(**suspect)),
-        other_scale=found.other_scale,
+        other_scale=0.0,  # strangers scatter otherwise than readings: the test counts suspects alone
         rollouts=len(seen),
         tokens=sum(one.tokens for one in seen),
         term=term,

@@ -101,6 +101,10 @@ class SelfCalibration:
         self.reads = reads
         self._unread = 0.0
         """Share of a reading that is due for the rollouts that were audited since the last."""
+        self._reading = 0
+        """Texts that are being read."""
+        self._read_version = 0
+        """Newest policy version whose texts were read."""
         self._failed_readings = 0
         renewing = RENEW / (RENEW_STEPS * rollouts_per_step)
         self._reference_rate = min(
@@ -161,40 +165,64 @@ class SelfCalibration:
 
     # -- the envelope ------------------------------------------------------------------------------
 
-    def readings_due(self, audited: int) -> int:
-        """Return how many of the next `audited` rollouts to read: all of the first, then a small share."""
+    def readings_due(self, audited: int, version: int) -> int:
+        """Return how many of the next `audited` rollouts to read, of texts up to policy `version`.
+
+        All of the first, then a small share, and some of every few versions. read() or not_read() follows.
+        """
         if not self.reads:
             return 0
-        missing = ENOUGH - self.gathered(ENVELOPE)
+        missing = ENOUGH - self.gathered(ENVELOPE) - self._reading
         if missing > 0:
-            return min(audited, missing)
-        self._unread += audited * envelope.READ
-        due = min(audited, int(self._unread)) if self._unread >= envelope.RENEW else 0
-        self._unread -= due
+            due = min(audited, missing)
+        else:
+            self._unread += audited * envelope.READ
+            late = version >= self._read_version + RENEW_STEPS
+            due = min(audited, max(int(self._unread), envelope.RENEW * late))
+            due = due if late or due >= envelope.RENEW else 0
+            self._unread = max(0.0, self._unread - due)
+        self._reading += due
+        self._read_version = max(self._read_version, version) if due else self._read_version
         return due
 
     def read(
-        self, readings: Sequence[Reference], conditions: AuditConditions
+        self, readings: Sequence[Reference], conditions: AuditConditions, *, asked: int = 0
     ) -> tuple[AuditConditions, ClassBounds | None]:
-        """Add readings of a submission; return what judges it now, and the envelope if it was made anew."""
-        self._failed_readings = 0
+        """Add readings of a submission, of the `asked` that were due.
+
+        Returns what judges it now, and the envelope if it was made anew.
+        """
+        self._failed_readings, self._reading = 0, self._reading - asked
         state = self._classes.setdefault(ENVELOPE, ClassState())
         state.references.extend(readings)
+        while len(state.references) > envelope.KEPT:
+            state.references.popleft()
         state.fresh += len(readings)
         gathered = len(state.references)
         due = envelope.RENEW if gathered > ENOUGH else 1
         if state.fresh < due or gathered < envelope.FIRST:
             return conditions, None
         made = self._renew(ENVELOPE, state)
-        if conditions.bounds is None or conditions.bounds.numerics != ENVELOPE:
-            return conditions, made
-        return replace(conditions, contract=made.applied(self._contract), bounds=made), made
+        return self.newest(conditions), made
 
-    def not_read(self, why: str, conditions: AuditConditions) -> AuditConditions:
-        """Record that texts could not be read; return what judges the submission.
+    @property
+    def is_reading(self) -> bool:
+        """Whether texts are being read."""
+        return self._reading > 0
+
+    def newest(self, conditions: AuditConditions) -> AuditConditions:
+        """Return conditions with the newest envelope, if that judges."""
+        made, judging = self.bounds_of(ENVELOPE), conditions.bounds
+        if made is None or judging is None or judging.numerics != ENVELOPE:
+            return conditions
+        return replace(conditions, contract=made.applied(self._contract), bounds=made)
+
+    def not_read(self, why: str, conditions: AuditConditions, *, asked: int = 0) -> AuditConditions:
+        """Record that the `asked` texts could not be read; return what judges the submission.
 
         After several failures in a row the run goes on without an envelope.
         """
+        self._reading -= asked
         self._failed_readings += 1
         if self._failed_readings >= MOST_FAILED_READINGS:
             logger.error(

@@ -168,6 +168,8 @@ class Readings:
 
     envelope: NoiseEnvelope
     calibration: SelfCalibration
+    done: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Notified when texts were read."""
 
 
 class Verifier:
@@ -516,16 +518,31 @@ class Verifier:
             self._judge(one.rollout, measured, work)
 
     async def _read(self, readings: Readings, call: AuditCall, work: _Work) -> None:
-        """Read a share of the audited rollouts in float32, before any is judged."""
+        """Read a share of the audited rollouts in float32, before any is judged.
+
+        The first bounds are waited for, as long as texts are read that may make them.
+        """
         calibration = readings.calibration
-        chosen = call.chosen[: calibration.readings_due(len(call.chosen))]
-        if not chosen:
-            return
+        newest = max((max(_claims(one.rollout)) for one in call.chosen), default=0)
+        chosen = call.chosen[: calibration.readings_due(len(call.chosen), newest)]
+        if chosen:
+            await self._read_these(chosen, readings, call, work)
+        async with readings.done:
+            readings.done.notify_all()
+            await readings.done.wait_for(
+                lambda: calibration.bounds_of(ENVELOPE) is not None or not calibration.is_reading
+            )
+        work.conditions = calibration.newest(work.conditions)
+
+    async def _read_these(
+        self, chosen: Sequence[AuditTarget], readings: Readings, call: AuditCall, work: _Work
+    ) -> None:
+        calibration, asked = readings.calibration, len(chosen)
         items = [item for target in chosen for item in target.items]
         try:
             answers = iter(await readings.envelope.measure(items, call.states))
         except EngineError as error:
-            work.conditions = calibration.not_read(str(error), work.conditions)
+            work.conditions = calibration.not_read(str(error), work.conditions, asked=asked)
             return
         found: list[Reference] = []
         for target in chosen:
@@ -534,7 +551,7 @@ class Verifier:
             if len(numbers) == len(measured):
                 seen, version = evidence(target.rollout, numbers), max(_claims(target.rollout))
                 found.append(Reference(self._run.trainer, version, seen))
-        work.conditions, made = calibration.read(found, work.conditions)
+        work.conditions, made = calibration.read(found, work.conditions, asked=asked)
         work.audited.readings += found
         work.audited.envelope = made or work.audited.envelope
         if calibration.gathered(ENVELOPE) >= ENOUGH:

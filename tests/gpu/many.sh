@@ -10,6 +10,10 @@
 #   honest    1, 2   5,120 honest rollouts judged by bounds that 256 others made: 0.6B, and 4B on a second GPU
 #   honest-8b 1, 2   the same: 8B, and a mixture of experts of 3B on a second GPU
 #   honest-trained 1, 2   the same with models that are trained first: 0.6B, and the mixture on a second GPU
+#   envelope  1, 2   honest engines that nobody measured, and cheats, judged by readings in float32: 0.6B, or the checkpoint
+#                    in $MODEL, and 4B on a second GPU
+#   strangers 1      a whole run whose workers nobody vouches for, one of them with 4-bit weights, and one of a reference:
+#                    a new model reverses text, or the checkpoint in $MODEL sorts names
 #   worker    1, 2   a worker beside bare vLLM, replies of 1,000; 256 sequences, and 512 on a second GPU
 #   run       1      a whole run of 0.6B whose trainer and worker share a GPU by MPS; on a second one 4B with adapters
 #   run2      2      a whole run of 0.6B, a GPU each
@@ -92,6 +96,17 @@ case $part in
         bench 0 honest-trained-0.6b gpu_audit --shape 0.6b --trained $honest
         bench 1 honest-trained-moe gpu_audit --shape moe --trained $honest
         ;;
+    envelope)
+        of=(envelope-0.6b gpu_strangers --shape 0.6b --minutes 5)
+        if [[ -n ${MODEL:-} ]]; then of=(envelope-model gpu_strangers --model "$MODEL" --minutes 6); fi
+        bench 0 "${of[@]}"
+        bench 1 envelope-4b gpu_strangers --shape 4b --minutes 6
+        ;;
+    strangers)
+        of=(--minutes 4.3)
+        if [[ -n ${MODEL:-} ]]; then of=(--minutes 3.9 --model "$MODEL"); fi
+        bench 0 strangers gpu_strangers_run --reference "${of[@]}" --logs "$out/strangers"
+        ;;
     worker)
         bench 0 worker-256 worker --sequences 256 --tokens 1000 --length 1088
         bench 1 worker-512 worker --sequences 512 --tokens 1000 --length 1088
@@ -133,7 +148,7 @@ case $part in
         ;;
     stages) bench 0,1,2,3 stages pipeline --stages 4 $stages --memory 0.8 --local ;;
     stages-tp) bench 0,1,2,3 stages-tp pipeline --stages 4 --tp 2 2 1 1 $stages --memory 0.4 ;;
-    *) sed -n '4,35p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    *) sed -n '4,39p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 wait
 

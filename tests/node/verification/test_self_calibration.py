@@ -20,6 +20,7 @@ from primerl.node.verification.self_calibration import (
     KEPT,
     MOST_FAILED_READINGS,
     RENEW,
+    RENEW_STEPS,
     UNKNOWN,
     SelfCalibration,
     bounds_row,
@@ -425,12 +426,47 @@ def test_the_first_rollouts_are_read_and_then_one_in_64() -> None:
     calibration = SelfCalibration(CONTRACT, reads=True)
     start = calibration.conditions([STRANGER], RTX, Placement(RTX))
     for _ in range(ENOUGH // 8):
-        assert calibration.readings_due(8) == 8
-        calibration.read(reading(8), start)
-    due = [calibration.readings_due(16) for _ in range(64)]
+        assert calibration.readings_due(8, 0) == 8
+        calibration.read(reading(8), start, asked=8)
+    due = [calibration.readings_due(16, 0) for _ in range(64)]
     assert sum(due) == 16
     assert set(due) == {0, 8}
-    assert SelfCalibration(CONTRACT).readings_due(8) == 0
+    assert SelfCalibration(CONTRACT).readings_due(8, 0) == 0
+
+
+def test_texts_that_are_being_read_are_not_asked_for_again() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    assert [calibration.readings_due(48, 0) for _ in range(3)] == [48, 16, 0]
+    calibration.not_read("busy", start, asked=48)
+    assert calibration.readings_due(64, 0) == 48
+
+
+def test_texts_of_new_versions_are_read_however_few_are_audited() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    assert calibration.readings_due(ENOUGH, 0) == ENOUGH
+    calibration.read(reading(ENOUGH), start, asked=ENOUGH)
+    due = [calibration.readings_due(8, version) for version in range(1, 2 * RENEW_STEPS + 1)]
+    assert [version for version, count in enumerate(due, 1) if count] == [
+        RENEW_STEPS,
+        2 * RENEW_STEPS,
+    ]
+
+
+def test_another_version_weighs_nothing_until_readings_were_compared_with_one() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    start = calibration.conditions([STRANGER], RTX, Placement(RTX))
+    first = [replace(one.evidence, other_policy=0.0) for one in reading(ENOUGH)]
+    calibration.read([Reference(b"t" * 32, 0, one) for one in first], start)
+    bounds = calibration.bounds_of(ENVELOPE)
+    assert bounds is not None
+    assert bounds.suspect.other_policy == PROVISIONAL.other_policy
+    assert bounds.other_scale == 0
+    calibration.read(reading(ENOUGH, 8, version=3), start)
+    bounds = calibration.bounds_of(ENVELOPE)
+    assert bounds is not None
+    assert 3.0 <= bounds.suspect.other_policy < 200
 
 
 def test_a_class_of_its_own_judges_those_that_fit_it_and_the_envelope_the_others() -> None:

@@ -4,12 +4,13 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import pytest
 from support.counting_environment import CountingEnvironment, counting_task, question, right_reply
 from support.hostile import say
+from support.noise_cases import RTX
 from support.protocol_cases import (
     LEASE,
     MANIFEST,
@@ -34,14 +35,24 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.leased_prompts import LeasedPrompts
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.auditor import AuditAnswer, AuditCall
+from primerl.node.verification.auditor import (
+    AuditAnswer,
+    AuditCall,
+    AuditItem,
+    Measured,
+    Unreadable,
+)
+from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.duplicates import CopyDetector
-from primerl.node.verification.self_calibration import AuditConditions
+from primerl.node.verification.envelope import NoiseEnvelope
+from primerl.node.verification.self_calibration import AuditConditions, SelfCalibration
 from primerl.node.verification.verifier import (
     SCORED_AT_ONCE,
     AuditResults,
+    Readings,
     ReceivedSubmission,
+    Verified,
     Verifier,
     make_verdict,
 )
@@ -49,7 +60,8 @@ from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
-from primerl.protocol.reputation import Trust
+from primerl.protocol.numerics import ENVELOPE, ClassBounds
+from primerl.protocol.reputation import Placement, Trust
 from primerl.protocol.rollouts import (
     BranchRecord,
     GroupRecord,
@@ -496,3 +508,100 @@ async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
     swapped = msgspec.structs.replace(lease, prompts=PROMPTED_LEASE.prompts[1:])
     with refuses(Reason.ENVIRONMENT_ERROR):
         await checked.verify(sent(rollout), swapped, arrival(), version=4, rate=0.0)
+
+
+# -- readings of texts in float32 --------------------------------------------------------------------
+
+
+NOISE = Measured(64, 0.01, 0.0, 0.0, 0.02, 0.1, 0.0)
+
+
+class SameNoise:
+    """Audits that find this in every branch."""
+
+    def __init__(self, found: Measured) -> None:
+        self._found = found
+
+    async def audit(self, call: AuditCall) -> AuditAnswer:
+        return AuditAnswer([[self._found for _ in target.items] for target in call.chosen])
+
+
+class SlowReadings(NoiseEnvelope):
+    """Readings with this noise; the first waits until it may go on."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.first_may_go = asyncio.Event()
+        self.asked = self.rests = 0
+        self._fails = fails
+
+    async def measure(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Measured | Unreadable]:
+        self.asked += 1
+        if self.asked == 1:
+            await self.first_may_go.wait()
+        if self._fails:
+            raise EngineError("out of memory")
+        return [NOISE for _ in items]
+
+    async def rest(self) -> None:
+        self.rests += 1
+
+
+def reading_verifier(found: Measured, readings: SlowReadings) -> tuple[Verifier, SelfCalibration]:
+    contract = msgspec.structs.replace(PROOFS, bounds="measured", reject=PROVISIONAL)
+    calibration = SelfCalibration(contract, [b"o" * 32], reads=True)
+    made = Verifier(
+        RUN, MANIFEST, [Scripted()], SameNoise(found), {3: {}}, ArrivalsOnly(),
+        Readings(readings, calibration),
+    )  # fmt: skip
+    return made, calibration
+
+
+def verifying(
+    checked: Verifier, calibration: SelfCalibration, number: int
+) -> "asyncio.Task[Verified]":
+    submission, lease = played()
+    conditions = calibration.conditions([WORKER.node_id], RTX, Placement(RTX))
+    work = checked.verify(
+        submission, lease, arrival(number), version=4, rate=1.0, conditions=conditions
+    )
+    return asyncio.create_task(work)
+
+
+async def test_the_first_submissions_are_judged_once_enough_of_them_was_read() -> None:
+    readings = SlowReadings()
+    checked, calibration = reading_verifier(NOISE, readings)
+    both = [verifying(checked, calibration, number) for number in (1, 2)]
+    await until(lambda: readings.asked == 2)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not any(one.done() for one in both), "8 of 16 texts are read"
+    readings.first_may_go.set()
+    for verified in await asyncio.gather(*both):
+        bounds = verified.verdict.bounds
+        assert isinstance(bounds, ClassBounds)
+        assert (bounds.numerics, bounds.rollouts) == (ENVELOPE, 16)
+        assert verified.verdict.accepted == 8
+
+
+async def test_work_beyond_the_envelope_is_rejected_in_the_submission_that_made_it() -> None:
+    readings = SlowReadings()
+    checked, calibration = reading_verifier(
+        msgspec.structs.replace(NOISE, fingerprint=0.3), readings
+    )
+    both = [verifying(checked, calibration, number) for number in (1, 2)]
+    await until(lambda: readings.asked == 2)
+    readings.first_may_go.set()
+    for verified in await asyncio.gather(*both):
+        assert verified.reasons() == {Reason.WRONG_MODEL: 8}
+        assert len(verified.audited.readings) == 8
+
+
+async def test_where_no_text_can_be_read_nothing_is_learned_from_and_nobody_is_blamed() -> None:
+    readings = SlowReadings(fails=True)
+    readings.first_may_go.set()
+    checked, calibration = reading_verifier(NOISE, readings)
+    verified = await verifying(checked, calibration, 1)
+    assert verified.reasons() == {Reason.UNCALIBRATED: 8}
+    assert not calibration.is_reading
