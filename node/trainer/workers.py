@@ -465,6 +465,7 @@ class WorkerRegistry:
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
+        self.sessions.sweep()
         holders = {held.node for held in self.book.held.values()}
         for node, worker in list(self.workers.items()):
             if now - worker.heard < AWAY_S or node in self.pending:
