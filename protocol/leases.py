@@ -686,14 +686,22 @@ class LeaseBook:
         """Whether proven nodes are present; while there are none newcomers are leased all the work."""
         return now < self._staffed_until
 
-    def newcomer_capacity(self, *, waiting_groups: int, training: bool, now: float) -> int:
-        """Count the groups that all newcomers together may still be granted."""
+    def coming_groups(self, now: float = -math.inf) -> int:
+        """Count the groups that are expected back of those that proven nodes hold."""
+        return self.lead.expected(self.outstanding_groups(now))
+
+    def newcomer_capacity(
+        self, *, waiting_groups: int, training: bool, now: float, coming: int | None = None
+    ) -> int:
+        """Count the groups that all newcomers together may still be granted; `coming`: see capacity()."""
         if self.allowed_groups(training) == 0:
             return 0
         taken = sum(slot.groups for slot in self._slots(now))
         if self.staffed(now):
             return pool(self.policy.groups_per_batch) - taken
-        free = self.capacity(waiting_groups=waiting_groups, training=training, now=now)
+        free = self.capacity(
+            waiting_groups=waiting_groups, training=training, now=now, coming=coming
+        )
         return free - taken
 
     def next_newcomer(
@@ -732,13 +740,22 @@ class LeaseBook:
         depth = self.lead.depth(self.policy.max_off_policy_steps, training)
         return int(depth * self.policy.groups_per_batch)
 
-    def capacity(self, *, waiting_groups: int, training: bool, now: float = -math.inf) -> int:
+    def capacity(
+        self,
+        *,
+        waiting_groups: int,
+        training: bool,
+        now: float = -math.inf,
+        coming: int | None = None,
+    ) -> int:
         """Count the groups that proven nodes may still be granted at `now`.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
-        so that work granted now is at least one version old when its turn comes.
+        so that work granted now is at least one version old when its turn comes. `coming`: coming_groups(now),
+        where the caller has it.
         """
-        coming = self.lead.expected(self.outstanding_groups(now))
+        if coming is None:
+            coming = self.coming_groups(now)
         return self.allowed_groups(training) - waiting_groups - coming
 
     def leased(
@@ -807,7 +824,10 @@ class LeaseBook:
             for number in range(len(self.tasks))
             if most >= 1 and number in share.playable
         }
-        ahead = self._ahead(share.staffed, now) if sizes else set[int]()
+        if not sizes:
+            return None
+        coming = self._coming(share.staffed, now)
+        ahead = self._ahead(coming)
         able = [number for number, size in sizes.items() if size >= 1 and number not in ahead]
         environment = max(able, key=lambda number: self.tasks[number].owed, default=None)
         if environment is None:
@@ -831,7 +851,7 @@ class LeaseBook:
             environment=environment,
         )
         queue.take(size)
-        charges = self._charges(environment, size, share.staffed, now)
+        charges = self._charges(environment, size, share.staffed, coming)
         self._owe(charges)
         self.next_lease += 1
         self.held[lease.lease_id] = Held(lease, node, now, share.newcomer, charges)
@@ -841,13 +861,10 @@ class LeaseBook:
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
 
-    def _ahead(self, staffed: Collection[int], now: float) -> set[int]:
-        """Return the environments that are ahead of their ratio by a batch while others come back."""
-        for number, queue in enumerate(self.tasks):
-            if number in staffed and queue.staffed_at == -math.inf:
-                queue.staffed_at = now
+    def _ahead(self, coming: Collection[int]) -> set[int]:
+        """Return the environments that are ahead of their ratio by a batch while `coming` ones are behind."""
         batch = self.policy.groups_per_batch
-        behind = any(self.tasks[number].owed > 0 for number in self._coming(staffed, now))
+        behind = any(self.tasks[number].owed > 0 for number in coming)
         return {
             number for number, queue in enumerate(self.tasks) if behind and queue.owed <= -batch
         }
@@ -859,6 +876,9 @@ class LeaseBook:
         whose pace is a fair part (FAIR_PART) of what its ratio would take of the pace of all. Else a single
         node that plays an environment slowly, on purpose or not, would set the pace of the run.
         """
+        for number, queue in enumerate(self.tasks):
+            if number in staffed and queue.staffed_at == -math.inf:
+                queue.staffed_at = now
         since = now - self.policy.timeout_s
         paces = {
             node: 1.0 / record.pace
@@ -882,10 +902,12 @@ class LeaseBook:
 
     def ahead(self, environments: Collection[int], staffed: Collection[int], now: float) -> bool:
         """Return whether all of some environments are ahead of their ratio and wait for the others."""
-        return bool(environments) and self._ahead(staffed, now).issuperset(environments)
+        if not environments:
+            return False
+        return self._ahead(self._coming(staffed, now)).issuperset(environments)
 
     def _charges(
-        self, environment: int, groups: int, staffed: Collection[int], now: float
+        self, environment: int, groups: int, staffed: Collection[int], coming: Collection[int]
     ) -> dict[int, float]:
         """Divide `groups` that an environment is leased among what environments are owed; the sum is 0.
 
@@ -893,7 +915,6 @@ class LeaseBook:
         of them, however many share its debt.
         """
         most = self.policy.groups_per_batch
-        coming = self._coming(staffed, now)
         shares = {
             number: share.ratio
             for number, share in enumerate(self.policy.environments)

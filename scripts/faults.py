@@ -688,6 +688,20 @@ FAULTS = (
         ("test_lines_at_sources_that_gave_nothing_keep_out_no_source_that_did",),
     ),
     Fault(
+        "whoever gives nothing keeps its place in a fetch",
+        "node/p2p/download.py",
+        "giving = sum(fetch.state.gives(peer, now) for peer in known)",
+        "giving = len(known)",
+        ("test_twenty_of_forty_neighbours_that_do_their_worst_do_not_double_the_time_of_a_fetch",),
+    ),
+    Fault(
+        "a source that gave nothing ends the lines at those that did",
+        "node/p2p/download_state.py",
+        "rivals = [one for one in others if self._has_delivered(one.source) or not proven]",
+        "rivals = others",
+        ("test_a_source_that_gave_nothing_yet_keeps_no_chunk_from_one_that_did",),
+    ),
+    Fault(
         "a refusal ends the time that a source owes a chunk",
         "node/p2p/download_state.py",
         "if not failed and not account.requests:",

@@ -273,22 +273,39 @@ class Router:
         self._open.setdefault(peer, []).append(mine)
         self._peers.connected(peer, connection)
         reason = ""
+        answers: set[asyncio.Task[None]] = set()
         try:
             async with asyncio.TaskGroup() as tasks:
-                while True:
-                    stream = await connection.accept_stream()
-                    mine.asked = time.monotonic()
-                    mine.streams += 1
+                while (stream := await self._next_stream(mine)) is not None:
                     if not await self._pace(mine):
                         reason = "too many requests"
                         break
-                    tasks.create_task(self._answer(mine, stream))
+                    answer = tasks.create_task(self._answer(mine, stream))
+                    answers.add(answer)
+                    answer.add_done_callback(answers.discard)
+                if stream is None:
+                    for answer in answers:
+                        answer.cancel()
         except* TransportError:
-            logger.debug("connection of %s ended", short(peer))
+            logger.debug("an answer to %s broke", short(peer))
         finally:
             self._drop(mine)
             self._peers.disconnected(peer, connection)
             await connection.close(reason)
+
+    async def _next_stream(self, mine: OpenConnection) -> Stream | None:
+        """Take the next request; None where the connection has ended.
+
+        As an error of a group that would be a circle, and keep all of the connection until one is looked for.
+        """
+        try:
+            stream = await mine.connection.accept_stream()
+        except TransportError as error:
+            logger.debug("connection of %s ended: %s", short(mine.connection.peer), error)
+            return None
+        mine.asked = time.monotonic()
+        mine.streams += 1
+        return stream
 
     async def _pace(self, mine: OpenConnection) -> bool:
         """Wait before a request of a peer that is no member is answered; its next ones queue in the transport.

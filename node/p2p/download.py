@@ -619,6 +619,9 @@ class OriginFetch:
 
 
 MAX_NEIGHBOURS = 8
+"""Peers that take part in a fetch, without those that give nothing when they are asked."""
+MAX_TRIED = 24
+"""Peers that take part in a fetch, with those."""
 MAX_HOLDERS = 4
 """Places of these for peers that claim by gossip to hold the version: liars never get all places."""
 MAX_HEARSAY = 16
@@ -716,7 +719,8 @@ class BlobFetcher:
         holders: Holders,
     ) -> None:
         line = [peer for peer in neighbours if peer != origin]
-        chosen = self._choose(line, holders())
+        ranked = self._choose(line, holders())
+        chosen, spare = ranked[:MAX_NEIGHBOURS], ranked[MAX_NEIGHBOURS:]
         few = len(missing) <= max(FEW_CHUNKS, len(chosen))
         # A peer known from gossip alone, that never served, delays nothing and spares the origin nothing.
         # Nor does one that gave nothing in the last fetch.
@@ -733,7 +737,7 @@ class BlobFetcher:
             working = [tasks.create_task(one.run()) for one in followed]
             awaited = [one for one in followed if one.peer in hoped] or followed
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
-            working.append(tasks.create_task(self._hear_of_more(fetch, {origin, *chosen}, holders)))
+            working.append(tasks.create_task(self._try_more(fetch, chosen, spare, holders)))
             await fetch.over.wait()
             self._judge(fetch)
             for task in working:
@@ -768,7 +772,7 @@ class BlobFetcher:
             )
 
     def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
-        """Choose the first of the line, some holders, then others of the line at random, slow ones too.
+        """Order those to ask: the first of the line, some holders, others of the line at random, slow ones too.
 
         Peers that keep failing are mostly left out, and for some time those that lied, or let us wait for
         nothing again and again.
@@ -779,7 +783,7 @@ class BlobFetcher:
         ranked = self._ranked([*honest[1:], *self._hearsay(holders, line)])
         claiming = [peer for peer in ranked if peer in holders][:MAX_HOLDERS]
         others = [peer for peer in ranked if peer in honest and peer not in claiming]
-        return [*honest[:1], *claiming, *others][:MAX_NEIGHBOURS]
+        return [*honest[:1], *claiming, *others]
 
     def _left_out(self, peer: bytes, now: float) -> bool:
         return self.scores.shunned(peer, now) or self.scores.passed_over(peer, now)
@@ -799,15 +803,27 @@ class BlobFetcher:
         new = [peer for peer in holders if peer not in known and not self._left_out(peer, now)]
         return self.chance.sample(new, min(len(new), MAX_HEARSAY))
 
-    async def _hear_of_more(self, fetch: Fetch, known: set[bytes], holders: Holders) -> None:
-        """Watch holders that gossip names during the fetch; `known` are those that take part already."""
-        places = min(MAX_HOLDERS, MAX_NEIGHBOURS + 1 - len(known))
+    async def _try_more(
+        self, fetch: Fetch, chosen: Sequence[bytes], spare: Sequence[bytes], holders: Holders
+    ) -> None:
+        """Let others take part in place of those that give nothing: of the line, then by gossip."""
+        waiting = deque(spare)
+        known, heard = {fetch.origin, *chosen}, 0
         async with asyncio.TaskGroup() as tasks:
-            while places > 0:
+            while len(known) <= MAX_TRIED:
                 await asyncio.sleep(HEARSAY_S)
-                for peer in self._ranked(self._hearsay(holders(), known))[:places]:
-                    known.add(peer)
-                    places -= 1
+                now = time.monotonic()
+                giving = sum(fetch.state.gives(peer, now) for peer in known)
+                free = max(0, min(MAX_NEIGHBOURS - giving, MAX_TRIED + 1 - len(known)))
+                more = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                fetch.neighbours.update(peer for peer in more if not self.scores.stalled(peer))
+                free = min(free - len(more), MAX_HOLDERS - heard)
+                if free > 0:
+                    named = self._ranked(self._hearsay(holders(), [*known, *more, *waiting]))[:free]
+                    heard += len(named)
+                    more += named
+                known.update(more)
+                for peer in more:
                     tasks.create_task(NeighbourFetch(fetch, peer).run())
 
     async def _from_origin(

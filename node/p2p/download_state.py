@@ -4,7 +4,7 @@ Pure: time and randomness are arguments. A claim is only a hint; a chunk counts 
 
 A claim keeps a chunk from the origin, and a line keeps other holders from it, only as long as its source has
 patience left (SourceAccount). A source that lets us wait for more than that is doubted until the end of the
-fetch: it may still send, but nobody waits for it.
+fetch: it may still send, but nobody waits for it. One that gave nothing yet keeps no chunk from one that did.
 """
 
 import asyncio
@@ -31,6 +31,8 @@ LATE = 3.0
 LATE_LEAST_S = 0.5
 SILENT_S = 2.0
 """A download without data for this long is late, also if the others are slower."""
+PLACE_S = 0.2
+"""Time after which a source that was asked and sends nothing keeps no other one from taking part."""
 FIRST_RATE = 256 * 1024
 """Bytes per second that a download is to reach before any chunk has arrived; later the others' median, divided
 by LATE."""
@@ -75,6 +77,8 @@ class SourceAccount:
     """Requests under way."""
     delivered: int = 0
     """Chunks that it gave."""
+    asked: bool = False
+    """Whether a request to it has ended."""
 
     def settle(self, now: float, allowance: float) -> None:
         """End the present wait, of which `allowance` seconds are usual."""
@@ -164,6 +168,23 @@ class DownloadState:
             return account.spent
         return account.spent + max(0.0, now - account.owes_since - self._allowance)
 
+    def gives(self, source: bytes, now: float) -> bool:
+        """Whether `source` takes part to some purpose: it owes us nothing, or sends about as fast as others."""
+        account = self.accounts.get(source)
+        if account is None or source not in self._claims or self.doubted(source, now):
+            return False
+        if account.owes_since is None:
+            return True
+        usual = self._allowance if account.delivered else 0.0
+        if now - account.owes_since <= max(PLACE_S, usual):
+            return True
+        return any(
+            one.source == source and one.sending and not self._late(one, now)
+            for downloads in self._downloads.values()
+            for one in downloads
+            if now - one.touched <= LATE_LEAST_S
+        )
+
     def withdraw(self, source: bytes, now: float) -> None:
         """Forget what `source` says: it takes no part any more."""
         account = self.accounts.get(source)
@@ -220,12 +241,14 @@ class DownloadState:
     def starts(self, download: ChunkDownload, now: float) -> bool:
         """Record that the bytes of `download` come now; return False if another source sends them already."""
         downloads = self._downloads.get(download.chunk.digest, []) if download.chunk else []
+        proven = self._has_delivered(download.source)
         others = [one for one in downloads if one is not download]
-        if any(one.sending and not self._late(one, now) for one in others):
+        rivals = [one for one in others if self._has_delivered(one.source) or not proven]
+        if any(one.sending and not self._late(one, now) for one in rivals):
             return False
         download.sending = True
         for one in others:
-            if not one.sending:
+            if not one.sending and (proven or not self._has_delivered(one.source)):
                 one.stop()
         return True
 
@@ -249,6 +272,7 @@ class DownloadState:
         account = self.accounts.get(download.source)
         if account is not None:
             account.requests -= 1
+            account.asked = True
             if not failed and not account.requests:
                 account.settle(now, self._allowance)
         downloads = self._downloads.get(download.chunk.digest, [])
@@ -318,7 +342,7 @@ class DownloadState:
     def _may_join(
         self, name: bytes, downloads: list[ChunkDownload], source: bytes, now: float
     ) -> bool:
-        if any(download.source == source for download in downloads):
+        if any(download.source == source for download in downloads) or self._has_failed(source):
             return False
         if source not in self.accounts and self._waited_long(name, now):
             return True  # whatever the others do
@@ -326,7 +350,13 @@ class DownloadState:
             return self._lines(downloads, source, now) < LINES_AT_ONCE
         alive = [one for one in downloads if one.sending and now - one.touched <= SILENT_S]
         counted = [one for one in alive if not self.doubted(one.source, now)]
-        return len(counted) < COPIES_AT_ONCE and all(self._late(one, now) for one in alive)
+        if source not in self.accounts or not self._has_delivered(source):
+            return len(counted) < COPIES_AT_ONCE and all(self._late(one, now) for one in alive)
+        unproven = [one for one in alive if not self._has_delivered(one.source)]
+        if unproven and not any(self._late(one, now, PLACE_S) for one in unproven):
+            return False
+        proven = [one for one in counted if self._has_delivered(one.source)]
+        return len(proven) < COPIES_AT_ONCE and all(self._late(one, now) for one in proven)
 
     def _lines(self, downloads: list[ChunkDownload], source: bytes, now: float) -> int:
         """Count the lines for a chunk that keep `source` from another one.
@@ -345,6 +375,13 @@ class DownloadState:
     def _has_delivered(self, source: bytes) -> bool:
         account = self.accounts.get(source)
         return account is None or account.delivered > 0
+
+    def _has_failed(self, source: bytes) -> bool:
+        """Whether `source` was asked in vain, gave nothing yet, and others did."""
+        account = self.accounts.get(source)
+        if account is None or not account.asked or account.delivered:
+            return False
+        return any(one.delivered for one in self.accounts.values())
 
     def _stuck(self, now: float) -> set[bytes]:
         """Sources that do not deliver: their other claims do not count either."""
@@ -370,10 +407,10 @@ class DownloadState:
         )
         return waited and self._may_join(name, downloads, source, now)
 
-    def _late(self, download: ChunkDownload, now: float) -> bool:
+    def _late(self, download: ChunkDownload, now: float, least: float = LATE_LEAST_S) -> bool:
         if now - download.touched > SILENT_S:
             return True
         typical = self.typical_s
         if typical is None:
             return not self._in_time(download, now)
-        return now - download.begun > max(LATE * typical, LATE_LEAST_S)
+        return now - download.begun > max(LATE * typical, least)

@@ -260,6 +260,9 @@ class IrohConnection:
             try:
                 stream = await asyncio.shield(self._accepting)
             except self.foreign_error as error:
+                self._accepting = (
+                    None  # its error knows this frame: as a circle it would stay for hours
+                )
                 raise self._lost(cause(error)) from error
             except asyncio.CancelledError:
                 if self._accepting.cancelled() and not _was_cancelled():

@@ -102,11 +102,15 @@ class LeaseDemand:
         unverified = self._unverified()
         waiting = len(self._buffer) + unverified.total()
         needed = remaining * self._config.rollouts.groups_per_batch
-        last = needed - waiting - book.lead.expected(book.outstanding_groups(now))
+        coming = book.coming_groups(now)
+        last = needed - waiting - coming
         if node is None:
-            free = book.newcomer_capacity(waiting_groups=waiting, training=training, now=now)
+            free = book.newcomer_capacity(
+                waiting_groups=waiting, training=training, now=now, coming=coming
+            )
             return max(0, min(last, free))
-        free = min(last, book.capacity(waiting_groups=waiting, training=training, now=now))
+        free = book.capacity(waiting_groups=waiting, training=training, now=now, coming=coming)
+        free = min(last, free)
         if free < 1:
             return 0
         rollouts = self._config.rollouts

@@ -63,6 +63,7 @@ GONE_S = 60.0
 AWAY_S, SWEEP_S = 300.0, 10.0
 """Silence after which a worker's row is dropped if it remembers nothing, and how often that is looked at."""
 MAX_UPSTREAMS = 8
+"""Sources on each side of a worker in the line; more where there are fewer on the other."""
 MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
 """Sources with adjacent ranks; the others are far, so that chunks cross a large swarm in few steps."""
@@ -464,6 +465,7 @@ class WorkerRegistry:
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
+        self.sessions.sweep()
         holders = {held.node for held in self.book.held.values()}
         for node, worker in list(self.workers.items()):
             if now - worker.heard < AWAY_S or node in self.pending:
@@ -697,7 +699,11 @@ class WorkerRegistry:
         me = self.workers[peer].rank
         before = [one.record for one in reversed(sources) if one.rank < me]
         after = [one.record for one in sources if one.rank > me]
-        return _near_and_far(before, peer), _near_and_far(after, peer)
+        # The last to be admitted has nobody after it: it needs as many to choose from as the others.
+        return (
+            _near_and_far(before, peer, 2 * MAX_UPSTREAMS - min(len(after), MAX_UPSTREAMS)),
+            _near_and_far(after, peer, 2 * MAX_UPSTREAMS - min(len(before), MAX_UPSTREAMS)),
+        )
 
     def _find_sources(self, now: float) -> list[ChunkHolder]:
         """Return the workers that others can fetch from, by rank; only some of the newcomers."""
@@ -733,10 +739,10 @@ def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:
     )
 
 
-def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:
+def _near_and_far(records: Sequence[bytes], peer: bytes, most: int) -> tuple[bytes, ...]:
     """Return the nearest ranks in order, then some of the others, always the same for one peer."""
     near, far = records[:NEAREST], records[NEAREST:]
-    few = min(len(far), MAX_UPSTREAMS - NEAREST)
+    few = min(len(far), most - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from support.swarm import Swarm, make_model
+from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes
 
 from primerl.crypto.keys import SecretKey
@@ -142,7 +142,9 @@ class Row:
 class IrohSwarm(Swarm):
     """A swarm over real QUIC."""
 
-    async def _transport(self, network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+    async def _transport(
+        self, running: Running, network: NetworkConfig, key: SecretKey, port: int
+    ) -> Transport:
         transport = transport_of(key)
         await transport.start()
         return transport

@@ -12,6 +12,7 @@ from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes
 
+from primerl.node.p2p import connections
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import Connection, TransportError
 
@@ -153,8 +154,10 @@ async def test_keys_with_a_ticket_do_not_keep_workers_out_that_proved_themselves
 
 
 async def test_a_connection_that_asks_for_nothing_is_closed_in_seconds(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert connections.STRANGER_S >= 5.0, "a hello over a slow line has time"
+    monkeypatch.setattr(connections, "STRANGER_S", 2.0)
     async with run_of(tmp_path, model_dir) as swarm, AsyncExitStack() as stack:
         swarm.fakes.last_step = 0  # this is about connections: nothing more is trained
         began = time.monotonic()
@@ -164,7 +167,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed_in_seconds(
             await refused.hello(ticket=b"")
         admitted = await stack.enter_async_context(Rogue(swarm, "admitted"))
         await admitted.hello()
-        connections = [*silent, await refused.control()]
-        await until(lambda: all(one.closed for one in connections), SOON)
-        assert time.monotonic() - began >= 5.0, "a hello over a slow line has time"
+        strangers = [*silent, await refused.control()]
+        await until(lambda: all(one.closed for one in strangers), SOON)
+        assert time.monotonic() - began >= 2.0
         assert not (await admitted.control()).closed

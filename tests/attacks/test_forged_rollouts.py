@@ -257,20 +257,24 @@ async def test_a_bundle_that_is_not_the_work_of_its_lease_is_refused_whole(
     assert rejected(verdict) == [(index, reason) for index in range(4)]
 
 
-async def test_a_liar_is_banned_and_others_are_not(siege: Swarm) -> None:
-    async with Rogue(siege, "liar") as liar, Rogue(siege, "bystander") as bystander:
-        await liar.hello()
-        await bystander.hello()
-        for again in range(2):
-            lease, sealed = await liar.lease()
-            (group,) = await liar.play(lease)
-            for index in range(lease.group_size):
-                group = altered(group, index, reward=7.0)
-            await liar.submit(liar.bundle(sealed, [group]), lease.lease_id)
-            await judged(siege, liar, len(group.rollouts) * (again + 1))
-        assert await reason_of(liar.poll(1)) == Reason.BANNED
-        assert (await bystander.work()).lease_id
-        assert (await row_of(siege, liar))["top_reason"] == Reason.BAD_REWARD
+async def test_a_liar_is_banned_and_others_are_not(tmp_path: Path, model_dir: Path) -> None:
+    # After each loss a worker rests for a quarter of a lease's time.
+    rollouts = {"groups_per_batch": 64, "groups_per_lease": 1, "lease_timeout_s": 4.0}
+    async with Swarm(tmp_path, model_dir, max_steps=3, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        async with Rogue(swarm, "liar") as liar, Rogue(swarm, "bystander") as bystander:
+            await liar.hello()
+            await bystander.hello()
+            for again in range(2):
+                lease, sealed = await liar.lease()
+                (group,) = await liar.play(lease)
+                for index in range(lease.group_size):
+                    group = altered(group, index, reward=7.0)
+                await liar.submit(liar.bundle(sealed, [group]), lease.lease_id)
+                await judged(swarm, liar, len(group.rollouts) * (again + 1))
+            assert await reason_of(liar.poll(1)) == Reason.BANNED
+            assert (await bystander.work()).lease_id
+            assert (await row_of(swarm, liar))["top_reason"] == Reason.BAD_REWARD
 
 
 async def judged(swarm: Swarm, rogue: Rogue, rejected: int) -> None:

@@ -83,7 +83,7 @@ async def test_the_ticket_whose_keys_answer_with_nothing_is_named_and_a_newcomer
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Before, a lease that came back with failures alone counted as kept."""
-    rollouts = {"lease_timeout_s": 8.0}
+    rollouts = {"lease_timeout_s": 4.0}
     async with run_of(tmp_path, model_dir, rollouts=rollouts) as swarm, AsyncExitStack() as stack:
         for number in range(11):
             rogue = await stack.enter_async_context(Rogue(swarm, f"idle {number}"))
@@ -147,7 +147,11 @@ async def test_a_worker_that_takes_back_its_right_answers_shifts_no_rewards_and_
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Before, 90 of 240 rollouts were withdrawn by their reward at full trust, and the others trained."""
-    async with run_of(tmp_path, model_dir) as swarm, Contributor(swarm, "chooser") as chooser:
+    rollouts = {"lease_timeout_s": 4.0}  # after each loss it rests for a quarter of that
+    async with (
+        run_of(tmp_path, model_dir, rollouts=rollouts) as swarm,
+        Contributor(swarm, "chooser") as chooser,
+    ):
         await chooser.earn_groups(1)
         async with asyncio.timeout(SOON):
             while not (named := [one for one in await warnings(swarm) if "takes back" in one]):

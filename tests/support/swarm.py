@@ -417,16 +417,8 @@ class Swarm:
             name = "counting" if config.id == CONFIG["environment"]["id"] else config.id
             return CountingEnvironment(max_tokens=max_tokens, name=name)
 
-        async def transport(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
-            """A node that starts again has the address that it had before, like one on a fixed port."""
-            away = running.copied or not self._at_home
-            make = self.network.transport if away else partial(at_home, self.network)
-            running.transport = make(key.node_id)
-            running.transport.public = running.public
-            return running.transport
-
         return Factories(
-            transport=transport,
+            transport=partial(self._transport, running),
             discovery=self._discovery,
             environment=environment,
             engine=engine,
@@ -436,6 +428,16 @@ class Swarm:
             backend=backend,
             ledger=ledger or self._trainer_ledger,
         )
+
+    async def _transport(
+        self, running: Running, network: NetworkConfig, key: SecretKey, port: int
+    ) -> Transport:
+        """A node that starts again has the address that it had before, like one on a fixed port."""
+        away = running.copied or not self._at_home
+        make = self.network.transport if away else partial(at_home, self.network)
+        running.transport = make(key.node_id)
+        running.transport.public = running.public
+        return running.transport
 
     async def _discovery(
         self, network: NetworkConfig, key: SecretKey, run: bytes, bootstrap: Sequence[str]

@@ -184,7 +184,7 @@ async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> Non
 async def test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not(
     model_dir: Path,
 ) -> None:
-    impatient = replace(TIMEOUTS, quiet_s=1.0)
+    impatient = replace(TIMEOUTS, quiet_s=1.0, end_s=0.5)
     async with running(model_dir, config(), impatient) as engine:
         honest = asyncio.create_task(engine.generate(ask(fake.WAITS)))
         await asyncio.sleep(0.2)

@@ -13,6 +13,7 @@ from support.waiting import until
 from primerl.node.p2p.download_state import (
     FIRST_RATE,
     IN_LINE_S,
+    PLACE_S,
     SILENT_S,
     ChunkDownload,
     DownloadState,
@@ -113,6 +114,45 @@ def test_one_may_stand_in_several_lines_and_the_first_to_send_ends_the_others() 
     second = begun(one, B, 0, 0.1, sending=False)
     assert one.starts(second, 0.2)
     assert not one.starts(first, 0.3)  # its bytes come already
+
+
+def test_a_source_that_gave_nothing_yet_keeps_no_chunk_from_one_that_did() -> None:
+    """Before, the first to send anything ended all other lines for a chunk, and then sent a byte a second."""
+    one = board()
+    for source in (A, B):
+        one.claim(source, [X, Y])
+    one.arrived(CHUNKS[1], begun(one, A, 1, 0.0), 0.1)
+    line = begun(one, A, 0, 0.1, sending=False)
+    slow = begun(one, B, 0, 0.1, sending=False)
+    assert one.starts(slow, 0.2)
+    assert one.starts(line, 0.3)
+    assert not one.starts(slow, 0.3), "the one that did has it under way"
+
+
+def test_a_source_that_was_asked_in_vain_joins_no_other_until_it_gives_a_chunk() -> None:
+    one = board()
+    for source in (A, B):
+        one.claim(source, [X, Y, Z])
+    one.arrived(CHUNKS[1], begun(one, A, 1, 0.0), 0.1)
+    begun(one, A, 0, 0.1, sending=False)
+    assert one.late_of(B, 0.2) == CHUNKS[0]
+    one.end(begun(one, B, 2, 0.2, sending=False), 0.3)
+    assert one.late_of(B, 0.4) is None
+    assert one.next_of(B) == CHUNKS[2], "it may still show what it has"
+
+
+def test_a_source_that_is_asked_and_gives_nothing_soon_leaves_its_place_to_another() -> None:
+    one = board()
+    assert not one.gives(A, 0.0), "it told nothing yet"
+    one.claim(A, [X])
+    assert one.gives(A, 100.0), "nobody asked it"
+    pull = begun(one, A, 0, 100.0, sending=False)
+    assert one.gives(A, 99.9 + PLACE_S)
+    assert not one.gives(A, 100.1 + PLACE_S)
+    one.starts(pull, 101.0)
+    pull.begun = pull.touched = 101.0
+    assert one.gives(A, 101.1), "now it sends"
+    assert not one.gives(A, 102.0), "but no byte since"
 
 
 def test_a_chunk_that_is_late_is_asked_of_another_holder() -> None:

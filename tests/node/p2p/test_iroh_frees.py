@@ -5,12 +5,16 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.waiting import until
 
+from primerl.crypto.keys import SecretKey
 from primerl.node.p2p import iroh
+from primerl.node.p2p.transport import TransportError
 
 DEADLINE_S = 60.0
 
@@ -147,3 +151,37 @@ def test_an_error_goes_where_it_is_dropped() -> None:
 def test_a_binding_that_changed_is_not_patched_blindly() -> None:
     with pytest.raises(AttributeError, match=r"iroh\.py"):
         iroh.install_free_thread(SimpleNamespace())
+
+
+async def test_a_connection_that_ended_goes_at_once_and_waits_for_no_collector() -> None:
+    """Before, the error of its last accept held it in a circle: hours, in a process of many objects."""
+    near, far = (
+        iroh.IrohTransport(SecretKey.generate(), host="127.0.0.1", port=0, alpns=[b"x"])
+        for _ in range(2)
+    )
+    gc.disable()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await near.start()
+            await far.start()
+            dialled, accepted = await asyncio.gather(
+                near.connect(far.node_id, far.addresses(), b"x", deadline=DEADLINE_S), far.accept()
+            )
+            waiting = asyncio.create_task(ended(accepted))
+            gone = weakref.ref(accepted)
+            del accepted
+            await asyncio.sleep(0)
+            await dialled.close("over")
+            await waiting
+            del waiting
+            await until(lambda: gone() is None)
+    finally:
+        gc.enable()
+        await near.close()
+        await far.close()
+
+
+async def ended(connection: iroh.IrohConnection) -> None:
+    """Wait until a connection takes no more streams."""
+    with suppress(TransportError):
+        await connection.accept_stream()

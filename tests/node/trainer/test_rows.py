@@ -92,6 +92,20 @@ def test_whoever_leaves_and_comes_back_is_where_it_was(front: Front) -> None:
         front.registry.get(b"stranger".rjust(32))
 
 
+async def test_sessions_of_keys_that_left_go_with_the_next_sweep(front: Front) -> None:
+    connection = Closed()
+    await front.registry.gate(connection)  # type: ignore[arg-type]
+    assert len(front.registry.sessions) == 1
+    front.sweep(SWEEP_S)
+    assert len(front.registry.sessions) == 0
+
+
+class Closed:
+    """A connection that its other side closed."""
+
+    peer, closed = CROWD[0], True
+
+
 def test_verdicts_that_nobody_fetched_are_not_kept_in_memory_for_ever(front: Front) -> None:
     front.registry.workers[PROVEN].verdicts.extend([b"verdict"] * 9)
     front.ledger.add_verdict(PROVEN, b"verdict")

@@ -38,11 +38,15 @@ async def test_a_worker_hears_of_the_nearest_before_it_first_and_of_some_after_i
         assert after[:4] == [ids[13], ids[14], ids[15], ids[16]]
         assert set(before) < set(ids[:12])
         assert set(after) == set(ids[13:])
-        assert len(before) == 8
+        assert len(before) == 9
         again = await line[12].poll(0, version=0)
         assert nodes(again.upstreams) == before
         first = await line[0].poll(0, version=0)
         assert first.upstreams == ()
+        assert len(first.downstreams) == 16
+        last = await line[19].poll(0, version=0)
+        assert nodes(last.upstreams)[:4] == [ids[18], ids[17], ids[16], ids[15]]
+        assert len(last.upstreams) == 16, "a late joiner chooses among as many as others do"
         everybody = await line[12].ask(SyncRecords(()), SyncRecords)
         assert nodes(everybody.records) == before + after
 
