@@ -299,9 +299,7 @@ class Study:
         for name in ("readings", "honest", "cheats"):
             kinds: dict[str, list[Evidence]] = getattr(self, name)
             found[name] = {kind: [row_of(one) for one in seen] for kind, seen in kinds.items()}
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-        part.replace(path)
+        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Study":
