@@ -63,7 +63,7 @@ from .checks import CheckedRollout, Rejected, check_submission, sampled_runs
 from .class_bounds import ENOUGH, Reference
 from .duplicates import CopyDetector
 from .envelope import NoiseEnvelope
-from .judge import Judgement, StageAttribution, blame, judge, name_stages
+from .judge import Judgement, StageAttribution, blame, first_above, judge, name_stages
 from .self_calibration import AuditConditions, SelfCalibration
 
 logger = logging.getLogger(__name__)
@@ -513,18 +513,31 @@ class Verifier:
             return
         work.audited.validator = answer.validator
         if self._readings is not None and work.conditions.reads:
-            await self._read(self._readings, call, work)
+            await self._read(self._readings, call, answer.measured, work)
         for one, measured in zip(passed, answer.measured, strict=True):
             self._judge(one.rollout, measured, work)
 
-    async def _read(self, readings: Readings, call: AuditCall, work: _Work) -> None:
+    async def _read(
+        self,
+        readings: Readings,
+        call: AuditCall,
+        measured: Sequence[Sequence[Measured | Unreadable]],
+        work: _Work,
+    ) -> None:
         """Read a share of the audited rollouts in float32, before any is judged.
 
-        The first bounds are waited for, as long as texts are read that may make them.
+        Texts that would be rejected are not read: no seed decided them. The first bounds are waited for, as
+        long as texts are read that may make them.
         """
-        calibration = readings.calibration
-        newest = max((max(_claims(one.rollout)) for one in call.chosen), default=0)
-        chosen = call.chosen[: calibration.readings_due(len(call.chosen), newest)]
+        calibration, reject = readings.calibration, work.conditions.contract.reject
+        sound: list[AuditTarget] = []
+        for target, found in zip(call.chosen, measured, strict=True):
+            numbers = [one for one in found if isinstance(one, Measured)]
+            whole = len(numbers) == len(found)
+            if whole and not first_above(evidence(target.rollout, numbers), reject):
+                sound.append(target)
+        newest = max((max(_claims(one.rollout)) for one in sound), default=0)
+        chosen = sound[: calibration.readings_due(len(sound), newest)]
         if chosen:
             await self._read_these(chosen, readings, call, work)
         async with readings.done:

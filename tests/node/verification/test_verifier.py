@@ -605,3 +605,14 @@ async def test_where_no_text_can_be_read_nothing_is_learned_from_and_nobody_is_b
     verified = await verifying(checked, calibration, 1)
     assert verified.reasons() == {Reason.UNCALIBRATED: 8}
     assert not calibration.is_reading
+
+
+async def test_a_text_that_no_seed_decided_is_not_read() -> None:
+    readings = SlowReadings()
+    readings.first_may_go.set()
+    garbage = msgspec.structs.replace(NOISE, sampling=0.5, sampling_max=9.0)
+    checked, calibration = reading_verifier(garbage, readings)
+    verified = await verifying(checked, calibration, 1)
+    assert verified.reasons() == {Reason.BAD_SAMPLING: 8}
+    assert readings.asked == 0
+    assert calibration.gathered(ENVELOPE) == 0
