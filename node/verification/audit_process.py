@@ -8,7 +8,7 @@ tries the other items without the one that caused it.
 import asyncio
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,7 +165,9 @@ class AuditServer:
         return AuditReady()
 
     @contextmanager
-    def _measuring(self, numbers: Mapping[int, int]) -> Iterator[tuple[Measurer, dict[int, State]]]:
+    def _measuring(
+        self, numbers: Mapping[int, int]
+    ) -> Generator[tuple[Measurer, dict[int, State]]]:
         """Return the measurer and the states of these numbers; free spare memory afterwards."""
         if self._measurer is None:
             raise EngineError("nothing was set up: send the setup first")

@@ -100,7 +100,7 @@ class TextReader(Replay):
             np.repeat(np.array([one.top_p for one in items], np.float32), counts),
         )
         temperatures = upload(torch.from_numpy(np.ones_like(warm) if greedy else warm), device)
-        columns = (temperatures, upload_array(seeds, device), upload_array(places, device))
+        drawn_with, at = upload_array(seeds, device), upload_array(places, device)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         step = self._rows(network, hidden)
@@ -112,7 +112,8 @@ class TextReader(Replay):
                 tokens.append(best)
                 logprobs.append(likely)
                 continue
-            found = draw(logits, *(one[part] for one in columns), limits.narrowed(part, device))
+            narrowed = limits.narrowed(part, device)
+            found = draw(logits, temperatures[part], drawn_with[part], at[part], narrowed)
             tokens.append(found.tokens)
             logprobs.append(found.logprobs)
         return torch.cat(tokens).cpu().numpy(), torch.cat(logprobs).double().cpu().numpy()

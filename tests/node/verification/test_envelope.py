@@ -16,7 +16,6 @@ from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.class_bounds import Reference
 from primerl.node.verification.envelope import (
     FIRST,
-    PAIR,
     NoiseEnvelope,
     envelope_bounds,
     first_version,
@@ -126,8 +125,8 @@ async def test_bounds_add_the_noise_of_a_second_rounding_and_are_never_beyond_pr
     seen = honest_4b(np.random.default_rng(0), 4 * FIRST)
     bounds = envelope_bounds([Reference(b"", 1, one) for one in seen], PROOFS)
     most = max(one.fingerprint for one in seen)
-    assert bounds.suspect.fingerprint >= PAIR * np.quantile([one.fingerprint for one in seen], 0.99)
-    assert bounds.reject.fingerprint > PAIR * most
+    assert bounds.suspect.fingerprint >= 1.8 * np.quantile([one.fingerprint for one in seen], 0.99)
+    assert bounds.reject.fingerprint > 1.8 * most
     assert bounds.reject.other_policy == PROVISIONAL.other_policy
     wide = [Reference(b"", 1, one) for one in honest_4b(np.random.default_rng(0), FIRST, 100.0)]
     assert envelope_bounds(wide, PROOFS).reject == PROVISIONAL
