@@ -381,7 +381,8 @@ FAULTS = (
     Fault(
         "receipt is given before the submission is durable",
         "node/trainer/submissions.py",
-        "arrival = await self._ledger.beside(\nself._ledger.receive, name, lease.lease_id, peer, data, receipt\n)",
+        "arrival = await self._ledger.beside(\n"
+        "self._ledger.receive, name, lease.lease_id, peer, data, receipt\n)",
         "arrival = self._ledger.last_arrival() + 1",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
     ),
