@@ -381,7 +381,8 @@ FAULTS = (
     Fault(
         "receipt is given before the submission is durable",
         "node/trainer/submissions.py",
-        "arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)",
+        "arrival = await self._ledger.beside(\n"
+        "self._ledger.receive, name, lease.lease_id, peer, data, receipt\n)",
         "arrival = self._ledger.last_arrival() + 1",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
     ),
@@ -686,6 +687,36 @@ FAULTS = (
         "if account is None or account.delivered:",
         "if account is None:",
         ("test_lines_at_sources_that_gave_nothing_keep_out_no_source_that_did",),
+    ),
+    Fault(
+        "nobody reads a ledger while a submission is written",
+        "node/storage/ledger.py",
+        "return self._write(statement, values, self._large)",
+        "return self._write(statement, values)",
+        ("test_a_ledger_is_read_while_a_large_row_is_written",),
+    ),
+    Fault(
+        "a submission whose sender left is not queued",
+        "node/trainer/submissions.py",
+        "return await asyncio.shield(keeping)",
+        "return await keeping",
+        (
+            "test_the_loop_goes_on_while_a_submission_is_written_and_what_is_durable_is_queued_in_order",
+        ),
+    ),
+    Fault(
+        "sessions of keys that left are kept",
+        "node/trainer/sessions.py",
+        "for node in [node for node, one in self._sessions.items() if one.connection.closed]:",
+        "for node in []:",
+        ("test_a_closed_connection_is_let_go_at_the_next_sweep_and_a_living_one_is_kept",),
+    ),
+    Fault(
+        "a connection that ended waits for the garbage collector",
+        "node/p2p/iroh.py",
+        "self._accepting = None\nraise self._lost(cause(error)) from error",
+        "raise self._lost(cause(error)) from error",
+        ("test_a_connection_that_ended_goes_at_once_and_waits_for_no_collector",),
     ),
     Fault(
         "whoever gives nothing keeps its place in a fetch",

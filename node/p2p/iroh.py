@@ -260,9 +260,8 @@ class IrohConnection:
             try:
                 stream = await asyncio.shield(self._accepting)
             except self.foreign_error as error:
-                self._accepting = (
-                    None  # its error knows this frame: as a circle it would stay for hours
-                )
+                # Its error knows this frame: in a circle the connection would stay for hours.
+                self._accepting = None
                 raise self._lost(cause(error)) from error
             except asyncio.CancelledError:
                 if self._accepting.cancelled() and not _was_cancelled():

@@ -145,10 +145,11 @@ class Ledger:
         self._writing = threading.RLock()
         self._damaged: set[str] = set()
         """Rows that were found to be damaged."""
+        self._fsync = fsync
+        self._large: sqlite3.Connection | None = None
+        """Writes rows of many megabytes in the ledger's thread: while it does, the other one can be read."""
         try:
-            self._db = sqlite3.connect(
-                path, isolation_level=None, check_same_thread=False, timeout=2
-            )
+            self._db = _connect(path)
         except sqlite3.OperationalError as error:
             self._lock.close()
             raise _cannot_open(path, error) from error
@@ -162,8 +163,7 @@ class Ledger:
         try:
             _check_integrity(path, self._db)
             self._db.execute("PRAGMA journal_mode=WAL")
-            # FULL survives a power cut, NORMAL a killed process.
-            self._db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
+            _set_durability(self._db, fsync)
             self._db.executescript(SCHEMA)
             self._check_format(path)
             self._db.executescript(INDICES)
@@ -175,6 +175,8 @@ class Ledger:
     def close(self) -> None:
         """Close the file when its thread has finished its current work; closing twice is fine."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._large is not None:
+            self._large.close()
         self._db.close()
         self._lock.close()
 
@@ -309,8 +311,8 @@ class Ledger:
     def receive(
         self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
     ) -> int:
-        """Put a submission into the queue; returns its arrival number."""
-        cursor = self._write(
+        """Put a submission into the queue; returns its arrival number. Takes a second for 50 MB."""
+        cursor = self._write_large(
             "INSERT INTO inbox (digest, lease_id, node, sealed, receipt) VALUES (?, ?, ?, ?, ?)",
             (digest, lease_id, node, sealed, receipt),
         )
@@ -496,7 +498,7 @@ class Ledger:
 
     def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         """Keep a submission until its receipt comes."""
-        self._write(
+        self._write_large(
             "INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", (digest, lease_id, deadline, sealed)
         )
 
@@ -514,10 +516,23 @@ class Ledger:
         """Delete a submission: its receipt came, or it was refused for good."""
         self._write("DELETE FROM spool WHERE digest = ?", (digest,))
 
-    def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+    def _write_large(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+        """Write a row of many megabytes, a transaction of its own; reading waits for none of it."""
+        with self._writing:
+            if self._large is None:
+                try:
+                    self._large = _connect(self.path)
+                    _set_durability(self._large, self._fsync)
+                except sqlite3.OperationalError as error:
+                    raise _cannot_open(self.path, error) from error
+            return self._write(statement, values, self._large)
+
+    def _write(
+        self, statement: str, values: tuple[object, ...], db: sqlite3.Connection | None = None
+    ) -> sqlite3.Cursor:
         try:
             with self._writing:
-                return self._db.execute(statement, values)
+                return (db or self._db).execute(statement, values)
         except sqlite3.OperationalError as error:
             raise StorageError(
                 f"cannot write the ledger ({error}): free some disk space"
@@ -544,6 +559,15 @@ class Ledger:
             check_format(path, known)
         if self.get(ID) is None:
             self.set(ID, secrets.token_bytes(16))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2)
+
+
+def _set_durability(db: sqlite3.Connection, fsync: bool) -> None:
+    """Set what a commit survives: with `fsync` a power cut, else a killed process."""
+    db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
 
 
 def check_format(path: Path, known: bytes) -> None:

@@ -395,6 +395,9 @@ class SubmissionReceiver:
         self._queue = queue
         self._boot = boot
         self._uploads = UploadReceiver()
+        self._turn = asyncio.Lock()
+        """Held from the check of the queue until a submission is in it: they are queued as they arrived."""
+        self._keeping: set[asyncio.Task[bytes]] = set()
 
     async def handle(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> bool:
         """Receive the bytes of `offer`, or repeat their receipt; return whether they are new.
@@ -425,27 +428,47 @@ class SubmissionReceiver:
         lease = self._check_bundle(peer, offer, data, now)
         if lease.deadline + LATE_GRACE_S < now:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")
-        if self._ledger.lease_done(lease.lease_id):
-            raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
-        receipt = self._services.seal(
-            Purpose.RECEIPT,
-            Receipt(offer.digest, lease.lease_id, int(now)),
-            recipient=peer,
-            sequence=lease.lease_id,
-            expires=int(now) + RECEIPT_TTL_S,
-        )
-        if self._queue.full:
-            raise RemoteProtocolError(Reason.BUSY, "the submission queue is full: try again later")
-        try:
-            arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)
-        except StorageError as error:
-            logger.error("a submission could not be kept: %s", error)
-            raise RemoteProtocolError(
-                Reason.DISK_FULL, "the trainer cannot store it now"
-            ) from error
-        if lease.lease_id in self._book.held:
-            self._book.settle(lease.lease_id, peer, now)
-        self._queue.put(QueuedSubmission(arrival, offer.digest, lease.lease_id, peer, data))
+        # What is durable is queued, too, whoever waits for the receipt: else it would be lost until a restart.
+        keeping = asyncio.create_task(self._keep(peer, lease, offer.digest, data, now))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._kept)
+        return await asyncio.shield(keeping)
+
+    def _kept(self, keeping: "asyncio.Task[bytes]") -> None:
+        self._keeping.discard(keeping)
+        if not keeping.cancelled():
+            keeping.exception()  # retrieve it: who sent the submission may be gone
+
+    async def _keep(self, peer: bytes, lease: Lease, name: bytes, data: bytes, now: float) -> bytes:
+        """Make a submission durable, which takes the disk's time, queue it, and return its receipt."""
+        async with self._turn:
+            if (known := self._ledger.receipt(name)) is not None:
+                return known  # its sender came again while it was written
+            if self._ledger.lease_done(lease.lease_id):
+                raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
+            receipt = self._services.seal(
+                Purpose.RECEIPT,
+                Receipt(name, lease.lease_id, int(now)),
+                recipient=peer,
+                sequence=lease.lease_id,
+                expires=int(now) + RECEIPT_TTL_S,
+            )
+            if self._queue.full:
+                raise RemoteProtocolError(
+                    Reason.BUSY, "the submission queue is full: try again later"
+                )
+            try:
+                arrival = await self._ledger.beside(
+                    self._ledger.receive, name, lease.lease_id, peer, data, receipt
+                )
+            except StorageError as error:
+                logger.error("a submission could not be kept: %s", error)
+                raise RemoteProtocolError(
+                    Reason.DISK_FULL, "the trainer cannot store it now"
+                ) from error
+            if lease.lease_id in self._book.held:
+                self._book.settle(lease.lease_id, peer, now)
+            self._queue.put(QueuedSubmission(arrival, name, lease.lease_id, peer, data))
         await self._scheduler.work_changed()
         return receipt
 

@@ -39,19 +39,22 @@ class SmallLedger(Ledger):
         self._growing = keep
         super().__init__(path, fsync=fsync)
 
-    def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+    def _write(
+        self, statement: str, values: tuple[object, ...], db: sqlite3.Connection | None = None
+    ) -> sqlite3.Cursor:
         if not (self._disk.full and f" INTO {self._growing} " in statement):
-            return super()._write(statement, values)
-        pages = self._db.execute("PRAGMA page_count").fetchone()[0]
-        self._db.execute(f"PRAGMA max_page_count={pages}")
+            return super()._write(statement, values, db)
+        file = db or self._db
+        pages = file.execute("PRAGMA page_count").fetchone()[0]
+        file.execute(f"PRAGMA max_page_count={pages}")
         padded = tuple(v + bytes(1 << 20) if isinstance(v, bytes) else v for v in values)
         try:
-            return super()._write(statement, padded)
+            return super()._write(statement, padded, db)
         except StorageError:
             self._disk.refused += 1
             raise
         finally:
-            self._db.execute("PRAGMA max_page_count=1073741823")
+            file.execute("PRAGMA max_page_count=1073741823")
 
 
 async def test_a_trainer_without_room_refuses_and_the_worker_delivers_later(

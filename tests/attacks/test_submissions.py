@@ -1,6 +1,7 @@
 """Submissions that are not what they should be: stolen, replayed, late, lying about size or content."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from support.hostile import Rogue, altered, reason_of, soon
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import LEASE, RUN, TRAINER, WORKER
 from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -198,27 +200,26 @@ class Uploading:
         pass
 
 
-async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
-    tmp_path: Path,
-) -> None:
-    """What a trainer leased before its start is in no book: the deadline that it signed is what counts."""
+class Receiving:
+    """A trainer's end without a network: `taken` is what is queued to be verified."""
 
-    async def nothing() -> None:
+    def __init__(self, ledger: Ledger, boot: int = 0) -> None:
+        self.ledger = ledger
+        self.taken: list[QueuedSubmission] = []
+        policy = LeasePolicy((MixtureShare(2),), 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
+        scheduler = SimpleNamespace(
+            registry=SimpleNamespace(services=bare_services(ledger=ledger)),
+            book=LeaseBook(policy),
+            work_changed=self._work_changed,
+        )
+        queue = SimpleNamespace(full=False, put=self.taken.append)
+        self._receiver = SubmissionReceiver(cast(Any, scheduler), cast(Any, queue), boot)
+
+    async def _work_changed(self) -> None:
         pass
 
-    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    policy = LeasePolicy((MixtureShare(2),), 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
-    scheduler = SimpleNamespace(
-        registry=SimpleNamespace(services=bare_services(ledger=ledger)),
-        book=LeaseBook(policy),
-        work_changed=nothing,
-    )
-    taken: list[QueuedSubmission] = []
-    queue = SimpleNamespace(full=False, put=taken.append)
-    boot = (LEASE.lease_id >> LEASES_PER_BOOT) + 1
-    receiver = SubmissionReceiver(cast(Any, scheduler), cast(Any, queue), boot)
-
-    async def submit(number: int, over_s: float) -> bytes:
+    async def submit(self, number: int, over_s: float = -60.0) -> bytes:
+        """Hand in empty work for a lease that is over since then; return its digest."""
         lease = msgspec.structs.replace(
             LEASE, lease_id=LEASE.lease_id + number, deadline=time.time() - over_s
         )
@@ -232,16 +233,67 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
             expires=soon(),
         )
         offer = SubmitOffer(digest(bundle), len(bundle), lease.lease_id)
-        await receiver.handle(WORKER.node_id, cast(Stream, Uploading(bundle)), offer)
+        await self._receiver.handle(WORKER.node_id, cast(Stream, Uploading(bundle)), offer)
         return offer.digest
 
+
+LATER_BOOT = (LEASE.lease_id >> LEASES_PER_BOOT) + 1
+
+
+async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
+    tmp_path: Path,
+) -> None:
+    """What a trainer leased before its start is in no book: the deadline that it signed is what counts."""
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    trainer = Receiving(ledger, LATER_BOOT)
     try:
-        assert ledger.receipt(await submit(1, over_s=-60.0)) is not None
+        assert ledger.receipt(await trainer.submit(1)) is not None
         with pytest.raises(RemoteProtocolError, match="is over") as late:
-            await submit(2, over_s=60.0)
+            await trainer.submit(2, over_s=60.0)
         assert late.value.reason == Reason.LEASE_EXPIRED
         assert ledger.last_arrival() == 1
     finally:
+        ledger.close()
+
+
+class HeldLedger(Ledger):
+    """A ledger whose disk takes its time for a submission."""
+
+    def __init__(self, path: Path) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        super().__init__(path, fsync=False)
+
+    def receive(
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
+    ) -> int:
+        self.begun.set()
+        assert self.goes_on.wait(60.0)
+        return super().receive(digest, lease_id, node, sealed, receipt)
+
+
+async def test_the_loop_goes_on_while_a_submission_is_written_and_what_is_durable_is_queued_in_order(
+    tmp_path: Path,
+) -> None:
+    """Before, 72 MB stopped all nodes' requests for a second. A sender that leaves meanwhile loses nothing."""
+    ledger = HeldLedger(tmp_path / "ledger.db")
+    trainer = Receiving(ledger, LATER_BOOT)
+    try:
+        leaving = asyncio.create_task(trainer.submit(1))
+        await until(ledger.begun.is_set)
+        others = [asyncio.create_task(trainer.submit(number)) for number in (2, 3)]
+        again = asyncio.create_task(trainer.submit(1))
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in (leaving, *others, again)), "no receipt before"
+        assert (trainer.taken, ledger.last_arrival()) == ([], 0)
+        leaving.cancel()
+        ledger.goes_on.set()
+        names = await asyncio.gather(*others, again, leaving, return_exceptions=True)
+        assert isinstance(names.pop(), asyncio.CancelledError)
+        assert [one.arrival for one in trainer.taken] == [1, 2, 3]
+        assert {one.digest for one in trainer.taken} >= set(names[:2])
+        assert all(ledger.receipt(one.digest) for one in trainer.taken)
+    finally:
+        ledger.goes_on.set()
         ledger.close()
 
 

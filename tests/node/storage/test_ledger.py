@@ -4,7 +4,9 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,44 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     yield ledger
     ledger.close()
+
+
+class PausedLedger(Ledger):
+    """A ledger that stops in the middle of a large row."""
+
+    def __init__(self, path: Path) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        super().__init__(path, fsync=False)
+
+    def _write(
+        self, statement: str, values: tuple[object, ...], db: sqlite3.Connection | None = None
+    ) -> sqlite3.Cursor:
+        if db is not None:
+            db.set_progress_handler(self._pause, 1)
+        return super()._write(statement, values, db)
+
+    def _pause(self) -> int:
+        self.begun.set()
+        return 0 if self.goes_on.wait(60.0) else 1
+
+
+def test_a_ledger_is_read_while_a_large_row_is_written(tmp_path: Path) -> None:
+    ledger = PausedLedger(tmp_path / "ledger.db")
+    ledger.set("key", b"value")
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            writing = threads.submit(ledger.receive, A, 1, A, bytes(1 << 20), b"receipt")
+            assert ledger.begun.wait(10.0), "on a connection of its own"
+            reading = threads.submit(ledger.get, "key")
+            try:
+                assert reading.result(timeout=10.0) == b"value"
+                assert not writing.done()
+            finally:
+                ledger.goes_on.set()
+        assert ledger.receipt(A) == b"receipt"
+        assert ledger.last_arrival() == writing.result() == 1
+    finally:
+        ledger.close()
 
 
 def test_a_second_node_is_told_to_go_away_and_a_reader_is_not(

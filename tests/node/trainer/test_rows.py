@@ -13,7 +13,7 @@ from support.protocol_cases import MIXED, refuses
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
-from primerl.node.trainer.workers import AWAY_S, SWEEP_S, WorkerRegistry
+from primerl.node.trainer.workers import AWAY_S, SWEEP_S, WorkerRegistry, trim_heap
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import LeaseBook, MixtureShare, NodeRecord
 from primerl.protocol.manifests import Ticket
@@ -29,6 +29,7 @@ class Front:
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
+        self.trimmed = 0
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
         self.ledger.add_ticket(
             TICKET, Ticket(bytes(32), bytes(32), (), (), 0, 2**40, id=TICKET, uses=1000)
@@ -45,6 +46,7 @@ class Front:
             clock=lambda: self.now,
             environments=MIXED.environments,
         )
+        self.registry.trim = self._count_trim
         for node in (*CROWD, *NAMED):
             self.registry.seen(node)
             self.registry.standings(node)  # as a lease request does
@@ -54,6 +56,9 @@ class Front:
         rejected = Counter({Reason.BAD_TERMINATION: 1})
         self.registry.reputation(JUDGED).record(name, 0, rejected, time.time())
         self.registry.book.nodes[LOSER] = NodeRecord(missed=2, rest_until=2.0**40, lost_groups=3)
+
+    def _count_trim(self) -> None:
+        self.trimmed += 1
 
     def sweep(self, after: float) -> None:
         self.now += after
@@ -90,6 +95,16 @@ def test_whoever_leaves_and_comes_back_is_where_it_was(front: Front) -> None:
     assert account.admitted == len(CROWD) + len(NAMED)
     with refuses(Reason.NOT_ADMITTED):
         front.registry.get(b"stranger".rjust(32))
+
+
+def test_memory_goes_back_to_the_system_once_rows_have_gone(front: Front) -> None:
+    """Before, the C library kept what the transport had freed."""
+    front.sweep(AWAY_S - 1)
+    assert not front.trimmed
+    front.sweep(SWEEP_S)
+    front.sweep(SWEEP_S)
+    assert front.trimmed == 1
+    trim_heap()
 
 
 async def test_sessions_of_keys_that_left_go_with_the_next_sweep(front: Front) -> None:
