@@ -6,6 +6,8 @@ Invariants:
 - only branches of one policy version and of one node are read.
 """
 
+import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..inference.fingerprint import pack
-from ..inference.model import LanguageModel
+from ..inference.model import LanguageModel, pick_device
 from ..inference.sampler import Limits, draw
 from ..models import huggingface
 from ..models.device import upload, upload_array
@@ -23,8 +25,12 @@ from ..models.model_files import layer_count
 from ..weights.state import State
 from .auditor import AuditItem, Reading, Unreadable, check_versions
 from .measures import check_items
-from .replay import BATCH_TOKENS, Replay
+from .replay import BATCH_TOKENS, Kept, Replay
 
+WORK_BYTES = 2 * 2**30
+"""Memory of a GPU beside the weights: the states, scores and logits of a batch."""
+LEFT_FREE = 0.05
+"""Share of a GPU's memory that a reading leaves free: a trainer on it may need more at any moment."""
 NOT_READ = "a branch of several policy versions or nodes is not read: cut it first"
 
 
@@ -60,6 +66,20 @@ class TextReader(Replay):
                     found = self._read(network, [items[one] for one in batch])
                     answers |= zip(batch, found, strict=True)
         return [answers[number] for number in range(len(items))]
+
+    def _build(self, state: State) -> Kept:
+        """Build on the CPU where the GPU has no room for the model in this dtype beside its other users."""
+        terms = self._terms
+        device = pick_device(terms.device)
+        if device.type == "cuda":
+            numbers = sum(math.prod(tensor.shape) for tensor in (self._base or state).values())
+            free, total = torch.cuda.mem_get_info(device)
+            if not has_room(numbers, free, total):
+                self._terms = dataclasses.replace(terms, device="cpu")
+        try:
+            return super()._build(state)
+        finally:
+            self._terms = terms
 
     def _read(self, network: LanguageModel, items: Sequence[AuditItem]) -> list[Reading]:
         lengths = [len(item.token_ids) for item in items]
@@ -117,6 +137,11 @@ class TextReader(Replay):
             tokens.append(found.tokens)
             logprobs.append(found.logprobs)
         return torch.cat(tokens).cpu().numpy(), torch.cat(logprobs).double().cpu().numpy()
+
+
+def has_room(numbers: int, free: int, total: int) -> bool:
+    """Return whether a GPU with `free` of `total` bytes can hold a model of so many numbers in float32."""
+    return free - 4 * numbers - WORK_BYTES >= LEFT_FREE * total
 
 
 def _positions(

@@ -114,7 +114,9 @@ class _Flight:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
+    """A network that is kept for the next audit, and the bytes of its state."""
+
     network: LanguageModel
     state: SameState
     size: int
@@ -137,7 +139,7 @@ class Replay:
         self._batch_tokens = batch_tokens
         self._logits = logits
         self._keep_bytes = keep_bytes
-        self._kept: dict[int, _Kept] = {}  # the most recently used one is last
+        self._kept: dict[int, Kept] = {}  # the most recently used one is last
         self._base: State | None = None
 
     def prepare(self, *, threads: int = 0) -> None:
@@ -310,7 +312,7 @@ class Replay:
         self._kept[version] = kept
         return kept.network
 
-    def _build(self, state: State) -> _Kept:
+    def _build(self, state: State) -> Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
         # evicts before the new one is built: memory is short beside a trainer
@@ -324,7 +326,7 @@ class Replay:
             device=terms.device,
             quantization=terms.quantization,
         )
-        return _Kept(network, SameState(state), size)
+        return Kept(network, SameState(state), size)
 
     def _merged(self, state: State) -> State:
         """Return the weights to compute with: `state`, or the base with these adapters."""

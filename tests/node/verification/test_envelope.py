@@ -22,6 +22,7 @@ from primerl.node.verification.envelope import (
 )
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.judge import first_above
+from primerl.node.verification.reader import has_room
 from primerl.protocol.rollouts import Evidence
 
 CPU = EngineConfig(type="hf", device="cpu", dtype="bfloat16")
@@ -130,6 +131,15 @@ async def test_bounds_add_the_noise_of_a_second_rounding_and_are_never_beyond_pr
     assert bounds.reject.other_policy == PROVISIONAL.other_policy
     wide = [Reference(b"", 1, one) for one in honest_4b(np.random.default_rng(0), FIRST, 100.0)]
     assert envelope_bounds(wide, PROOFS).reject == PROVISIONAL
+
+
+async def test_a_model_is_read_on_the_cpu_where_a_trainer_would_have_no_room_left_beside_it() -> (
+    None
+):
+    total = 140 * 2**30
+    assert has_room(600_000_000, 20 * 2**30, total)
+    assert not has_room(4_000_000_000, 20 * 2**30, total)
+    assert not has_room(600_000_000, 10 * 2**30, total), "5 % stay free"
 
 
 def _evidence(number: int, one: Measured) -> Evidence:
