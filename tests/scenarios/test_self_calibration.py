@@ -117,7 +117,7 @@ async def test_a_run_calibrates_itself_and_refuses_weights_that_are_3_percent_of
             assert cheated["audited"] <= 64
             # the envelope judges it; the more readings made it, the narrower: to reject or to suspect only
             assert SEQUENTIAL in cheated["refused"], cheated
-            assert cheated["top_reason"] in ("", "wrong_model")
+            assert cheated["top_reason"] in ("", "wrong_model", "bad_logprobs", "bad_sampling")
             row = await until(
                 run, "accepted work", lambda: trusted(rows(run), honest.key.node_id.hex())
             )
