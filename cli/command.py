@@ -153,10 +153,11 @@ def check_model(config: "RunConfig | SftConfig") -> None:
 
 
 def check_found(config: "RunConfig | SftConfig") -> None:
-    """Raise NodeError if the run lacks a GPU that it names, its model, an environment or a free port.
+    """Raise NodeError if the run lacks a GPU or a vLLM that it needs, its model, an environment or a free port.
 
     Called before `--clean` removes an earlier run; if there is one, the environments are tried first.
     """
+    from ..node.app.daemon import check_auditor
     from ..node.config.run import RunConfig
     from ..node.environments.allowed import find_package
     from ..node.models.architectures import read_config as read_model
@@ -172,6 +173,7 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     if not isinstance(config, RunConfig):
         return
     check_device("engine.device", config.engine.device)
+    check_auditor(config)
     for one in config.mixture:
         find_package(one.id)
     if not config.clean or config.goes_on:

@@ -62,8 +62,10 @@ def run(
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
+    from ..node.app.daemon import check_present, serve
+
     config = _checked(config)
-    from ..node.app.daemon import serve
+    check_present(config.engine)
 
     def announce(url: str, name: str) -> None:
         typer.echo(f"serving {name} on {url}/v1")

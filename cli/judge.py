@@ -33,8 +33,10 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
         show_config(config, as_json=as_json)
         _show_memory(config, as_json=as_json)
         return
-    from ..node.app.daemon import judge
+    from ..node.app.daemon import check_auditor, judge
+    from ..node.app.judge import as_run
 
+    check_auditor(as_run(config))
     run_to_end(judge(config, announce=_announce))
 
 

@@ -16,6 +16,7 @@ from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.numerics import check_quantized
 from ..inference.vllm_arguments import (
+    NO_AUDITOR,
     NOT_INSTALLED,
     check_family,
     check_installed,
@@ -129,6 +130,12 @@ def check_present(config: EngineConfig) -> None:
     check_device("engine.device", config.device)
     if config.type == "vllm" and not is_installed():
         raise EngineError(NOT_INSTALLED)
+
+
+def check_auditor(config: RunConfig) -> None:
+    """Raise EngineError if a trainer's audits need vLLM, and it is not there."""
+    if config.auditor == "vllm" and not config.may_replace_auditor and not is_installed():
+        raise EngineError(NO_AUDITOR)
 
 
 def check_config(

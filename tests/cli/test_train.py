@@ -13,6 +13,7 @@ from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import UsageError
 from primerl.node.storage.run_files import MARK, claim, held
 
@@ -85,6 +86,35 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
 def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
     ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
     ran.refused(2, "primerl-node[tensorboard]")
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("rl @ demo --engine.type vllm", "vLLM is not installed"),
+        ("rl @ demo --verification.auditor vllm", "verification.auditor is vllm"),
+        ("train @ demo --verification.auditor vllm", "verification.auditor is vllm"),
+        ("inference --engine.type vllm --model.name here", "vLLM is not installed"),
+        (
+            'eval --engine.type vllm --models m --environments [{"id":"demo"}]',
+            "vLLM is not installed",
+        ),
+    ],
+)
+def test_a_vllm_that_is_needed_and_not_installed_is_named_before_anything_is_made(
+    cli: Cli, home: Path, line: str, missing: str
+) -> None:
+    """`rl` made the model and restarted its workers three times, a minute long, before it said so."""
+    cli(*line.split()).refused(7, missing)
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+def test_a_vllm_of_workers_elsewhere_is_not_looked_for(cli: Cli, home: Path) -> None:
+    (home / "outputs").touch()
+    line = ("rl", "@", "demo", *VLLM, "--launch.workers", "0")
+    cli(*line).refused(5, "outputs")
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
