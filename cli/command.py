@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 import typer.core
 
-from ..node.config.paths import expand_home
+from ..node.config.paths import expand_home, home_directory
+from ..node.ops.errors import UsageError
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def read_config(cls: type[Config], args: Sequence[str]) -> Config:
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:
     """Print a config so that it can be read back. Raises UsageError for values that TOML cannot hold."""
     from ..node.config import loader
-    from ..node.ops.errors import UsageError
 
     values = config.model_dump(mode="json")
     if as_json:
@@ -139,7 +139,6 @@ def check_model(config: "RunConfig | SftConfig") -> None:
     """
     from ..node.config.run import ModelConfig
     from ..node.models.architectures import check_trainable
-    from ..node.ops.errors import UsageError
     from ..node.ops.monitors import check_monitors
 
     check_monitors(config.monitors)
@@ -162,7 +161,7 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.environments.allowed import find_package
     from ..node.models.architectures import read_config as read_model
     from ..node.ops.doctor import check_ports
-    from ..node.ops.errors import BusyError, UsageError
+    from ..node.ops.errors import BusyError
     from ..node.ops.gpus import check_device
 
     check_device("training.device", config.training.device)
@@ -206,7 +205,7 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
 
 def default_data_dir() -> Path:
     """Return the data directory of a node that is given none."""
-    return Path.home() / ".primerl"
+    return home_directory() / ".primerl"
 
 
 def find_node(data_dir: Path | None) -> Path:
@@ -258,8 +257,6 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     The nodes that `rl` started for a run are one choice, its trainer, whose end is theirs. Raises NetworkError,
     and UsageError where several run and there is nobody to ask.
     """
-    from ..node.ops.errors import UsageError
-
     if data_dir is not None:
         return given_node(data_dir)
     choices = _runs(nodes_here())
@@ -294,7 +291,7 @@ def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
 
 def _shortened(path: Path) -> Path:
     """Write a path relative to the working directory or the home, if it is below one of them."""
-    for base, prefix in ((Path.cwd(), Path()), (Path.home(), Path("~"))):
+    for base, prefix in ((Path.cwd(), Path()), (home_directory(), Path("~"))):
         if path.is_relative_to(base):
             return prefix / path.relative_to(base)
     return path
@@ -314,8 +311,8 @@ class Interrupted(Exception):
 def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
 
-    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a
-    run that is left in `run_dir`.
+    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a run that is left in
+    `run_dir`. Raises UsageError for a user without a home directory.
     """
     received: list[int] = []
 
@@ -336,6 +333,11 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
             loop.add_signal_handler(number, stop, number)
         return await main
 
+    try:
+        home_directory()  # environments are kept from it, and a node is entered there
+    except UsageError:
+        main.close()
+        raise
     try:
         result = asyncio.run(supervised())
     except asyncio.CancelledError:

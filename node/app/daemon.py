@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...crypto.keys import SecretKey
 from ..config.judge import JudgeRunConfig
-from ..config.paths import expand_home
+from ..config.paths import expand_home, home_directory
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.numerics import check_quantized
@@ -87,7 +87,7 @@ async def join(config: JoinConfig) -> str:
     from .worker import WorkerNode
 
     check_monitors(config.monitors)
-    data_dir = config.data_dir or Path.home() / ".primerl"
+    data_dir = config.data_dir or home_directory() / ".primerl"
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     share_python()

@@ -119,6 +119,8 @@ def find_file(name: str) -> Path:
     path = expand_home(name)
     if path.is_file():
         return path
+    if path.is_dir():
+        raise UsageError(f"{name} is a directory: name a config file in it")
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
     shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
     if (bundled := shipped.get(inside.with_suffix(""))) is not None:

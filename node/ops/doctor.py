@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
+from ..config.paths import home_directory
 from ..config.run import JoinConfig, NodeConfig, RunConfig
 from ..environments.allowed import find_package
 from ..environments.sandbox import OWN_WORD, choose
@@ -70,7 +71,7 @@ def examine(
 ) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpus.visible_memory(environ)
-    home = config.data_dir or Path.home() / ".primerl"
+    home = config.data_dir or home_directory() / ".primerl"
     if isinstance(config, RunConfig) and config.model_fields_set and config.data_dir is None:
         home = config.run_dir
     shared = Path("/dev/shm")

@@ -1,5 +1,6 @@
 """The program itself: help, wrong lines, signals."""
 
+import os
 import re
 import signal
 import subprocess
@@ -185,3 +186,37 @@ def test_the_home_of_a_user_that_does_not_exist_is_refused_in_one_line(
     ran.refused(ran.code, "~nobody-here/x")
     assert ran.code in range(2, 9)
     assert not (home / "~nobody-here").exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "join", "train @ demo", "eval @ eval_api", "sft @ sft_demo", "doctor"]
+)
+def test_a_user_without_a_home_directory_is_told_so_in_one_line_before_anything_is_made(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """As in a container that runs under a number."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    cli(*command.split()).refused(2, "no home directory: set HOME")
+    assert list(home.iterdir()) == []
+
+
+PRIMERL_NODE = f"{sys.executable} -m primerl.cli.main"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed_does_its_work(closed: str, tmp_path: Path) -> None:
+    """A service closes them, and what is opened next must not get what is printed."""
+    line = f"{PRIMERL_NODE} init --data-dir node {closed}"
+    ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert (tmp_path / "node" / "key.pem").read_text().startswith("-----BEGIN")
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as unread:
+        command = [*PRIMERL_NODE.split(), "--help"]
+        ran = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, check=False)
+    assert (ran.returncode, ran.stderr) == (1, b"")

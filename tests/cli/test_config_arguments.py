@@ -83,6 +83,14 @@ def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
     assert load(RunConfig, ["@", "demo.toml"], {}).name == "mine"
 
 
+@pytest.mark.parametrize("name", [".", "..", "configs", "/"])
+def test_a_directory_in_place_of_a_file_is_refused_in_one_line(
+    cli: Callable[..., Ran], home: Path, name: str
+) -> None:
+    (home / "configs").mkdir()
+    cli("train", "@", name).refused(2, f"{name} is a directory: name a config file in it")
+
+
 def test_the_name_of_another_model_replaces_one_that_would_be_created(tmp_path: Path) -> None:
     other = written(tmp_path / "other.toml", '[model]\nname = "other"')
     for args, environ in (
