@@ -301,7 +301,7 @@ def _shortened(path: Path) -> Path:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM stopped the program in order."""
+    """SIGINT, SIGTERM or SIGHUP stopped the program in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -311,10 +311,17 @@ class Interrupted(Exception):
 def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
 
-    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a run that is left in
-    `run_dir`. Raises UsageError for a user without a home directory.
+    Raises Interrupted when SIGINT, SIGTERM or SIGHUP ended it; a line says how to go on with a run that is left
+    in `run_dir`. Raises UsageError for a user without a home directory.
+
+    SIGHUP says that the terminal is closed, often more than once: it never kills, nor does it anything where it
+    was ignored at the start, as under nohup.
     """
     received: list[int] = []
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
@@ -322,6 +329,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
         assert task is not None
 
         def stop(number: int) -> None:
+            if number == signal.SIGHUP:
+                _write_nowhere(terminals)
+                if received:
+                    return
             if received:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -329,7 +340,7 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
             print("stopping; once more to stop at once", file=sys.stderr, flush=True)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.add_signal_handler(number, stop, number)
         return await main
 
@@ -351,6 +362,14 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     if received:
         raise Interrupted(received[0])
     return result
+
+
+def _write_nowhere(terminals: Sequence[int]) -> None:
+    """Let what is printed to these files go nowhere: an error of a closed terminal would cut the end short."""
+    for number in terminals:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
 # -- help of config keys ---------------------------------------------------------------------------

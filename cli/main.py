@@ -60,7 +60,7 @@ Configuration, for rl, train, join, judge, sft, calibrate, eval, inference and d
 Exit codes:
   0 done               4 port, directory, key in use    8 the run itself failed
   1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
-  2 wrong usage        6 no peer could be reached      143 terminated
+  2 wrong usage        6 no peer could be reached      143 terminated, 129 terminal closed
   3 wrong ticket       7 engine or trainer failed
 """
 
