@@ -135,13 +135,19 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    So do monitors that cannot work. The model that the loss compares with is checked, too.
+    So do monitors that cannot work, and groups of one. The model that the loss compares with is checked, too.
     """
-    from ..node.config.run import ModelConfig
+    from ..node.config.run import ModelConfig, RunConfig
     from ..node.models.architectures import check_trainable
     from ..node.ops.monitors import check_monitors
 
     check_monitors(config.monitors)
+    for one in config.mixture if isinstance(config, RunConfig) else ():
+        if one.group_size < 2:
+            raise UsageError(
+                f"rollouts.group_size of {one.name} is 1: a rollout alone is compared with nothing, and "
+                "nothing is learned from it: set it to 2 or more"
+            )
     check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:

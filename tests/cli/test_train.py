@@ -117,6 +117,27 @@ def test_a_vllm_of_workers_elsewhere_is_not_looked_for(cli: Cli, home: Path) -> 
     cli(*line).refused(5, "outputs")
 
 
+@pytest.mark.parametrize("command", ["train", "rl"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_groups_of_one_are_refused_as_nothing_is_learned_from_them(
+    cli: Cli, home: Path, command: str, dry: tuple[str, ...]
+) -> None:
+    ran = cli(command, "@", "demo", "--rollouts.group-size", "1", *dry)
+    ran.refused(2, "group_size of reverse-text is 1", "set it to 2 or more")
+    own = '[{"id":"reverse-text"},{"id":"arithmetic","group_size":1}]'
+    ran = cli(command, "--environments", own, *dry)
+    ran.refused(2, "group_size of arithmetic is 1")
+    assert list(home.iterdir()) == []
+
+
+def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli) -> None:
+    ran = cli("train", "@", "demo", "--training.seq-len", "12")
+    assert ran.code == 2
+    assert "warm-up step" not in ran.err
+    assert "training.seq_len" in ran.err.splitlines()[-1]
+    assert ran.err.splitlines()[-1].startswith("primerl-node: error: the ")
+
+
 # -- GPUs ------------------------------------------------------------------------------------------
 
 
