@@ -6,6 +6,7 @@ alone reads them. Nothing here may import pydantic or a config at the top: `--he
 
 import ast
 import asyncio
+import errno
 import inspect
 import os
 import shlex
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import NodeConfig, RunConfig
+    from ..node.config.serving import ApiConfig
     from ..node.config.sft import SftConfig
     from ..node.ops.control import RunningEntry
 
@@ -166,8 +168,6 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.config.run import RunConfig
     from ..node.environments.allowed import find_package
     from ..node.models.architectures import read_config as read_model
-    from ..node.ops.doctor import check_ports
-    from ..node.ops.errors import BusyError
     from ..node.ops.gpus import check_device
 
     check_device("training.device", config.training.device)
@@ -181,15 +181,23 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     check_auditor(config)
     for one in config.mixture:
         find_package(one.id)
-    if not config.clean or config.goes_on:
-        return
-    for port in check_ports(config):
-        if port.state == "problem":
-            raise BusyError(f"{port.name} {port.found}: {port.advice}")
-    if config.run_dir.exists():
+    check_free(config)
+    if config.clean and not config.goes_on and config.run_dir.exists():
         from ..node.app.factories import try_environments
 
         asyncio.run(try_environments(config))
+
+
+def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
+    """Raise BusyError if a port of a node, or of its API, is taken, and UsageError if it cannot be bound."""
+    from ..node.ops.doctor import check_api_port, check_ports
+    from ..node.ops.errors import BusyError
+
+    taken = os.strerror(errno.EADDRINUSE)
+    for port in [*check_ports(config), *([check_api_port(api)] if api is not None else [])]:
+        if port.state == "problem":
+            kind = BusyError if port.found.endswith(taken) else UsageError
+            raise kind(f"{port.name} {port.found}: {port.advice}")
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:

@@ -12,6 +12,7 @@ from .command import (
     Tp,
     arguments,
     check_engine,
+    check_free,
     parallel,
     read_config,
     run_to_end,
@@ -66,6 +67,7 @@ def run(
 
     config = _checked(config)
     check_present(config.engine)
+    check_free(config, config.api)
 
     def announce(url: str, name: str) -> None:
         typer.echo(f"serving {name} on {url}/v1")

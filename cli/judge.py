@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..node.config.paths import expand_home
-from .command import DryRun, DryRunJson, check_engine, read_config, run_to_end, show_config
+from .command import (
+    DryRun,
+    DryRunJson,
+    check_engine,
+    check_free,
+    read_config,
+    run_to_end,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.app.judge import JudgeAddress
@@ -37,6 +45,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     from ..node.app.judge import as_run
 
     check_auditor(as_run(config))
+    check_free(config, config.api)
     run_to_end(judge(config, announce=_announce))
 
 

@@ -138,6 +138,37 @@ def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli)
     assert ran.err.splitlines()[-1].startswith("primerl-node: error: the ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (socket.SOCK_DGRAM, "train @ demo --network.port PORT"),
+        (socket.SOCK_DGRAM, "rl @ demo --network.port PORT"),
+        (socket.SOCK_STREAM, "train @ demo --network.libp2p-port PORT"),
+        (socket.SOCK_STREAM, "inference --model.name here --api.port PORT"),
+        (socket.SOCK_STREAM, "judge --model.name here --api.port PORT"),
+    ],
+)
+def test_a_port_that_is_taken_is_found_before_anything_is_made(
+    cli: Cli, home: Path, kind: socket.SocketKind, line: str
+) -> None:
+    """It was found after the model was made and the environment started."""
+    with socket.socket(socket.AF_INET, kind) as taken:
+        taken.bind(("127.0.0.1", 0))
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
+        given = line.replace("PORT", str(taken.getsockname()[1])).split()
+        cli(*given, "--network.host", "127.0.0.1").refused(4, "in use", "choose another")
+    assert list(home.iterdir()) == []
+
+
+def test_an_address_that_is_not_of_this_machine_is_no_port_that_is_taken(
+    cli: Cli, home: Path
+) -> None:
+    for host in ("192.0.2.1", "no such host"):
+        cli("train", "@", "demo", "--network.host", host).refused(2, host, "--network.host")
+    assert list(home.iterdir()) == []
+
+
 # -- GPUs ------------------------------------------------------------------------------------------
 
 
