@@ -390,7 +390,8 @@ def _write_nowhere(terminals: Sequence[int]) -> None:
 
 KEYS = """Config keys, with defaults in brackets. Each is a flag
 (--network.host 127.0.0.1), a variable (PRIMERL_NETWORK__HOST=127.0.0.1) and a
-line of a TOML file (`@ file.toml`, as many as you like):
+line of a TOML file (`@ file.toml`, as many as you like). Values of a list that is
+given more than once are joined:
 """
 WIDEST = 100
 INDENT = " " * 8

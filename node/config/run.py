@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .chat_api import JudgeConfig
 from .engine import (
     EXACT_NEEDS_VLLM,

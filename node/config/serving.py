@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .paths import home_directory
 from .run import NodeConfig, Port, Positive, Seconds
 
