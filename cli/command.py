@@ -6,6 +6,7 @@ alone reads them. Nothing here may import pydantic or a config at the top: `--he
 
 import ast
 import asyncio
+import errno
 import inspect
 import os
 import shlex
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 import typer.core
 
-from ..node.config.paths import expand_home
+from ..node.config.paths import expand_home, home_directory
+from ..node.ops.errors import UsageError
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import NodeConfig, RunConfig
+    from ..node.config.serving import ApiConfig
     from ..node.config.sft import SftConfig
     from ..node.ops.control import RunningEntry
 
@@ -103,7 +106,6 @@ def read_config(cls: type[Config], args: Sequence[str]) -> Config:
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:
     """Print a config so that it can be read back. Raises UsageError for values that TOML cannot hold."""
     from ..node.config import loader
-    from ..node.ops.errors import UsageError
 
     values = config.model_dump(mode="json")
     if as_json:
@@ -135,14 +137,19 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    So do monitors that cannot work. The model that the loss compares with is checked, too.
+    So do monitors that cannot work, and groups of one. The model that the loss compares with is checked, too.
     """
-    from ..node.config.run import ModelConfig
+    from ..node.config.run import ModelConfig, RunConfig
     from ..node.models.architectures import check_trainable
-    from ..node.ops.errors import UsageError
     from ..node.ops.monitors import check_monitors
 
     check_monitors(config.monitors)
+    for one in config.mixture if isinstance(config, RunConfig) else ():
+        if one.group_size < 2:
+            raise UsageError(
+                f"rollouts.group_size of {one.name} is 1: a rollout alone is compared with nothing, and "
+                "nothing is learned from it: set it to 2 or more"
+            )
     check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:
@@ -153,15 +160,14 @@ def check_model(config: "RunConfig | SftConfig") -> None:
 
 
 def check_found(config: "RunConfig | SftConfig") -> None:
-    """Raise NodeError if the run lacks a GPU that it names, its model, an environment or a free port.
+    """Raise NodeError if the run lacks a GPU or a vLLM that it needs, its model, an environment or a free port.
 
     Called before `--clean` removes an earlier run; if there is one, the environments are tried first.
     """
+    from ..node.app.daemon import check_auditor
     from ..node.config.run import RunConfig
     from ..node.environments.allowed import find_package
     from ..node.models.architectures import read_config as read_model
-    from ..node.ops.doctor import check_ports
-    from ..node.ops.errors import BusyError, UsageError
     from ..node.ops.gpus import check_device
 
     check_device("training.device", config.training.device)
@@ -172,17 +178,26 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     if not isinstance(config, RunConfig):
         return
     check_device("engine.device", config.engine.device)
+    check_auditor(config)
     for one in config.mixture:
         find_package(one.id)
-    if not config.clean or config.goes_on:
-        return
-    for port in check_ports(config):
-        if port.state == "problem":
-            raise BusyError(f"{port.name} {port.found}: {port.advice}")
-    if config.run_dir.exists():
+    check_free(config)
+    if config.clean and not config.goes_on and config.run_dir.exists():
         from ..node.app.factories import try_environments
 
         asyncio.run(try_environments(config))
+
+
+def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
+    """Raise BusyError if a port of a node, or of its API, is taken, and UsageError if it cannot be bound."""
+    from ..node.ops.doctor import check_api_port, check_ports
+    from ..node.ops.errors import BusyError
+
+    taken = os.strerror(errno.EADDRINUSE)
+    for port in [*check_ports(config), *([check_api_port(api)] if api is not None else [])]:
+        if port.state == "problem":
+            kind = BusyError if port.found.endswith(taken) else UsageError
+            raise kind(f"{port.name} {port.found}: {port.advice}")
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
@@ -204,7 +219,7 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
 
 def default_data_dir() -> Path:
     """Return the data directory of a node that is given none."""
-    return Path.home() / ".primerl"
+    return home_directory() / ".primerl"
 
 
 def find_node(data_dir: Path | None) -> Path:
@@ -256,8 +271,6 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     The nodes that `rl` started for a run are one choice, its trainer, whose end is theirs. Raises NetworkError,
     and UsageError where several run and there is nobody to ask.
     """
-    from ..node.ops.errors import UsageError
-
     if data_dir is not None:
         return given_node(data_dir)
     choices = _runs(nodes_here())
@@ -292,7 +305,7 @@ def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
 
 def _shortened(path: Path) -> Path:
     """Write a path relative to the working directory or the home, if it is below one of them."""
-    for base, prefix in ((Path.cwd(), Path()), (Path.home(), Path("~"))):
+    for base, prefix in ((Path.cwd(), Path()), (home_directory(), Path("~"))):
         if path.is_relative_to(base):
             return prefix / path.relative_to(base)
     return path
@@ -302,7 +315,7 @@ def _shortened(path: Path) -> Path:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM stopped the program in order."""
+    """SIGINT, SIGTERM or SIGHUP stopped the program in order."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -312,10 +325,17 @@ class Interrupted(Exception):
 def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
 
-    Raises Interrupted when SIGINT or SIGTERM ended it; a line says how to go on with a
-    run that is left in `run_dir`.
+    Raises Interrupted when SIGINT, SIGTERM or SIGHUP ended it; a line says how to go on with a run that is left
+    in `run_dir`. Raises UsageError for a user without a home directory.
+
+    SIGHUP says that the terminal is closed, often more than once: it never kills, nor does it anything where it
+    was ignored at the start, as under nohup.
     """
     received: list[int] = []
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
@@ -323,6 +343,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
         assert task is not None
 
         def stop(number: int) -> None:
+            if number == signal.SIGHUP:
+                _write_nowhere(terminals)
+                if received:
+                    return
             if received:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -330,10 +354,15 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
             print("stopping; once more to stop at once", file=sys.stderr, flush=True)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.add_signal_handler(number, stop, number)
         return await main
 
+    try:
+        home_directory()  # environments are kept from it, and a node is entered there
+    except UsageError:
+        main.close()
+        raise
     try:
         result = asyncio.run(supervised())
     except asyncio.CancelledError:
@@ -349,11 +378,20 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     return result
 
 
+def _write_nowhere(terminals: Sequence[int]) -> None:
+    """Let what is printed to these files go nowhere: an error of a closed terminal would cut the end short."""
+    for number in terminals:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
 # -- help of config keys ---------------------------------------------------------------------------
 
 KEYS = """Config keys, with defaults in brackets. Each is a flag
 (--network.host 127.0.0.1), a variable (PRIMERL_NETWORK__HOST=127.0.0.1) and a
-line of a TOML file (`@ file.toml`, as many as you like):
+line of a TOML file (`@ file.toml`, as many as you like). Values of a list that is
+given more than once are joined:
 """
 WIDEST = 100
 INDENT = " " * 8

@@ -78,9 +78,12 @@ def run(
         show_config(config, as_json=as_json)
         show_environments(config, as_json=as_json)
         return
+    from ..node.app.daemon import check_present
     from ..node.app.eval import evaluate
     from .tables import ProgressView
 
+    if config.models or config.weights_dir:
+        check_present(config.engine)
     with ProgressView("eval", LINE_EVERY_S, sys.stderr) as view:  # results are on stdout
 
         def show(progress: "EvalProgress") -> None:

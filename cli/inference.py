@@ -12,6 +12,7 @@ from .command import (
     Tp,
     arguments,
     check_engine,
+    check_free,
     parallel,
     read_config,
     run_to_end,
@@ -62,8 +63,11 @@ def run(
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
+    from ..node.app.daemon import check_present, serve
+
     config = _checked(config)
-    from ..node.app.daemon import serve
+    check_present(config.engine)
+    check_free(config, config.api)
 
     def announce(url: str, name: str) -> None:
         typer.echo(f"serving {name} on {url}/v1")

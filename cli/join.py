@@ -18,6 +18,7 @@ from .command import (
     Tp,
     arguments,
     check_engine,
+    check_free,
     default_data_dir,
     parallel,
     read_config,
@@ -120,6 +121,7 @@ def run(
 
     check_present(config.engine)
     config = with_checked_ticket(config)
+    check_free(config)
     while True:
         try:
             with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..node.config.paths import expand_home
-from .command import DryRun, DryRunJson, check_engine, read_config, run_to_end, show_config
+from .command import (
+    DryRun,
+    DryRunJson,
+    check_engine,
+    check_free,
+    read_config,
+    run_to_end,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.app.judge import JudgeAddress
@@ -33,8 +41,11 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
         show_config(config, as_json=as_json)
         _show_memory(config, as_json=as_json)
         return
-    from ..node.app.daemon import judge
+    from ..node.app.daemon import check_auditor, judge
+    from ..node.app.judge import as_run
 
+    check_auditor(as_run(config))
+    check_free(config, config.api)
     run_to_end(judge(config, announce=_announce))
 
 

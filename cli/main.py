@@ -60,7 +60,7 @@ Configuration, for rl, train, join, judge, sft, calibrate, eval, inference and d
 Exit codes:
   0 done               4 port, directory, key in use    8 the run itself failed
   1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
-  2 wrong usage        6 no peer could be reached      143 terminated
+  2 wrong usage        6 no peer could be reached      143 terminated, 129 terminal closed
   3 wrong ticket       7 engine or trainer failed
 """
 
@@ -141,6 +141,7 @@ app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 def main() -> None:
     """Entry point: run the command line, exit with the documented code."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     protect_node()
@@ -149,6 +150,21 @@ def main() -> None:
 
         leave_with_parent(os.environ)
     sys.exit(execute(sys.argv[1:]))
+
+
+def open_closed_streams() -> None:
+    """Read from and write to nowhere where a service or `>&-` closed a stream.
+
+    Python has None then, and the next file that is opened would get what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def execute(args: list[str]) -> int:

@@ -124,8 +124,12 @@ def rl(
             typer.echo(line if as_json else f"# {line}", err=as_json)
         show_environments(config, as_json=as_json)
         return
-    check_found(config)
+    from ..node.app.daemon import check_present
     from ..node.launch.launcher import launch
+
+    if placement.workers:
+        check_present(config.worker_engine)
+    check_found(config)
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node rl {config.name}") as view:

@@ -45,6 +45,10 @@ KNOWN = {
         1,
         "COMPLETE, before the rest of an old checkpoint",
     ),
+    ("node/models/huggingface.py", "unlink"): (
+        1,
+        "config.json of a model that is made, where there was none, and cannot be written whole",
+    ),
     ("node/launch/launcher.py", "unlink"): (1, "ticket.txt in a directory that claim() marked"),
     ("node/process/spawn.py", "copyfile"): (1, "a log of `rl`, put aside by size"),
     ("node/process/spawn.py", "replace"): (2, "the same"),

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from ...crypto.keys import SecretKey
 from ..config.judge import JudgeRunConfig
-from ..config.paths import expand_home
+from ..config.paths import expand_home, home_directory
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..inference.numerics import check_quantized
 from ..inference.vllm_arguments import (
+    NO_AUDITOR,
     NOT_INSTALLED,
     check_family,
     check_installed,
@@ -86,7 +87,7 @@ async def join(config: JoinConfig) -> str:
     from .worker import WorkerNode
 
     check_monitors(config.monitors)
-    data_dir = config.data_dir or Path.home() / ".primerl"
+    data_dir = config.data_dir or home_directory() / ".primerl"
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     share_python()
@@ -129,6 +130,12 @@ def check_present(config: EngineConfig) -> None:
     check_device("engine.device", config.device)
     if config.type == "vllm" and not is_installed():
         raise EngineError(NOT_INSTALLED)
+
+
+def check_auditor(config: RunConfig) -> None:
+    """Raise EngineError if a trainer's audits need vLLM, and it is not there."""
+    if config.auditor == "vllm" and not config.may_replace_auditor and not is_installed():
+        raise EngineError(NO_AUDITOR)
 
 
 def check_config(

@@ -13,6 +13,7 @@ from typing import Protocol
 from ...crypto.keys import SecretKey
 from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ..config.paths import home_directory
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment, EnvironmentFailed
@@ -235,7 +236,7 @@ def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:
 
 
 def _own_directories(config: RunConfig | JoinConfig) -> list[Path]:
-    own = [config.data_dir or Path.home() / ".primerl"]
+    own = [config.data_dir or home_directory() / ".primerl"]
     return [*own, config.run_dir] if isinstance(config, RunConfig) else own
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
@@ -30,6 +30,8 @@ WARMUP_TASKS = 1 << 40
 WARMUP_EVAL_TASKS = 1 << 41
 MADE_AT_ONCE = 128
 """Examples that are requested together."""
+PROMPTS_READ = 8
+"""Tasks of each environment whose prompts are measured before a run begins."""
 EVALUATION_BEFORE = "evaluation_before"
 
 
@@ -148,7 +150,8 @@ class Startup:
             self._enter("warm-up", f"step {progress.step} of {config.max_steps} at most, {right}")
 
         async with aclosing(demonstrations([one.environment for one in shown])) as examples:
-            await warm_up(self._backend, examples, config, evaluate=accuracy, progress=show)
+            fitting = within(examples, self._config.training.seq_len, config.batch_size)
+            await warm_up(self._backend, fitting, config, evaluate=accuracy, progress=show)
         self._enter("warm-up", "")
 
 
@@ -164,6 +167,55 @@ def own_tasks(
         )
         found.append(EvalTask(own.name, one, prompts, samples, sampling=sampling))
     return found
+
+
+async def check_prompts(
+    names: Sequence[str], environments: Sequence[Environment], longest: int
+) -> None:
+    """Raise UsageError for an environment whose prompts leave no room for a reply within `longest` tokens."""
+
+    async def tokens(environment: Environment, index: int) -> int:
+        return len(await environment.prompt(await environment.task(index)))
+
+    for name, environment in zip(names, environments, strict=True):
+        lengths = await asyncio.gather(
+            *(tokens(environment, index) for index in range(PROMPTS_READ))
+        )
+        if min(lengths) >= longest:
+            raise UsageError(
+                f"the prompts of {name} have {min(lengths)} tokens and more, and a sequence of this run has "
+                f"{longest} at most, reply included: raise training.seq_len (the model's positions and "
+                "engine.max_model_len count, too)"
+            )
+
+
+async def within(
+    examples: AsyncIterator[tuple[list[int], list[int]]], seq_len: int, enough: int
+) -> AsyncGenerator[tuple[list[int], list[int]]]:
+    """Leave out examples of more than `seq_len` tokens: nothing is learned from them.
+
+    Raises UsageError if the first `enough` are too long, all of them.
+    """
+    fits, shortest, left_out = False, 0, 0
+    async for prompt, reply in examples:
+        length = len(prompt) + len(reply)
+        if length <= seq_len:
+            fits = True
+            yield prompt, reply
+            continue
+        left_out += 1
+        shortest = min(shortest or length, length)
+        if left_out == 1:
+            logger.warning(
+                "a demonstration has %d tokens, and training.seq_len is %d: such are left out of the warm-up",
+                length,
+                seq_len,
+            )
+        if left_out >= enough and not fits:
+            raise UsageError(
+                f"the warm-up's demonstrations have {shortest} tokens and more, and training.seq_len is "
+                f"{seq_len}: nothing could be learned, raise it"
+            )
 
 
 async def has_demonstrations(environment: Environment) -> bool:

@@ -72,7 +72,7 @@ from . import rundir
 from .factories import Factories, auditing, sandboxed
 from .issuing_node import IssuingNode
 from .services import open_store
-from .startup import Startup, own_tasks
+from .startup import Startup, check_prompts, own_tasks
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -326,6 +326,9 @@ class TrainerNode(IssuingNode):
                     self._config, self.key, ledger, store, model_dir
                 )
                 await starting
+                names = [one.name for one in self._config.mixture]
+                longest = documents.manifest.limits.max_model_len
+                await check_prompts(names, environments, longest)
             async with self.open_run(
                 self._config, ledger, store, documents, self._factories
             ) as services:

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .engine import Positive
 
 

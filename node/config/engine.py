@@ -3,7 +3,8 @@
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
+
+from .base import BaseConfig
 
 SPECULATIVE = "speculative_config"
 """Key of `engine.vllm`: vLLM's speculative decoding."""

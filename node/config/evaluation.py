@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .chat_api import ChatApiConfig
 from .engine import EngineConfig
 from .run import EvaluatedEnvironment, LogConfig, ParentDir, RunName, check_judges, check_names

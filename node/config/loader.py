@@ -69,7 +69,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     flags, switches = _switches(_split_equals(args))
     flags, layers = _files(cls, _named_types(cls, flags))
     layers.append(_Layer("in the environment", _environment(cls, environ)))
-    flags, loose = _structured(cls, flags)
+    flags, loose = _structured(cls, _joined(cls, flags))
     layers.append(_Layer("on the command line", merge(loose, switches)))
     lower: Tree = {}
     for layer in layers:
@@ -89,14 +89,17 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """Merge `over` into a copy of `base`, table by table.
 
     If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment. If it
-    names another model, so is the shape of the one that `base` would create.
+    names another model, so is the shape of the one that `base` would create. A key with `_` in `over` is also
+    the one with `-` in `base`, as flags and variables have no other.
     """
     result = dict(base)
     if "name" in over and "create" in base and over["name"] != base.get("name"):
         result.pop("create")
     if "id" in over and "id" in base and over["id"] != base["id"]:
         result.pop("args", None)
-    for key, value in over.items():
+    dashed = {key.replace("-", "_"): key for key in result if "-" in key}
+    for name, value in over.items():
+        key = name if name in result else dashed.get(name, name)
         below = result.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
         result[key] = merge(cast(Tree, below), cast(Tree, value)) if both else value
@@ -119,6 +122,8 @@ def find_file(name: str) -> Path:
     path = expand_home(name)
     if path.is_file():
         return path
+    if path.is_dir():
+        raise UsageError(f"{name} is a directory: name a config file in it")
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
     shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
     if (bundled := shipped.get(inside.with_suffix(""))) is not None:
@@ -247,6 +252,40 @@ def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
         raise UsageError(f"{'.'.join(path)} is not valid JSON: {error}") from error
 
 
+def _joined(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
+    """Join the values of a list's flag that is given more than once; pydantic_config keeps the last alone."""
+    given: dict[str, list[Any]] = {}
+    counts: dict[str, int] = {}
+    values: list[Any] | None = None
+    path: list[str] = []
+    for arg in args:
+        if arg.startswith("--"):
+            name = arg.replace("-", "_")
+            path = _path(arg)
+            values = given.setdefault(name, []) if _is_list(cls, path) else None
+            counts[name] = counts.get(name, 0) + 1
+        elif values is not None:
+            parsed = _from_text(cls, path, arg)
+            values.extend(cast(list[Any], parsed) if isinstance(parsed, list) else [parsed])
+    again = {name for name in given if counts[name] > 1}
+    result: list[str] = []
+    skipping = False
+    for arg in args:
+        if arg.startswith("--"):
+            name = arg.replace("-", "_")
+            skipping = name in again
+            if skipping and name in given:
+                result.extend([arg, json.dumps(given.pop(name))])
+        if not skipping:
+            result.append(arg)
+    return result
+
+
+def _path(arg: str) -> list[str]:
+    """Split a flag into the parts of its key."""
+    return arg[2:].replace("-", "_").split(".")
+
+
 def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]:
     """Extract flags for free tables, ids and JSON values.
 
@@ -261,7 +300,7 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
     tree: Tree = {}
     rest = iter(args)
     for arg in rest:
-        path = arg[2:].replace("-", "_").split(".") if arg.startswith("--") else []
+        path = _path(arg) if arg.startswith("--") else []
         drops = path[-1:] == ["id"] or (path == ["model", "name"] and not shaped)
         inside = _inside_dict(cls, path) or (drops and _field(cls, path) == (str, []))
         if not inside and not _is_container(cls, path):
@@ -316,6 +355,14 @@ def _inside_dict(cls: type[BaseModel], path: Sequence[str]) -> bool:
 def _is_container(cls: type[BaseModel], path: Sequence[str]) -> bool:
     annotation, rest = _field(cls, path)
     return not rest and get_origin(annotation) in (dict, list, tuple)
+
+
+def _is_list(cls: type[BaseModel], path: Sequence[str]) -> bool:
+    """Return whether a field holds any number of values of one kind."""
+    annotation, rest = _field(cls, path)
+    if rest:
+        return False
+    return get_origin(annotation) is list or get_args(annotation)[1:] == (...,)
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
@@ -390,7 +437,8 @@ def _origin(path: Sequence[str], layers: Sequence[_Layer], flags: Sequence[str])
     """Name the source that set `path` last: a flag, else the highest layer that has it."""
     name = ".".join(path)
     for layer in reversed(layers):
-        if any(flag.removeprefix("--").replace("-", "_") == name for flag in flags):
+        given = (flag.removeprefix("--").replace("-", "_") for flag in flags)
+        if any(name == flag or name.startswith(f"{flag}.") for flag in given):
             break
         node: Any = layer.tree
         for part in path:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic_config import BaseConfig
+from .base import BaseConfig
 
 
 class WandbConfig(BaseConfig):

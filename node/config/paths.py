@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from ..ops.errors import UsageError
+
 MAX_NAME_BYTES = 128
 """Longest name of a run; a file name of Linux has 255 bytes, and names of other files are made from it."""
 
@@ -13,6 +15,19 @@ def expand_home(path: str | Path) -> Path:
     Path.expanduser() raises RuntimeError for such a name.
     """
     return Path(os.path.expanduser(path))
+
+
+def home_directory() -> Path:
+    """Return the user's home directory. Raises UsageError where there is none.
+
+    Path.home() raises RuntimeError for a user id that the system does not know, as of a container.
+    """
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise UsageError(
+            "this user has no home directory: set HOME to a directory that it may write to"
+        ) from error
 
 
 def check_component(name: str) -> str:

@@ -1237,9 +1237,9 @@ class _Conversion:
     def _batch(self) -> None:
         batch = self._count("batch_size", 128)
         group = _whole(self._ours.get("rollouts.group_size", 1), "group_size")
-        if group == 1 and "loss" not in self._raw:  # opd needs no group
-            group = min(8, batch)
-            why = f"rollouts.group_size = {group}: a rollout alone has no advantage over its group"
+        if group == 1:
+            group = min(2 if "loss" in self._raw else 8, batch)  # opd compares nothing
+            why = f"rollouts.group_size = {group}: a group of one is not trained here"
             self._note("differs", "group_size", 1, why)
         groups = math.ceil(batch / group)
         if groups * group != batch:

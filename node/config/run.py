@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .chat_api import JudgeConfig
 from .engine import (
     EXACT_NEEDS_VLLM,
@@ -383,7 +383,7 @@ class RolloutsConfig(BaseConfig):
     """Leases, batches and the limit of staleness."""
 
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rollouts per task, where an environment has no group_size of its own."""
+    """Rollouts per task, where an environment has none of its own; a run that trains needs 2 or more."""
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic_config import BaseConfig
+
+from .base import BaseConfig
 
 Processes = Annotated[int, Field(ge=0, le=4096)]
 Gibibytes = Annotated[float, Field(gt=0)]

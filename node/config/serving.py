@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
+from .paths import home_directory
 from .run import NodeConfig, Port, Positive, Seconds
 
 
@@ -79,7 +80,7 @@ class ServeConfig(NodeConfig):
     @property
     def directory(self) -> Path:
         """Directory of this node's key, and of the weights of a run that it follows."""
-        return self.data_dir or Path.home() / ".primerl" / "inference"
+        return self.data_dir or home_directory() / ".primerl" / "inference"
 
     @model_validator(mode="after")
     def _serves_one_policy(self) -> Self:

@@ -6,8 +6,8 @@ Same rules as run.py. The learner's settings are those of TrainingConfig, with d
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig, RunName
 from .training import Positive, RowsConfig, TrainingConfig
 

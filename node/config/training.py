@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_config import BaseConfig
 
+from .base import BaseConfig
 from .chat_api import ChatApiConfig
 from .paths import expand_home
 

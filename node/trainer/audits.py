@@ -622,14 +622,14 @@ class RemoteAuditors:
 
 
 def read_nodes(name: str, texts: Sequence[str]) -> list[bytes]:
-    """Parse the node ids of the setting `name`. Raises UsageError."""
+    """Parse the node ids of the setting `name`, each once. Raises UsageError."""
     try:
         nodes = [bytes.fromhex(text) for text in texts]
     except ValueError:
         nodes = [b""]
     if any(len(node) != 32 for node in nodes):
         raise UsageError(f"{name} holds node ids of 64 hex digits: `primerl-node id` shows them")
-    return nodes
+    return list(dict.fromkeys(nodes))
 
 
 def _judge_all(call: AuditCall, measured: Sequence[Found]) -> list[Judged]:

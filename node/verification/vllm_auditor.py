@@ -62,6 +62,7 @@ from ..inference.prefill import (
 )
 from ..inference.replica import PROGRAM, EngineChild, EngineTimeouts
 from ..inference.vllm_arguments import (
+    NO_AUDITOR,
     check_installed,
     head_size,
     is_installed,
@@ -89,10 +90,6 @@ from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
 
-NEEDS_VLLM = (
-    "verification.auditor is vllm, and vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip "
-    "install vllm on a CUDA machine, or set it to hf"
-)
 NO_BOUNDARIES = (
     "vLLM cannot measure states at the boundaries of a pipeline: set verification.auditor to hf"
 )
@@ -545,7 +542,7 @@ class VllmAuditor:
         `timeout_s` is for a portion under one version. Raises EngineError if vLLM is missing or too old.
         """
         if program is PROGRAM and not is_installed():
-            raise EngineError(NEEDS_VLLM)
+            raise EngineError(NO_AUDITOR)
         check_installed()
         self._config = config
         self._timeout_s = timeout_s

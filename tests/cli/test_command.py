@@ -1,5 +1,7 @@
 """The program itself: help, wrong lines, signals."""
 
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -109,10 +111,14 @@ def test_a_wrong_command_line_is_one_line_with_code_2(args: list[str], cli: Cli)
 # -- signals ---------------------------------------------------------------------------------------
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, fcntl, signal, sys, termios
 from pathlib import Path
 from primerl.cli.main import app, execute
 from primerl.cli.command import run_to_end
+
+signal.signal(signal.SIGHUP, signal.{hangup})
+if sys.stdin.isatty():
+    fcntl.ioctl(0, termios.TIOCSCTTY)
 
 async def work():
     print("up", flush=True)
@@ -127,19 +133,26 @@ sys.exit(execute(["work"]))
 """
 
 
-def started(last: str, run_dir: str = "") -> subprocess.Popen[str]:
+def program(last: str, run_dir: str = "", hangup: str = "SIG_DFL") -> list[str]:
+    """The program's command; `hangup` is what its parent does with SIGHUP."""
+    code = PROGRAM.format(last=last, run_dir=run_dir, hangup=hangup)
+    return [sys.executable, "-c", code]
+
+
+def started(last: str, run_dir: str = "", hangup: str = "SIG_DFL") -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(last=last, run_dir=run_dir)],
+        program(last, run_dir, hangup),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        stdin=subprocess.DEVNULL,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("last", ["pass", "return"])  # also where the work swallows the stop
 def test_the_first_signal_stops_in_order(number: signal.Signals, last: str) -> None:
     process = started(last)
@@ -168,6 +181,41 @@ def test_the_second_signal_does_not_wait() -> None:
     assert process.returncode == -signal.SIGINT
 
 
+def test_a_terminal_that_closes_twice_lets_the_work_end_in_order() -> None:
+    """A shell passes SIGHUP on that the kernel has sent already."""
+    process = started("await asyncio.sleep(60)")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "tidy\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_under_nohup_the_work_goes_on_when_the_terminal_closes() -> None:
+    process = started("pass", hangup="SIG_IGN")
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=100)
+    assert (out, process.returncode) == ("tidy\n", 128 + signal.SIGTERM)
+    assert err == "stopping; once more to stop at once\n"
+
+
+def test_a_terminal_that_is_gone_does_not_cut_the_end_short(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    terminal, its_end = pty.openpty()
+    command = program(f"Path({str(done)!r}).touch()")
+    process = subprocess.Popen(
+        command, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True
+    )
+    os.close(its_end)
+    assert os.read(terminal, 100) == b"up\r\n"
+    os.close(terminal)
+    assert process.wait(timeout=100) == 128 + signal.SIGHUP
+    assert done.exists()
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -185,3 +233,37 @@ def test_the_home_of_a_user_that_does_not_exist_is_refused_in_one_line(
     ran.refused(ran.code, "~nobody-here/x")
     assert ran.code in range(2, 9)
     assert not (home / "~nobody-here").exists()
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "join", "train @ demo", "eval @ eval_api", "sft @ sft_demo", "doctor"]
+)
+def test_a_user_without_a_home_directory_is_told_so_in_one_line_before_anything_is_made(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """As in a container that runs under a number."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    cli(*command.split()).refused(2, "no home directory: set HOME")
+    assert list(home.iterdir()) == []
+
+
+PRIMERL_NODE = f"{sys.executable} -m primerl.cli.main"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_command_whose_streams_are_closed_does_its_work(closed: str, tmp_path: Path) -> None:
+    """A service closes them, and what is opened next must not get what is printed."""
+    line = f"{PRIMERL_NODE} init --data-dir node {closed}"
+    ran = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert (tmp_path / "node" / "key.pem").read_text().startswith("-----BEGIN")
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as unread:
+        command = [*PRIMERL_NODE.split(), "--help"]
+        ran = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, check=False)
+    assert (ran.returncode, ran.stderr) == (1, b"")

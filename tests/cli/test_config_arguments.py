@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -81,6 +82,74 @@ def test_a_name_leads_to_no_file_outside_the_bundled_ones(home: Path) -> None:
 def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
     written(home / "demo.toml", 'name = "mine"')
     assert load(RunConfig, ["@", "demo.toml"], {}).name == "mine"
+
+
+NODES = ("ab" * 32, "cd" * 32, "ef" * 32)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--verification.validators A --verification.validators B C",
+        '--verification.validators ["A","B"] --verification.validators C',
+        '--verification.validators=["A"] --max-steps 3 --verification.validators ["B","C"]',
+    ],
+)
+def test_a_list_that_is_given_more_than_once_has_all_of_its_values(
+    tmp_path: Path, given: str
+) -> None:
+    """It had the last ones alone: one validator of two was not known. A list of a file is replaced."""
+    file = written(tmp_path / "a.toml", f'[verification]\nvalidators = ["{"00" * 32}"]')
+    for letter, node in zip("ABC", NODES, strict=True):
+        given = re.sub(rf"\b{letter}\b", node, given)
+    config = load(RunConfig, ["@", file, *given.split()], {})
+    assert config.verification.validators == list(NODES)
+
+
+def test_a_tuple_of_any_length_that_is_given_twice_has_both_values_and_one_of_two_the_last() -> (
+    None
+):
+    agents = "--training.episode-agents a --training.episode-agents b".split()
+    betas = "--training.betas [0.1,0.2] --training.betas [0.9,0.99]".split()
+    training = load(RunConfig, [*agents, *betas], {}).training
+    assert (training.episode_agents, training.betas) == (("a", "b"), (0.9, 0.99))
+
+
+@pytest.mark.parametrize("flag", ["--environment.args.a-b", "--environment.args.a_b"])
+def test_a_flag_sets_the_key_of_a_file_that_has_dashes_in_its_name(
+    tmp_path: Path, flag: str
+) -> None:
+    """There were two keys then, `a-b` of the file and `a_b` of the flag."""
+    file = written(tmp_path / "a.toml", 'environment = { id = "x", args = { "a-b" = 1, c = 2 } }')
+    config = load(RunConfig, ["@", file, flag, "5"], {})
+    assert config.environment.args == {"a-b": 5, "c": 2}
+    config = load(RunConfig, ["@", file], {"PRIMERL_ENVIRONMENT__ARGS__A_B": "6"})
+    assert config.environment.args == {"a-b": 6, "c": 2}
+    other = load(RunConfig, ["@", file, "--environment.id", "y", flag, "5"], {})
+    assert other.environment.args == {"a_b": 5}
+
+
+@pytest.mark.parametrize("beside", ['"text"', "1", '{ d = "e" }'])
+def test_the_type_of_a_value_does_not_depend_on_what_the_file_says_beside_it(
+    tmp_path: Path, beside: str
+) -> None:
+    """Strings became numbers where all values of the table were strings."""
+    text = f'environment = {{ id = "x", args = {{ a = "5", b = "true", c = {beside} }} }}'
+    file = written(tmp_path / "a.toml", text)
+    args = load(RunConfig, ["@", file], {}).environment.args
+    assert (args["a"], args["b"]) == ("5", "true")
+    for text, value in (("7", 7), ('"7"', "7"), ("yes", "yes"), ('{"f":"7"}', {"f": "7"})):
+        flag = ["--environment.args.g", text]
+        assert load(RunConfig, flag, {}).environment.args == {"g": value}
+        assert load(RunConfig, ["@", file, *flag], {}).environment.args["g"] == value
+
+
+@pytest.mark.parametrize("name", [".", "..", "configs", "/"])
+def test_a_directory_in_place_of_a_file_is_refused_in_one_line(
+    cli: Callable[..., Ran], home: Path, name: str
+) -> None:
+    (home / "configs").mkdir()
+    cli("train", "@", name).refused(2, f"{name} is a directory: name a config file in it")
 
 
 def test_the_name_of_another_model_replaces_one_that_would_be_created(tmp_path: Path) -> None:

@@ -481,10 +481,12 @@ def test_environments_that_do_not_distil_keep_the_loss_of_a_distilling_run(tmp_p
     assert "fixed loss" not in notes(config)
 
 
-def test_a_distilled_rollout_needs_no_group_and_a_hint_shows_the_answer(tmp_path: Path) -> None:
+def test_a_distilled_rollout_gets_the_smallest_group_and_a_hint_shows_the_answer(
+    tmp_path: Path,
+) -> None:
     algorithm = "algo = { type = 'opsd', demo_key = 'expert' }"
     config = convert(tmp_path, f"[orchestrator]\nbatch_size = 32\n{algorithm}\n{ONE_SOURCE}")
-    assert config.values["rollouts"] == {"group_size": 1, "groups_per_batch": 32}
+    assert config.values["rollouts"] == {"group_size": 2, "groups_per_batch": 16}
     assert "demo_key = 'expert': a hint shows the `answer` of the task's data" in notes(config)
 
 

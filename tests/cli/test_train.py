@@ -13,6 +13,7 @@ from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.ops.errors import UsageError
 from primerl.node.storage.run_files import MARK, claim, held
 
@@ -85,6 +86,87 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
 def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
     ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
     ran.refused(2, "primerl-node[tensorboard]")
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("rl @ demo --engine.type vllm", "vLLM is not installed"),
+        ("rl @ demo --verification.auditor vllm", "verification.auditor is vllm"),
+        ("train @ demo --verification.auditor vllm", "verification.auditor is vllm"),
+        ("inference --engine.type vllm --model.name here", "vLLM is not installed"),
+        (
+            'eval --engine.type vllm --models m --environments [{"id":"demo"}]',
+            "vLLM is not installed",
+        ),
+    ],
+)
+def test_a_vllm_that_is_needed_and_not_installed_is_named_before_anything_is_made(
+    cli: Cli, home: Path, line: str, missing: str
+) -> None:
+    """`rl` made the model and restarted its workers three times, a minute long, before it said so."""
+    cli(*line.split()).refused(7, missing)
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+def test_a_vllm_of_workers_elsewhere_is_not_looked_for(cli: Cli, home: Path) -> None:
+    (home / "outputs").touch()
+    line = ("rl", "@", "demo", *VLLM, "--launch.workers", "0")
+    cli(*line).refused(5, "outputs")
+
+
+@pytest.mark.parametrize("command", ["train", "rl"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+def test_groups_of_one_are_refused_as_nothing_is_learned_from_them(
+    cli: Cli, home: Path, command: str, dry: tuple[str, ...]
+) -> None:
+    ran = cli(command, "@", "demo", "--rollouts.group-size", "1", *dry)
+    ran.refused(2, "group_size of reverse-text is 1", "set it to 2 or more")
+    own = '[{"id":"reverse-text"},{"id":"arithmetic","group_size":1}]'
+    ran = cli(command, "--environments", own, *dry)
+    ran.refused(2, "group_size of arithmetic is 1")
+    assert list(home.iterdir()) == []
+
+
+def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli) -> None:
+    ran = cli("train", "@", "demo", "--training.seq-len", "12")
+    assert ran.code == 2
+    assert "warm-up step" not in ran.err
+    assert "training.seq_len" in ran.err.splitlines()[-1]
+    assert ran.err.splitlines()[-1].startswith("primerl-node: error: the ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (socket.SOCK_DGRAM, "train @ demo --network.port PORT"),
+        (socket.SOCK_DGRAM, "rl @ demo --network.port PORT"),
+        (socket.SOCK_STREAM, "train @ demo --network.libp2p-port PORT"),
+        (socket.SOCK_STREAM, "inference --model.name here --api.port PORT"),
+        (socket.SOCK_STREAM, "judge --model.name here --api.port PORT"),
+    ],
+)
+def test_a_port_that_is_taken_is_found_before_anything_is_made(
+    cli: Cli, home: Path, kind: socket.SocketKind, line: str
+) -> None:
+    """It was found after the model was made and the environment started."""
+    with socket.socket(socket.AF_INET, kind) as taken:
+        taken.bind(("127.0.0.1", 0))
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
+        given = line.replace("PORT", str(taken.getsockname()[1])).split()
+        cli(*given, "--network.host", "127.0.0.1").refused(4, "in use", "choose another")
+    assert list(home.iterdir()) == []
+
+
+def test_an_address_that_is_not_of_this_machine_is_no_port_that_is_taken(
+    cli: Cli, home: Path
+) -> None:
+    for host in ("192.0.2.1", "no such host"):
+        cli("train", "@", "demo", "--network.host", host).refused(2, host, "--network.host")
+    assert list(home.iterdir()) == []
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
@@ -315,3 +397,11 @@ def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_half_of_a_file(
         assert list((disk / "node").iterdir()) == []
         filling.unlink()
         assert cli("init", "--data-dir", str(disk / "node")).code == 0
+
+
+def test_a_disk_that_fills_while_the_model_is_made_is_one_line_and_leaves_no_half_of_a_model(
+    cli: Cli, home: Path
+) -> None:
+    with small_disk(home / "disk", kib=1024) as disk:
+        one_line(cli("train", *SMALL, "--output-dir", str(disk)), "run/model", "No space left")
+        assert not (disk / "run" / "model" / "config.json").exists()

@@ -1,0 +1,46 @@
+"""What a run says of lengths before it begins: prompts, and demonstrations of its warm-up."""
+
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+from support.counting_environment import CountingEnvironment
+
+from primerl.node.app.startup import check_prompts, within
+from primerl.node.ops.errors import UsageError
+
+Example = tuple[list[int], list[int]]
+
+
+async def examples(*lengths: int) -> AsyncIterator[Example]:
+    """Pairs of so many tokens, the last of which is the reply."""
+    for length in lengths:
+        yield [1] * (length - 1), [2]
+
+
+async def test_prompts_that_leave_no_room_for_a_reply_are_refused() -> None:
+    environment = CountingEnvironment()
+    prompt = len(await environment.prompt(await environment.task(0)))
+    await check_prompts(["counting"], [environment], prompt + 1)
+    with pytest.raises(UsageError, match=f"prompts of counting have {prompt} tokens and more"):
+        await check_prompts(["counting"], [environment], prompt)
+
+
+async def test_a_warm_up_whose_demonstrations_are_all_too_long_is_refused_in_its_first_step() -> (
+    None
+):
+    """It made step after step of nothing, with a loss of 0."""
+    with pytest.raises(UsageError, match=r"have 13 tokens and more, and training\.seq_len is 12"):
+        async for _ in within(examples(14, 13, 15, 12), 12, 3):
+            pass
+
+
+async def test_demonstrations_that_are_too_long_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        left = [one async for one in within(examples(12, 13, 13, 13, 5), 12, 2)]
+    assert [len(prompt) + len(reply) for prompt, reply in left] == [12, 5]
+    assert [record.getMessage()[:31] for record in caplog.records] == [
+        "a demonstration has 13 tokens, "
+    ]
