@@ -541,7 +541,11 @@ class TrainerNode(IssuingNode):
         )
         progress = Progress(clock=self._clock)
         demand = LeaseDemand(config, registry, buffer, progress)
-        tasks = [TaskSupply(one, registry.book, at) for at, one in enumerate(run.environments)]
+        longest = documents.manifest.limits.max_model_len
+        tasks = [
+            TaskSupply(one, registry.book, at, longest=longest)
+            for at, one in enumerate(run.environments)
+        ]
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
