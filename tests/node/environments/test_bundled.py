@@ -15,7 +15,13 @@ from support.counting_environment import shown_reply
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.allowed import BUNDLED
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Episode
-from primerl.node.environments.tasksets import alphabet_sort, math, math_env, word_game
+from primerl.node.environments.tasksets import (
+    alphabet_sort,
+    math,
+    math_env,
+    reasoning_gym,
+    word_game,
+)
 from primerl.node.environments.tasksets.draws import Draws
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
@@ -703,6 +709,33 @@ async def test_a_puzzle_is_generated_and_scored_by_its_library(model_dir: Path) 
         assert (await played(environment, index, answer[8:-9]))[0].score.reward == 0.0
     held_out = {await asked(environment, index, "eval") for index in range(20)}
     assert not held_out & {await asked(environment, index) for index in range(200)}
+
+
+@pytest.mark.parametrize("family", ["acre", "word_ladder"])
+async def test_a_family_of_few_items_opens_and_gives_tasks(family: str, model_dir: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    environment = await opened(model_dir, "reasoning-gym", family=family)
+    shown = await shown_reply(environment, await environment.task(0))
+    episode, _ = await played(environment, 0, bytes(shown[:-1]).decode())
+    assert episode.score.reward == 1.0
+
+
+def test_an_item_that_a_family_cannot_make_ends_none_after_it() -> None:
+    """As word_ladder: an item that cannot be made becomes the family's end."""
+
+    class Ladder:
+        size = 5
+
+        def __getitem__(self, item: int) -> int:
+            if item == 1 or item >= self.size:
+                self.size = min(item, self.size)
+                raise IndexError(item)
+            return item
+
+    family = Ladder()
+    with pytest.raises(IndexError):
+        reasoning_gym.make_puzzle(family, "word_ladder", 1)
+    assert reasoning_gym.make_puzzle(family, "word_ladder", 3) == 3
 
 
 @pytest.mark.parametrize("family", ["prime_factorization", "time_intervals", "base_conversion"])
