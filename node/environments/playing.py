@@ -48,7 +48,7 @@ from .allowed import BUNDLED
 from .chat import Chat
 from .environment import AgentScore, Branch, EnvironmentFailed, Episode, Score, Split
 from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
-from .taskset import TaskIndex, load_tasksets
+from .taskset import TaskIndex, load_tasksets, task_content
 
 if TYPE_CHECKING:
     from .tools import CallParser, Toolbox
@@ -173,6 +173,10 @@ class PreparedTask:
 
     task: vf.Task
     digest: bytes
+    content: bytes
+    """Digest of its data without its number."""
+    place: int
+    """Number in its split."""
     record: vf.TraceTask
     state: type[vf.State]
     messages: list[Any]
@@ -276,6 +280,8 @@ class TasksetPlayer:
         return PreparedTask(
             task=task,
             digest=identity,
+            content=hashlib.sha256(task_content(task)).digest(),
+            place=self._tasks.place(index, split),
             record=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=content),
             state=state_cls(type(task)),
             messages=messages,

@@ -23,6 +23,7 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.evaluation.evaluator import ALL, evaluated
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -194,6 +195,15 @@ async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: 
     assert len({*prompts["train"], *prompts["eval"]}) == 40
     count = len(set(prompts["eval"]))
     assert prompts["eval"][0] == prompts["eval"][count]
+
+
+async def test_all_tasks_of_a_taskset_that_is_only_evaluated_are_found_once(start: Start) -> None:
+    environment = await start("rows")
+    assert len(await evaluated(environment, ALL, "all")) == 40
+    assert 0 < len(await evaluated(environment, ALL, "eval")) < 20
+    doubles = await start("reverse-text", min_len=1, max_len=1)
+    contents = [task.content for task in await evaluated(doubles, 64)]
+    assert len(contents) == len({*contents}) < 10, "few letters are held out"
 
 
 @pytest.mark.parametrize("name", ["rows", "rows_env"])
