@@ -11,6 +11,7 @@ size of a grant depends on the capacity of the moment and on tasks that come bac
 either, and check_assignment() tells whether the tasks are the environment's own.
 """
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -590,14 +591,18 @@ class TaskQueue:
     """Unix seconds at which work of it was accepted last."""
     players: dict[bytes, float] = field(default_factory=dict[bytes, float])
     """Nodes of which work of it was accepted, and when last (Unix seconds)."""
+    unfit: set[int] = field(default_factory=set[int])
+    """Tasks that are passed over; without `draw` those from `next_task` on."""
 
     def upcoming(self, count: int, on_lease: Iterable[int] = ()) -> list[int]:
         """List the indices of the next `count` tasks, or as many as there are."""
         again = list(islice(self.requeued, count))
         fresh = count - len(again)
         if self.draw is None:
-            return [*again, *range(self.next_task, self.next_task + fresh)]
-        out = {*self.requeued, *self.drawn, *on_lease} if len(self.drawn) < fresh else set[int]()
+            return [*again, *self._following(fresh)]
+        out = set[int]()
+        if len(self.drawn) < fresh:
+            out = {*self.requeued, *self.drawn, *on_lease, *self.unfit}
         while len(self.drawn) < fresh:
             # no task is out twice, so that none is twice in a lease
             index = self.draw(self.next_task + len(self.drawn), out)
@@ -606,6 +611,18 @@ class TaskQueue:
             self.drawn.append(index)
             out.add(index)
         return [*again, *islice(self.drawn, fresh)]
+
+    def _following(self, count: int) -> list[int]:
+        """List the next `count` tasks in the order of their indices."""
+        fit = (index for index in itertools.count(self.next_task) if index not in self.unfit)
+        return list(islice(fit, count))
+
+    def pass_over(self, index: int) -> None:
+        """Do not lease a task that nobody can play."""
+        self.unfit.add(index)
+        for queue in (self.requeued, self.drawn):
+            if index in queue:
+                queue.remove(index)
 
     def requeue(self, indices: Iterable[int]) -> None:
         """Queue tasks again, each once: work of a lease that was taken back may still come, and be lost.
@@ -623,7 +640,11 @@ class TaskQueue:
             self.requeued.popleft()
         for _ in range(min(count - again, len(self.drawn))):
             self.drawn.popleft()
-        self.next_task += count - again
+        if self.draw is not None:
+            self.next_task += count - again
+        elif taken := self._following(count - again):
+            self.next_task = taken[-1] + 1
+            self.unfit = {index for index in self.unfit if index >= self.next_task}
 
 
 @dataclass

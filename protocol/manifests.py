@@ -229,6 +229,7 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     limits: RunLimits
     proofs: ProofContract
     max_steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    """Of the run as it began: a trainer that is resumed with more says itself when the run ends."""
     nonce: Digest
     """Random: two runs of one config are two runs."""
     adapters: AdapterContract | None = None

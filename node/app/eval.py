@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
@@ -105,7 +106,10 @@ async def evaluate(
     with held(config.directory):
         _begin(config)
         cells = CellStore(config.directory)
-        suite = EvalSuite(config, cells, watch, len(local) + len(keys))
+        run = run_config(config.weights_dir) if config.weights_dir else {}
+        shown = (run.get("data") or {}).get("environment")  # of `sft`
+        trained = [str(own.get("id")) for own in (*_trained_on(run), shown or {})]
+        suite = EvalSuite(config, cells, watch, len(local) + len(keys), trained)
         evaluation = _Evaluation(
             config,
             suite,
@@ -117,12 +121,17 @@ async def evaluate(
         return suite.found
 
 
+def _trained_on(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List the environments in a run's config."""
+    return [own for own in run.get("environments") or [run.get("environment")] if own]
+
+
 def completed(config: EvalConfig) -> EvalConfig:
     """Fill what `config` leaves out from the run of weights_dir. Raises UsageError."""
     run = run_config(config.weights_dir) if config.weights_dir else {}
     environments = config.environments
     if not environments:
-        told = [one for one in run.get("environments") or [run.get("environment")] if one]
+        told = _trained_on(run)
         if not told:
             raise UsageError(
                 f"{config.weights_dir} is of no run that names an environment: add [[environments]]"

@@ -93,6 +93,7 @@ async def open_eval_tasks(
         return []
     if not told.environments:
         return own_tasks(config, own, told.prompts)
+    trained = {one.id for one in config.mixture}
     found: list[EvalTask] = []
     for one in told.environments:
         drawn = one.sampling
@@ -121,6 +122,7 @@ async def open_eval_tasks(
                 one.success,
                 sampling,
                 one.interval,
+                "eval" if one.id in trained else "all",
             )
         )
     return found
@@ -544,7 +546,11 @@ class TrainerNode(IssuingNode):
         )
         progress = Progress(clock=self._clock)
         demand = LeaseDemand(config, registry, buffer, progress)
-        tasks = [TaskSupply(one, registry.book, at) for at, one in enumerate(run.environments)]
+        longest = documents.manifest.limits.max_model_len
+        tasks = [
+            TaskSupply(one, registry.book, at, longest=longest)
+            for at, one in enumerate(run.environments)
+        ]
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,

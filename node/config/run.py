@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
+<<<<<<< HEAD
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+=======
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_config import BaseConfig
+>>>>>>> b
 
 from .base import BaseConfig
 from .chat_api import JudgeConfig
@@ -489,12 +501,19 @@ class EvaluatedEnvironment(EnvironmentConfig):
 
     name: str = ""
     """Name in the results; else the id."""
-    prompts: Positive = 64
-    """Tasks; fewer where the taskset holds out no more."""
+    prompts: Annotated[int, Field(ge=-1)] = 64
+    """Tasks, fewer where there are no more that differ; -1: all that there are."""
     samples: Positive = 4
     """Rollouts of each: the k of avg@k and the largest j of pass@j."""
     success: float = 1.0
     """A rollout with at least this reward solves its task."""
+
+    @field_validator("prompts")
+    @classmethod
+    def _check_prompts(cls, value: int) -> int:
+        if not value:
+            raise ValueError("should be at least 1, or -1 for all tasks")
+        return value
 
     @property
     def title(self) -> str:
@@ -544,8 +563,8 @@ def check_names(what: str, names: list[str]) -> None:
 class EvaluationConfig(BaseConfig):
     """Evaluation on held-out prompts: before and after, and beside training."""
 
-    prompts: Annotated[int, Field(ge=0)] = 256
-    """Prompts before and after, one rollout each; 0 switches that off."""
+    prompts: Annotated[int, Field(ge=-1)] = 256
+    """Prompts before and after, one rollout each; 0 switches that off, -1: all that are held out."""
     interval: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations beside training, of the first version and the last, too; 0: none."""
     samples: Positive = 4

@@ -14,7 +14,8 @@ from ..inference.engine import Completion, join_boundaries, join_spans
 from ..ops.errors import NodeError
 from .stop_strings import StopStrings
 
-Split = Literal["train", "eval"]
+Split = Literal["train", "eval", "all"]
+"""`all` is for what no training uses: the `eval` split of a taskset that has one, else all of its tasks."""
 
 Policy = Callable[[Sequence[int], int], Awaitable[Completion]]
 """(prompt token ids, turn number from 0) -> completion. Seed, temperature and limits are bound in."""
@@ -27,6 +28,10 @@ class Task:
     index: int
     digest: bytes
     split: Split = "train"
+    place: int = field(default=-1, compare=False)
+    """Number in the split, below `index` where a finite taskset has begun anew; -1: not known."""
+    content: bytes = field(default=b"", compare=False)
+    """Digest of the content without the task's number, if known: equal for a task that comes again."""
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,8 @@ class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looke
     digest: bytes
     prompt: list[int]
     demonstration: Demonstration | None
+    place: int
+    content: bytes
 
 
 class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -440,7 +442,11 @@ class EnvironmentHost:
         with self._loads():
             task = await environment.task(request.index, request.split)
         return EnvironmentLooked(
-            task.digest, await environment.prompt(task), await environment.demonstration(task)
+            task.digest,
+            await environment.prompt(task),
+            await environment.demonstration(task),
+            task.place,
+            task.content,
         )
 
     def _policy(self, number: int) -> Policy:

@@ -391,7 +391,8 @@ class HostedEnvironment:
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """Return task number `index`, from the cache if possible."""
-        return Task(index=index, digest=(await self._look(index, split)).digest, split=split)
+        looked = await self._look(index, split)
+        return Task(index, looked.digest, split, looked.place, looked.content)
 
     async def prompt(self, task: Task) -> list[int]:
         """See Environment."""

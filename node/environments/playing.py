@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1 import graph
+from verifiers.v1 import task as library_task
 from verifiers.v1 import tasksets as library_tasksets
 from verifiers.v1.clients import base as library_clients
 from verifiers.v1.clients.train import response_from_generate, tool_to_wire
@@ -47,7 +48,7 @@ from .allowed import BUNDLED
 from .chat import Chat
 from .environment import AgentScore, Branch, EnvironmentFailed, Episode, Score, Split
 from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
-from .taskset import TaskIndex, load_tasksets
+from .taskset import TaskIndex, load_tasksets, task_content
 
 if TYPE_CHECKING:
     from .tools import CallParser, Toolbox
@@ -104,20 +105,59 @@ def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
 def score(trace: Any) -> Score:
     """Return a trace's weighted sum of rewards, with metrics.
 
-    The metrics include each reward, unweighted, and the number of tool calls if there are tools. Raises
-    PlayFailed if one of them is NaN or infinite.
+    The metrics include each reward, unweighted, and the number of tool calls if there are tools. A metric that
+    has a reward's name is `metric/NAME`. Raises PlayFailed if one of them is NaN or infinite.
     """
     named: dict[str, float] = {
         name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None
     }
-    named |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    for name, value in trace.metrics.items():
+        if value is not None:
+            named[f"metric/{name}" if name in trace.rewards else name] = float(value)
     if trace.tools:
         said = [node.message for node in trace.nodes if node.sampled]
         named.setdefault(CALLS, float(sum(len(it.tool_calls or ()) for it in said)))
     total = float(trace.reward)
-    if not all(map(math.isfinite, [total, *named.values()])):
-        raise PlayFailed("a reward or metric is not a finite number: mend the taskset")
+    for name, value in {**named, "reward": total}.items():
+        if not math.isfinite(value):
+            raise PlayFailed(f"{name!r} of the rewards and metrics is not a finite number: mend it")
     return Score(reward=total, metrics=named)
+
+
+async def call_scores(
+    hooks: Sequence[Callable[..., Any]], at_hand: dict[str | type, Any]
+) -> list[Any]:
+    """Call rewards, metrics or judges at once, in place of the library's invoke_all().
+
+    Raises TaskError that names the one that failed: without it none of them has a score, and the library
+    names none. So does a result that is no number, and a reward under the name of another.
+    """
+    results = await asyncio.gather(*(_call_score(hook, at_hand) for hook in hooks))
+    givers: dict[str, str] = {}
+    for hook, result in zip(hooks, results, strict=True):
+        name = _hook_name(hook)
+        for key in result if isinstance(result, Mapping) else (hook.__name__,):
+            if hasattr(hook, "reward") and givers.setdefault(str(key), name) != name:
+                raise vf.TaskError(f"{givers[str(key)]} and {name} both give a score {str(key)!r}")
+    return list(results)
+
+
+async def _call_score(hook: Callable[..., Any], at_hand: dict[str | type, Any]) -> Any:
+    try:
+        result = await invoke(hook, at_hand)
+        for value in result.values() if isinstance(result, Mapping) else (result,):
+            float(value)
+    except Exception as error:  # a stranger's code, which may raise anything
+        name = _hook_name(hook)
+        raise vf.TaskError(f"{name} has no score: {type(error).__name__}: {error}") from error
+    return result
+
+
+def _hook_name(hook: Callable[..., Any]) -> str:
+    for kind in ("reward", "metric"):
+        if hasattr(hook, kind):
+            return f"{kind} {hook.__name__!r}"
+    return f"judge {getattr(getattr(hook, '__self__', None), 'reward_name', hook.__name__)!r}"
 
 
 CALLS = "tool_calls"
@@ -133,6 +173,10 @@ class PreparedTask:
 
     task: vf.Task
     digest: bytes
+    content: bytes
+    """Digest of its data without its number."""
+    place: int
+    """Number in its split."""
     record: vf.TraceTask
     state: type[vf.State]
     messages: list[Any]
@@ -236,6 +280,8 @@ class TasksetPlayer:
         return PreparedTask(
             task=task,
             digest=identity,
+            content=hashlib.sha256(task_content(task)).digest(),
+            place=self._tasks.place(index, split),
             record=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=content),
             state=state_cls(type(task)),
             messages=messages,
@@ -599,6 +645,7 @@ def open_player(
     scores: bool,
 ) -> TasksetPlayer:
     """Load the taskset and choose how to play it. Raises EnvironmentFailed."""
+    library_task.invoke_all = call_scores
     if config.judge is not None:
         # vf.Judge has no hook for another client; the library makes all its clients with this function
         library_clients.build_async_httpx = judge_client

@@ -159,6 +159,12 @@ class TaskIndex:
             split: _Walk(tasksets.get(split, tasksets["train"]), split, limits, dealt=self._dealt)
             for split in ("train", "eval")
         }
+        # nothing is held out of a taskset that is only evaluated
+        self._walks["all"] = (
+            _Walk(tasksets["train"], "all", limits, dealt=False)
+            if self._dealt
+            else self._walks["eval"]
+        )
 
     @property
     def progress(self) -> str:
@@ -170,6 +176,7 @@ class TaskIndex:
 
         Raises EnvironmentFailed if the split is empty or the task beyond the limits.
         """
+        split = self._own(split)
         if index < 0:
             raise EnvironmentFailed(f"task index {index} is negative: count from 0")
         taskset = self._tasksets.get(split, self._tasksets["train"])
@@ -179,6 +186,17 @@ class TaskIndex:
             prompt = getattr(taskset, "system_prompt", None)
             return task if prompt is None else task.with_system_prompt(prompt)
         return await self._walks[split].get(index)
+
+    def place(self, index: int, split: Split) -> int:
+        """Return the number in its split of a task that get() returned."""
+        split = self._own(split)
+        if not self._dealt and hasattr(self._tasksets.get(split), "task_at"):
+            return index
+        return self._walks[split].place(index)
+
+    def _own(self, split: Split) -> Split:
+        """Return the split of the tasksets that holds the tasks of `split`."""
+        return "eval" if split == "all" and not self._dealt else split
 
 
 class _Walk:
@@ -206,6 +224,11 @@ class _Walk:
         if self._goal is None:
             return ""
         return f"walks to task {self._goal:,} of {self._split}: {self._read:,} tasks read"
+
+    def place(self, index: int) -> int:
+        """Return the place of task number `index`, as far as the taskset's length is known."""
+        region, offset = divmod(index, FAR)
+        return self._within(region * REGION + offset)
 
     async def get(self, index: int) -> Any:
         """Return task number `index`, modulo the length of a finite taskset."""
@@ -260,7 +283,7 @@ class _Walk:
         except BaseException:
             self._begin()  # a generator that raised is exhausted, the taskset is not
             raise
-        content = b"" if self._read and not self._dealt else _content(task)
+        content = b"" if self._read and not self._dealt else task_content(task)
         if not self._read:
             self._check_first(content)
         self._read += 1
@@ -299,7 +322,7 @@ _OTHER_TASKS = (
 )
 
 
-def _content(task: Any) -> bytes:
+def task_content(task: Any) -> bytes:
     """Encode a task's data without its index, so that equal questions are in one split."""
     content = task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True)
     return json.dumps(content, sort_keys=True).encode()

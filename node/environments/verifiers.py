@@ -140,7 +140,8 @@ class VerifiersEnvironment:
 
         With tools it covers their schemas, too.
         """
-        return Task(index=index, digest=(await self._prepare(index, split)).digest, split=split)
+        made = await self._prepare(index, split)
+        return Task(index, made.digest, split, made.place, made.content)
 
     async def prompt(self, task: Task) -> list[int]:
         """Return the first turn's prompt; empty if the taskset's own code opens the conversation.

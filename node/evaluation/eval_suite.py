@@ -6,7 +6,7 @@ cell is measured twice, and a stored cell is always the right one.
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import msgspec
 from ...crypto.hashing import derive
 from ..config.evaluation import EvalConfig
 from ..config.run import EvaluatedEnvironment
-from ..environments.environment import Environment, EnvironmentFailed
+from ..environments.environment import Environment, EnvironmentFailed, Split
 from ..ops.errors import BAD_FILE, StorageError, UsageError
 from ..storage.run_files import make_directory, write
-from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
+from .evaluator import PolicyClient, Rollout, evaluated, run_rollouts
 from .statistics import EvalFigures, summarize
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -148,13 +148,28 @@ class EvalModel:
 class EvalSuite:
     """Measures models on all environments of a config, and writes results.json."""
 
-    def __init__(self, config: EvalConfig, cells: CellStore, watch: Watch, models: int) -> None:
-        """`models`: number of models that will be measured, for the progress."""
+    def __init__(
+        self,
+        config: EvalConfig,
+        cells: CellStore,
+        watch: Watch,
+        models: int,
+        trained: Collection[str] = (),
+    ) -> None:
+        """`models`: number of models that will be measured, for the progress.
+
+        `trained`: ids of the environments on which the models were trained; of these held-out tasks are
+        measured, of others all.
+        """
         self._config = config
+        self._trained = frozenset(trained)
         self._cells = cells
         self._watch = watch
         self._total = models * len(config.environments)
         self.found: list[Cell] = []
+
+    def _split(self, environment: EvaluatedEnvironment) -> Split:
+        return "eval" if environment.id in self._trained else "all"
 
     async def measure(self, model: EvalModel) -> None:
         """Measure a model on every environment. Raises NodeError.
@@ -172,6 +187,7 @@ class EvalSuite:
             environment=environment.model_dump(mode="json", exclude={"name"}),
             sampling=config.sampling.model_dump(mode="json"),
             seed=config.seed,
+            split=self._split(environment),
         )
         cell = None if config.again else self._cells.find(key)
         if cell is None:
@@ -191,7 +207,7 @@ class EvalSuite:
         began, samples = time.monotonic(), environment.samples
         try:
             running = await model.environment(environment)
-            tasks = await held_out(running, environment.prompts)
+            tasks = await evaluated(running, environment.prompts, self._split(environment))
         except EnvironmentFailed as error:
             raise UsageError(f"environment {environment.title!r} failed: {error}") from error
         total = len(tasks) * samples

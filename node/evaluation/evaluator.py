@@ -13,13 +13,17 @@ from typing import Protocol
 import msgspec
 
 from ...crypto.hashing import derive
-from ..environments.environment import Environment, Split, Task
+from ..environments.environment import Environment, EnvironmentFailed, Split, Task
 from ..environments.policies import PlayFailed
 from ..environments.stop_strings import StopStrings, generate_until
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
 
+ALL = -1
+"""As a number of prompts: all that there are."""
+MOST_TASKS = 100_000
+"""Tasks of a split that are evaluated at most; one with more counts as endless."""
 MAX_TEXT = 20_000
 """Most characters of a reply that are stored."""
 RESTART_WAITS_S = (1.0, 3.0, 9.0, *[20.0] * 27)
@@ -94,12 +98,21 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the last turn."""
 
 
-async def held_out(environment: Environment, count: int) -> list[Task]:
-    """Return the distinct tasks among the first `count` held-out ones. Raises EnvironmentFailed."""
+async def evaluated(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
+    """Return the tasks among the first `count` of a split that differ in content; ALL: of the whole split.
+
+    Raises EnvironmentFailed, also for all tasks of a taskset without an end.
+    """
     tasks: dict[bytes, Task] = {}
-    for index in range(count):
-        task = await environment.task(index, "eval")
-        tasks.setdefault(task.digest, task)
+    for index in range(MOST_TASKS + 1 if count == ALL else count):
+        if index == MOST_TASKS:
+            raise EnvironmentFailed(
+                f"{environment.name!r} has no end among {MOST_TASKS:,} tasks: give a number of prompts, not -1"
+            )
+        task = await environment.task(index, split)
+        if 0 <= task.place < index:
+            break  # a finite taskset begins anew
+        tasks.setdefault(task.content or task.digest, task)
     return list(tasks.values())
 
 
@@ -268,6 +281,8 @@ class EvalTask:
     """None: the evaluator's. Stop tokens are always the evaluator's."""
     interval: int = 0
     """Versions between evaluations during training; 0: the default interval."""
+    split: Split = "eval"
+    """`all` where the run does not train on these tasks."""
 
 
 class Evaluator:
@@ -284,13 +299,18 @@ class Evaluator:
     async def evaluate(
         self, state: State, tasks: Sequence[EvalTask], *, split: Split, first: int, seed: int
     ) -> EvalResult:
-        """Evaluate tasks `first` to `first + prompts - 1` of each environment, one sample each."""
+        """Evaluate tasks `first` to `first + prompts - 1` of each environment, one sample each; ALL: all of
+        the split. Raises EnvironmentFailed.
+        """
         found: dict[str, EvalResult] = {}
         async with self._turn:
             version = await self._load(state)
             for one in tasks:
-                numbers = range(first, first + one.prompts)
-                chosen = [await one.environment.task(number, split) for number in numbers]
+                if one.prompts == ALL:
+                    chosen = await evaluated(one.environment, ALL, split)
+                else:
+                    numbers = range(first, first + one.prompts)
+                    chosen = [await one.environment.task(number, split) for number in numbers]
                 rollouts = await self._roll_out(one, chosen, version, samples=1, seed=seed)
                 found[one.name] = _means(rollouts)
         return EvalResult.of(found)
@@ -306,7 +326,7 @@ class Evaluator:
         async with self._turn:
             version = await self._load(state)
             for one in tasks:
-                prompts = await held_out(one.environment, one.prompts)
+                prompts = await evaluated(one.environment, one.prompts, one.split)
                 found[one.name] = await self._roll_out(
                     one, prompts, version, samples=one.samples, seed=seed
                 )

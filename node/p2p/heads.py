@@ -5,6 +5,7 @@ Everything goes through TrustedRun.admit; where a head came from does not matter
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
@@ -39,6 +40,8 @@ END_READ_S = 5.0
 INLINE_MANIFEST = 200 * 1024
 FAR_BEHIND = 32
 """A peer more versions behind than this is told the newest snapshot, not all versions between."""
+FAREWELL_S = 30.0
+"""Time without a trainer after which a node that has the manifest's last version leaves."""
 RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
@@ -55,6 +58,8 @@ class HeadStore:
         """Why the run ended; empty while it goes on."""
         self.outcome: Outcome = "finished"
         """How it ended; stopped only at a trainer, which tells its watchers."""
+        self.unwatched_since = time.monotonic()
+        """Since when the trainer has not been heard; infinite while it is."""
         for sealed, manifest in ledger.heads():
             self._restore(sealed, manifest)
 
@@ -125,6 +130,14 @@ class HeadStore:
         """Note that there will be no more heads; tell all watchers."""
         self.ended, self.outcome = detail or "the run has ended", outcome
         await self.wake()
+
+    async def end_without_trainer(self, version: int, last: int) -> None:
+        """End the run if `version` is the `last` of its manifest, and the trainer is not there any more.
+
+        Only the trainer knows whether it goes on: it may have been resumed with more steps.
+        """
+        if version == last and time.monotonic() - self.unwatched_since >= FAREWELL_S:
+            await self.end("the run has reached its last step")
 
     async def wait_news(self, known: tuple[int, int], timeout: float) -> bool:
         """Wait for a head newer than `known` or the end of the run; False at the timeout."""
@@ -320,6 +333,8 @@ class HeadFollower:
                 logger.debug("watch of %s broke: %s", short(self._peer), error)
             pause = RECONNECT_S if self.connected else min(pause * 1.5, RECONNECT_MAX_S)
             self.connected = False
+            if self._authority and self._book.unwatched_since == math.inf:
+                self._book.unwatched_since = time.monotonic()
             await asyncio.sleep(pause)
 
     async def _follow(self) -> None:
@@ -336,6 +351,8 @@ class HeadFollower:
                     return  # a trainer that was stopped is asked again after a pause
                 if not self.connected:
                     self.came_back.set()
+                if self._authority:
+                    self._book.unwatched_since = math.inf
                 self.connected, self.stopped = True, ""
                 self.heard.set()
                 if isinstance(news, HeadNotice):

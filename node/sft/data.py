@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import contextlib
 import gzip
 import json
 import logging
@@ -33,7 +34,7 @@ from ..environments.chat import ChatFormat
 from ..environments.environment import Demonstration, Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
-from .rows import BadRow, read_row
+from .rows import FIELDS, BadRow, read_row
 from .tokens import RendererTokenizer, TemplateTokenizer, Tokens, open_renderer
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ TASKS_AT_ONCE = 32
 GRACE_ROWS = 1000
 """Smallest denominator of the share of bad rows, or the number of rows where that is less."""
 LOGGED_BAD_ROWS = 10
+PEEKED_ROWS = 100
+"""Rows of a file of lines whose fields are looked at, to name those that are not read."""
+NAMED_COLUMNS = 10
 ORDER = "order 2\n"
 """Version of epoch_order(), part of the data's identity: runs of another order are not resumed."""
 
@@ -80,11 +84,27 @@ class Table:
     size: int
     """Bytes."""
 
+    @property
+    def columns(self) -> bool:
+        """Whether rows are columns with types, not lines of JSON."""
+        return self.rows.column_names != [LINE]
+
     def read(self, index: int) -> bytes:
         """Row number `index` as JSON."""
         row: Mapping[str, Any] = self.rows[index]
-        line = row[LINE] if self.rows.column_names == [LINE] else json.dumps(row, default=str)
+        line = json.dumps(row, default=str) if self.columns else row[LINE]
         return line.encode()
+
+    def unread(self) -> list[str]:
+        """List the columns, or the fields of the first rows, that read_row() does not read."""
+        if self.columns:
+            return sorted({*self.rows.column_names} - FIELDS)
+        fields: set[str] = set()
+        for line in self.rows[:PEEKED_ROWS][LINE]:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                fields |= row.keys() if isinstance(row, dict) else set()
+        return sorted(fields - FIELDS)
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
@@ -282,12 +302,13 @@ class RowExamples:
 
     def sample(self, index: int) -> Sample:
         """Make the sample of row number `index`. Raises BadRow, SkippedRow."""
+        table, _ = self._find(index)
         data = self.read(index)
         if not data.strip():
             raise SkippedRow(BLANK)
         if self._holdout and is_held_out(data, self._holdout) != self._held_out:
             raise SkippedRow(HELD_OUT)
-        row = read_row(data, strings=self._config.data.strings)
+        row = read_row(data, strings=self._config.data.strings, columns=table.columns)
         return make_sample(self._tokenizer.tokens(row), self._config)
 
     def where(self, index: int) -> str:
@@ -439,6 +460,7 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
         return [read_hub(data, split)]
 
     tables, share = read(data.files, data.split), wanted.fraction
+    tell_unread(tables)
     training = RowExamples(config, tables, tokenizer, holdout=share)
     if not (share or wanted.files or wanted.split):
         return Data(training, ())
@@ -451,6 +473,15 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
             "the validation data has no samples: raise validation.fraction, or give validation.files"
         )
     return Data(training, samples)
+
+
+def tell_unread(tables: Sequence[Table]) -> None:
+    """Log the columns that are not read, once for all tables."""
+    names = sorted({name for table in tables for name in table.unread()})
+    if names:
+        more = ", ..." if len(names) > NAMED_COLUMNS else ""
+        known = one_line(", ".join(names[:NAMED_COLUMNS]) + more)
+        logger.warning("columns of the data that are not read: %d (%s)", len(names), known)
 
 
 def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:

@@ -16,6 +16,10 @@ ALIASES = {"developer": "system", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CARRIED = ("name", "tool_call_id")
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+TOOLS = ("tools", "tool_defs")
+"""Fields of tool schemas, the first that has any is read; verifiers writes `tool_defs`."""
+FIELDS = frozenset({"messages", "prompt", "completion", *TOOLS})
+"""Fields of a row that are read."""
 
 
 class BadRow(Exception):
@@ -43,8 +47,14 @@ class RawText:
     completion: str
 
 
-def read_row(data: bytes, *, strings: Literal["chat", "raw"] = "chat") -> Conversation | RawText:
-    """Parse a row from one line of JSON. Raises BadRow."""
+def read_row(
+    data: bytes, *, strings: Literal["chat", "raw"] = "chat", columns: bool = False
+) -> Conversation | RawText:
+    """Parse a row from one line of JSON. Raises BadRow.
+
+    With `columns` it comes from a table with types, whose objects have the fields of all others as nulls: these
+    are absent.
+    """
     try:
         row: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -52,9 +62,11 @@ def read_row(data: bytes, *, strings: Literal["chat", "raw"] = "chat") -> Conver
     if not isinstance(row, dict):
         raise BadRow("not_json", "a row must be a JSON object")
     fields = cast(dict[str, Any], row)
+    if columns:
+        fields = _without_none(fields)
     if "messages" in fields:
         messages, trained = _messages(fields["messages"], "messages", trained=True)
-        return Conversation(messages, trained, _tools(fields.get("tools")))
+        return Conversation(messages, trained, _tools(fields))
     if "prompt" not in fields or "completion" not in fields:
         raise BadRow("fields", "a row needs `messages`, or `prompt` and `completion`")
     return _pair(fields, strings)
@@ -68,7 +80,7 @@ def _pair(row: Mapping[str, Any], strings: Literal["chat", "raw"]) -> Conversati
         raise BadRow("fields", 'data.strings = "raw" needs prompt and completion to be text')
     before, context = _messages(_as_messages("user", prompt), "prompt", trained=False)
     after, trained = _messages(_as_messages("assistant", completion), "completion", trained=True)
-    return Conversation([*before, *after], [*context, *trained], _tools(row.get("tools")))
+    return Conversation([*before, *after], [*context, *trained], _tools(row))
 
 
 def _as_messages(role: str, value: Any) -> Any:
@@ -159,25 +171,37 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     return decoded if isinstance(decoded, dict) else value
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Parse tool schemas, also from JSON text, as columnar formats store them."""
-    found = _decoded(value, "tools") if value else None
-    if not found:
-        return None
-    if not isinstance(found, list) or not all(
-        isinstance(one, dict) for one in cast(list[Any], found)
-    ):
-        raise BadRow("tools", "`tools` must be a list of objects")
-    return [_without_none(one) for one in cast(list[dict[str, Any]], found)]
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Parse the row's tool schemas, also from JSON text, as columnar formats store them."""
+    for field in TOOLS:
+        value = row.get(field)
+        tools = _decoded(value, field) if value else None
+        if not tools:
+            continue
+        if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) for tool in cast(list[Any], tools)
+        ):
+            raise BadRow("tools", f"`{field}` must be a list of objects")
+        given = map(_without_none, cast(list[dict[str, Any]], tools))
+        return list(given if field == "tools" else map(_as_function, given))
+    return None
 
 
-def _without_none(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove nulls: in columnar formats every tool has the parameters of all others as nulls."""
-    return {
-        key: _without_none(cast(Mapping[str, Any], value)) if isinstance(value, dict) else value
-        for key, value in tool.items()
-        if value is not None
-    }
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Wrap a bare definition (name, description, parameters), as templates expect it."""
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove nulls: in columnar formats every object has the fields of all others as nulls."""
+    return {key: _inner(value) for key, value in fields.items() if value is not None}
+
+
+def _inner(value: Any) -> Any:
+    """Remove nulls from the objects in a value; those that stand in a list stay."""
+    if isinstance(value, dict):
+        return _without_none(cast(Mapping[str, Any], value))
+    return [_inner(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _decoded(value: Any, where: str) -> Any:

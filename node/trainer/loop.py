@@ -496,6 +496,7 @@ class TrainerRole:
             **{f"accepted/{name}": progress.accepted_of[name] for name in names},
             **{f"rejected/{name}": progress.rejected_of[name] for name in names},
             "leases/expired": self.scheduler.book.expired,
+            "leases/passed_over": sum(supply.passed_over for supply in self.scheduler.tasks),
             **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
             **self._demonstrations.figures(),
         }

@@ -59,7 +59,6 @@ async def documents(
     lora = config.training.lora
     if known is not None:
         found = known_documents(known, key.node_id)
-        _check_steps(config.max_steps, found.manifest)
         _check_adapters(lora, found.manifest.adapters)
         _check_routes(config.training.enable_router_replay, found.manifest)
         _check_environments(config, found.manifest)
@@ -107,15 +106,6 @@ def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
         raise StorageError(
             f"this version cannot go on with the run ({error}): {ANOTHER_RUN}"
         ) from error
-
-
-def _check_steps(max_steps: int, run: RunManifest) -> None:
-    """Raise UsageError for more steps than the manifest has: workers leave at its last one."""
-    if max_steps > run.max_steps:
-        raise UsageError(
-            f"this run began with max_steps {run.max_steps}, where its workers leave, now it is {max_steps}: "
-            f"lower it, or {ANOTHER_RUN}"
-        )
 
 
 def _check_environments(config: RunConfig, run: RunManifest) -> None:

@@ -22,7 +22,7 @@ from ...protocol.pipelines import MAX_STAGES
 from ...protocol.reputation import Reputation
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RolloutsConfig, RunConfig
-from ..environments.environment import Environment, EnvironmentFailed
+from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
 from ..training.buffer import RolloutBuffer, RolloutGroup, peer_cap, peer_room
 from .publisher import Publisher
 from .state import Progress
@@ -43,6 +43,8 @@ SLOW_WORKERS_SHARE = 1 / 12
 PREPARED_TASKS = 128
 """Tasks whose digests are made before they are leased."""
 KEPT_DIGESTS = 4096
+MAX_PASSED_OVER = 4096
+"""Tasks in a row whose prompts are too long: the environment does not fit the model."""
 VERDICT_BYTES = 256 * 1024
 """Maximum bytes of verdicts in one reply."""
 LEASE_BYTES = 64 * 1024
@@ -188,11 +190,22 @@ class TaskSupply:
     NONE_READY = "the next tasks of the environments that it can play are being made"
     """Answer to an idle worker while no task is prepared."""
 
-    def __init__(self, environment: Environment, book: LeaseBook, number: int = 0) -> None:
-        """`number` is the environment's index in the run."""
+    def __init__(
+        self,
+        environment: Environment,
+        book: LeaseBook,
+        number: int = 0,
+        *,
+        longest: float = math.inf,
+    ) -> None:
+        """`number` is the environment's index in the run, `longest` the tokens of prompt and reply that fit."""
         self._environment = environment
         self._book = book
         self._number = number
+        self._longest = longest
+        self.passed_over = 0
+        """Tasks that were not leased, as their prompts leave no room for a reply."""
+        self._passed_in_a_row = 0
         self.digests: dict[int, bytes] = {}
         """Digests of the tasks that the next leases may name."""
         self._short = asyncio.Event()
@@ -232,15 +245,65 @@ class TaskSupply:
         return bool(upcoming) and all(index in self.digests for index in upcoming)
 
     async def _prepare(self, leases: int) -> bool:
-        """Make the missing digests of the next leases; return whether there were any."""
-        wanted = self._book.upcoming(self._number, leases)
-        missing = [index for index in wanted if index not in self.digests]
-        tasks = await asyncio.gather(*map(self._environment.task, missing))
+        """Make the missing digests of the next leases; return whether there were any.
+
+        Tasks whose prompts are too long are passed over. Raises EnvironmentFailed if all are.
+        """
+        made = False
+        while missing := [index for index in self._upcoming(leases) if index not in self.digests]:
+            tasks = await asyncio.gather(*map(self._environment.task, missing))
+            lengths = await asyncio.gather(*map(self._prompt_length, tasks))
+            for task, length in zip(tasks, lengths, strict=True):
+                if length < self._longest:
+                    self.digests[task.index] = task.digest
+                    self._passed_in_a_row, made = 0, True
+                else:
+                    self._pass_over(task.index, length)
         if len(self.digests) > KEPT_DIGESTS:
             known = self.digests
+            wanted = self._upcoming(leases)
             self.digests = {index: known[index] for index in wanted if index in known}
-        self.digests |= {task.index: task.digest for task in tasks}
-        return bool(missing)
+        return made
+
+    def _upcoming(self, leases: int) -> list[int]:
+        """List the tasks of the next leases. Raises EnvironmentFailed if only unfit ones are left."""
+        book, queue = self._book, self._book.tasks[self._number]
+        upcoming = book.upcoming(self._number, leases)
+        out = (*book.held.values(), *book.unjudged.values())
+        if not upcoming and queue.unfit and all(it.lease.environment != self._number for it in out):
+            raise EnvironmentFailed(
+                self._too_long(f"no prompt of its {len(queue.unfit)} left fits")
+            )
+        return upcoming
+
+    async def _prompt_length(self, task: Task) -> int:
+        try:
+            return len(await self._environment.prompt(task))
+        except ScoreMismatch:  # it has other content now, of which the next lease is told
+            return 0
+
+    def _pass_over(self, index: int, length: int) -> None:
+        """Pass over a task whose prompt of `length` tokens is too long."""
+        queue = self._book.tasks[self._number]
+        if index not in queue.unfit:  # another request found it meanwhile
+            self.passed_over += 1
+            self._passed_in_a_row += 1
+        queue.pass_over(index)
+        if self.passed_over == 1:
+            logger.warning(
+                "%s; such tasks are passed over, and counted as leases/passed_over",
+                self._too_long(f"the prompt of task {index} has {length} tokens and does not fit"),
+            )
+        if self._passed_in_a_row >= MAX_PASSED_OVER:
+            raise EnvironmentFailed(
+                self._too_long(f"none of {self._passed_in_a_row} prompts in a row fits")
+            )
+
+    def _too_long(self, what: str) -> str:
+        return (
+            f"{self._environment.name}: {what} into {self._longest} tokens (training.seq_len, the model's "
+            "positions, engine.max_model_len)"
+        )
 
     def complete(self, lease: Lease) -> Lease:
         """Return a lease of these tasks with all data that a worker needs."""

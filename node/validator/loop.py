@@ -188,8 +188,8 @@ class ValidatorRole:
         """Ask for jobs and begin each, until the run ends."""
         pause = PAUSE_S
         while not self._heads.ended:
-            if self._sync.version >= self._run.max_steps:
-                await self._heads.end("the run has reached its last step")
+            await self._heads.end_without_trainer(self._sync.version, self._run.max_steps)
+            if self._heads.ended:
                 break
             if len(self._jobs) >= self.jobs_at_once:
                 await asyncio.wait(self._jobs, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)

@@ -371,8 +371,8 @@ class InferenceRole:
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         pause, lines, idle = PAUSE_S, LogBackoff(), LogBackoff(IDLE_LOG_S)
         while not self._book.ended:
-            if self._weights.version >= self._run.max_steps:
-                await self._book.end("the run has reached its last step")
+            await self._book.end_without_trainer(self._weights.version, self._run.max_steps)
+            if self._book.ended:
                 break
             stats = self._engine.stats()
             fault = stats.fault

@@ -334,8 +334,8 @@ class StageRole:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._weight_sync.run())
             while not self._book.ended:
-                if self._engine.policy_version >= self._run.max_steps:
-                    await self._book.end("the run has reached its last step")
+                version, last = self._engine.policy_version, self._run.max_steps
+                await self._book.end_without_trainer(version, last)
                 self._engine.stats()
                 await self._book.wait_news(self._book.order(), LOOK_S)
             following.cancel()

@@ -41,7 +41,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = make_qwen3(run / "model", 0, SHAPE)
     told = {
         "model": {"name": "tiny", "create": SHAPE.model_dump()},
-        "environment": {"id": "reverse-text", "args": {"min_len": 1, "max_len": 2}, "max_turns": 8},
+        "environment": {"id": "reverse-text", "args": {"min_len": 4, "max_len": 5}, "max_turns": 8},
         "sampling": {"max_tokens": 4, "temperature": 1.0},
     }
     (run / "config.json").write_text(json.dumps(told))

@@ -1,3 +1,4 @@
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -416,3 +417,26 @@ for machine in (BookMachine, SynchronousMachine, LooseMachine):
 TestBook = BookMachine.TestCase
 TestSynchronousBook = SynchronousMachine.TestCase
 TestLooseBook = LooseMachine.TestCase
+
+
+def test_tasks_that_nobody_can_play_are_passed_over_for_good() -> None:
+    queue = TaskQueue()
+    queue.requeue((7,))
+    for index in (0, 2, 3, 7):
+        queue.pass_over(index)
+    assert queue.upcoming(3) == [1, 4, 5]
+    queue.take(2)
+    assert (queue.next_task, queue.unfit) == (5, {7})
+    assert queue.upcoming(3) == [5, 6, 8]
+
+
+def test_a_drawn_task_that_nobody_can_play_is_not_drawn_again() -> None:
+    def draw(number: int, out: Collection[int]) -> int | None:
+        return min({0, 1, 2} - {*out}, default=None)
+
+    queue = TaskQueue(draw=draw)
+    assert queue.upcoming(1) == [0]
+    queue.pass_over(0)
+    assert queue.upcoming(3) == [1, 2]
+    queue.take(1)
+    assert queue.upcoming(3) == [2, 1], "what was leased may be drawn again"

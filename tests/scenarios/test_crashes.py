@@ -26,6 +26,19 @@ def prompts(batches: list[TrainBatch]) -> list[tuple[int, ...]]:
     return sorted({tuple(sample.token_ids[:2]) for batch in batches for sample in batch.samples})
 
 
+async def test_a_run_that_reached_its_end_goes_on_with_more_steps(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=2) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        assert (await swarm.finished())["steps"] == 2
+        await worker.ended(10.0)
+        await swarm.start_trainer(resume=True, max_steps=5)
+        swarm.add_worker("w1")
+        assert (await swarm.finished())["steps"] == 5
+
+
 async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
     tmp_path: Path, model_dir: Path
 ) -> None:

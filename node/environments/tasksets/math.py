@@ -1,8 +1,9 @@
 """Short algebra problems with answers compared by value: 0.5, 1/2 and \\frac{1}{2} are equal.
 
-`math-verify` parses and compares; an ordinary `verifiers` v1 package otherwise, which needs draws.py. The hash
-of a question assigns it to one split permanently. No reward depends on a clock: answers that could take long to
-compute are recognised by patterns and count as wrong.
+`math-verify` parses and compares, floats to five digits; what it drops without a word, units and percent signs,
+is compared here: one may be left out, but not be another. An ordinary `verifiers` v1 package otherwise, which
+needs draws.py. The hash of a question assigns it to one split permanently. No reward depends on a clock:
+answers that could take long to compute are recognised by patterns and count as wrong.
 """
 
 # A hook must name the library's bare Trace, which is generic.
@@ -11,10 +12,11 @@ compute are recognised by patterns and count as wrong.
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -33,8 +35,67 @@ TOO_HARD = re.compile(
     r"|\d{64}|!|\\(?:binom|int|sum|prod|lim)\b|factorial",
 )
 """Pattern of answers whose value may take too long to compute."""
-OPERATOR = re.compile(r"[^\s{(\[,=]\s*[-+*]|\\(?:cdot|times|div|pm)\b")
+OPERATOR = re.compile(r"[^\s{(\[,=]\s*[-+*]|\\(?:cdot|times|div|pm)(?![A-Za-z])")
 """Pattern of sums and products; a sign or a fraction does not match."""
+SCIENTIFIC = re.compile(r"\\(?:cdot|times)\s*10\s*\^")
+"""Pattern of the one product that is a number: 1.6 \\times 10^{-19}."""
+DIGITS = 5
+"""Significant digits to which floats are compared; at least DECIMALS decimals are."""
+DECIMALS, MOST_DECIMALS = 6, 400
+NOISE = 1e-12
+"""Relative difference of floats that are the same number."""
+UNITS: dict[str, str] = {
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "cm": "cm centimeter centimeters centimetre centimetres",
+    "m": "m meter meters metre metres",
+    "km": "km kilometer kilometers kilometre kilometres",
+    "inch": "in inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yard yards",
+    "mi": "mi mile miles",
+    "mg": "mg milligram milligrams",
+    "g": "g gram grams",
+    "kg": "kg kilogram kilograms",
+    "lb": "lb lbs pound pounds",
+    "oz": "oz ounce ounces",
+    "ml": "ml mL milliliter milliliters millilitre millilitres",
+    "l": "l L liter liters litre litres",
+    "ms": "ms millisecond milliseconds",
+    "s": "s sec second seconds",
+    "min": "min minute minutes",
+    "h": "h hr hrs hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "yr year years",
+    "cent": "cent cents",
+    "dollar": "dollar dollars",
+    "degree": "degree degrees",
+    "rad": "rad radian radians",
+    "percent": "percent",
+    "N": "N newton newtons",
+    "J": "J joule joules",
+    "kJ": "kJ",
+    "W": "W watt watts",
+    "kW": "kW",
+    "V": "V volt volts",
+    "mph": "mph",
+}
+"""Unit -> its names. Words that are none of these are left out of the comparison, as math-verify does."""
+_UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
+_NAMES = "|".join(sorted(_UNIT_OF, key=len, reverse=True))
+_FACTOR = rf"(?:(?:square|cubic)\s+)?(?:{_NAMES})(?![A-Za-z])(?:\s*\^\s*\{{?-?\d\}}?)?"
+_UNIT = re.compile(
+    rf"(?<![A-Za-z\\])(?:{_FACTOR})(?:\s*(?:/|\bper\b|\\cdot|\*|\s)\s*(?:{_FACTOR}))*\s*\.?\s*$"
+)
+_FACTORS = re.compile(
+    rf"(/|\bper\b)?\s*(?:(square|cubic)\s+)?({_NAMES})(?![A-Za-z])(?:\s*\^\s*\{{?(-?\d)\}}?)?"
+)
+_TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
+_SPACE = re.compile(r"\\[,;:! ]|~|\\quad\b")
+_DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|\N{DEGREE SIGN}")
+_PERCENT = re.compile(r"\\?%")
+_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
 
 Family = Literal["linear", "fraction", "quadratic", "product", "system"]
 FAMILIES: tuple[Family, ...] = ("linear", "fraction", "quadratic", "product", "system")
@@ -95,16 +156,70 @@ def is_equal(answer: str, given: str) -> bool:
         return True
     if len(given) > MAX_ANSWER or TOO_HARD.search(given):
         return False
-    if OPERATOR.search(given) and not OPERATOR.search(answer):
+    if OPERATOR.search(SCIENTIFIC.sub("", given, count=1)) and not OPERATOR.search(answer):
         return False  # the expression is not computed
+    units = [read_unit(text) for text in (answer, given)]
+    if all(units) and units[0] != units[1]:
+        return False
     from math_verify import parse, verify  # loads sympy
 
     # silences its warning that callers who disable its timeout have to set another one
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # 0: no timeout, as with one the result would depend on the machine's speed
-    gold, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, given))
-    return bool(gold and found and verify(gold, found, timeout_seconds=0))
+    # a percent sign is a unit: the library reads 50 % as 50 and as 0.5, whichever fits
+    texts = (_PERCENT.sub("", text) for text in (answer, given))
+    gold, reply = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in texts)
+    if not gold or not reply:
+        return False
+    decimals = max(DECIMALS, *map(_decimals, gold))
+    # the library calls numbers equal whose difference vanishes at this precision
+    precision = max(15, decimals + DIGITS)
+    if verify(gold, reply, decimals, precision, timeout_seconds=0):
+        return True
+    return _is_same_float(gold[0], reply[0])
+
+
+def read_unit(text: str) -> frozenset[tuple[str, int]]:
+    """Return the unit at the end of an answer, as (unit, power); empty if it has none that is known."""
+    text = _DEGREE.sub(" degree", _PERCENT.sub(" percent", _SPACE.sub(" ", text)))
+    if text.lstrip().startswith(("\\$", "$")):
+        text += " dollars"
+    text = _TEXT.sub(r" \1 ", text).rsplit("=", 1)[-1]
+    unit = _UNIT.search(text)
+    if unit and _LETTER.search(_COMMAND.sub(" ", text[: unit.start()])):
+        return frozenset()  # a variable, as in 2m + 3g
+    powers: Counter[str] = Counter()
+    for over, shape, name, power in _FACTORS.findall(unit[0]) if unit else ():
+        exponent = int(power or {"square": 2, "cubic": 3}.get(shape, 1)) * (-1 if over else 1)
+        for part, times in (("mi", 1), ("h", -1)) if name == "mph" else ((_UNIT_OF[name], 1),):
+            powers[part] += times * exponent
+    return frozenset(powers.items())
+
+
+def _decimals(value: Any) -> int:
+    """Return the decimals to which the numbers in a parsed answer have DIGITS digits."""
+    if getattr(value, "is_number", False):
+        from sympy import floor, log
+
+        size = abs(value.doit().evalf())
+        if not (size.is_finite and size > 0):
+            return 0
+        return min(DIGITS - int(floor(log(size, 10).evalf())), MOST_DECIMALS)
+    return max(map(_decimals, getattr(value, "args", ())), default=0)
+
+
+def _is_same_float(gold: Any, reply: Any) -> bool:
+    """Return whether two numbers, one of them a float, differ by rounding alone: 1.6e-19 and 1.60e-19."""
+    if not (getattr(gold, "is_number", False) and getattr(reply, "is_number", False)):
+        return False
+    from sympy import Float
+
+    if not (gold.has(Float) or reply.has(Float)):
+        return False
+    one, other = gold.doit().evalf(), reply.doit().evalf()
+    difference, size = abs(one - other), abs(one)
+    return bool(difference.is_finite and size.is_finite and difference <= NOISE * size)
 
 
 class MathTaskset(vf.Taskset[MathTask, MathConfig]):

@@ -12,6 +12,8 @@ else from the hub or its cache. Invariant: a run names a data set, never a path.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -240,13 +242,21 @@ def _problem(row: Mapping[str, Any], config: MathEnvConfig) -> Iterator[tuple[st
         if not config.min_avg_reward <= rate <= config.max_avg_reward:
             return
     question, answer = _value(row, config.question_key), _value(row, config.answer_key)
-    if isinstance(answer, int | float):
-        answer = str(answer)
+    answer = _as_text(answer)
     if isinstance(question, str) and isinstance(answer, str):
         answer = answer.rsplit("####", 1)[-1]  # the form of gsm8k
         answer = (extract_boxed_answer(answer, strict=True) or answer).strip()
         if question.strip() and answer:
             yield question, answer
+
+
+def _as_text(answer: Any) -> Any:
+    """Return an answer as it was written, where a table made a number or a date of it."""
+    if isinstance(answer, datetime):  # a table knows no days, only moments
+        return (answer.date() if answer.time() == time() else answer).isoformat()
+    if isinstance(answer, date | time):
+        return answer.isoformat()
+    return str(answer) if isinstance(answer, int | float | Decimal) else answer
 
 
 def _value(row: Mapping[str, Any], key: str) -> Any:

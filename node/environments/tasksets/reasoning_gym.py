@@ -22,6 +22,8 @@ from .draws import Draws, is_held_out
 
 ITEMS = 1 << 20
 """Assumed number of items of a family; each is made from its number."""
+FEWER_ITEMS = {"acre": 4096, "word_ladder": 20_000}
+"""Items of families that make all when opened (acre: a second), or take no more (word_ladder)."""
 MAX_ATTEMPTS = 1000
 INSTRUCTION = "\n\nWrite your final answer, and nothing else, between <answer> and </answer>."
 EVALUATE_REPLIES = frozenset(
@@ -75,7 +77,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
         if not answer:
             return 0.0
         family = open_family(data.family, data.options, data.seed)
-        puzzle = family[data.item]
+        puzzle = make_puzzle(family, data.family, data.item)
         try:
             found = float(family.score_answer(answer, puzzle))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -98,8 +100,12 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         options = json.dumps(config.options, sort_keys=True)
         family = open_family(config.family, options, config.seed)
         for attempt in range(MAX_ATTEMPTS):
-            item = Draws(config.family, config.seed, config.split, index, attempt).below(ITEMS)
-            puzzle = family[item]
+            draws = Draws(config.family, config.seed, config.split, index, attempt)
+            item = draws.below(items_of(config.family))
+            try:
+                puzzle = make_puzzle(family, config.family, item)
+            except IndexError:
+                continue  # word_ladder has no such item with these options
             if is_held_out(puzzle["question"]) == (config.split == "eval"):
                 answer = puzzle["answer"]
                 values = {
@@ -117,9 +123,23 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         )
 
 
+def items_of(family: str) -> int:
+    """Return the number of items to draw from."""
+    return FEWER_ITEMS.get(family, ITEMS)
+
+
+def make_puzzle(family: Any, name: str, item: int) -> Any:
+    """Make an item, whatever was made before: word_ladder ends for good at the first that it cannot make.
+
+    Raises IndexError for such an item.
+    """
+    family.size = items_of(name)
+    return family[item]
+
+
 @lru_cache(maxsize=16)
 def open_family(name: str, options: str, seed: int) -> Any:
-    """Open a family with its options (JSON), without making a puzzle.
+    """Open a family with its options (JSON); most make no puzzle yet.
 
     Raises ValueError for an unknown family or option.
     """
@@ -130,8 +150,8 @@ def open_family(name: str, options: str, seed: int) -> Any:
             f"reasoning-gym is not installed ({error}): pip install 'primerl-node[reasoning-gym]'"
         ) from error
     try:
-        return create_dataset(name, seed=seed, size=ITEMS, **json.loads(options))
-    except (AssertionError, TypeError) as error:
+        return create_dataset(name, seed=seed, size=items_of(name), **json.loads(options))
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"options of {name} do not fit: {error}") from error
 
 

@@ -15,7 +15,13 @@ from support.counting_environment import shown_reply
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.allowed import BUNDLED
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Episode
-from primerl.node.environments.tasksets import alphabet_sort, math, math_env, word_game
+from primerl.node.environments.tasksets import (
+    alphabet_sort,
+    math,
+    math_env,
+    reasoning_gym,
+    word_game,
+)
 from primerl.node.environments.tasksets.draws import Draws
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
@@ -200,6 +206,55 @@ def test_other_answers_are_not_whatever_they_look_like(given: str) -> None:
     assert not math.is_right(f"\\boxed{{{given}}}", "\\boxed{7}")
 
 
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        ("1.6\\times 10^{-19}", "1.7\\times 10^{-19}", False),
+        ("1.6\\times10^{-19}", "1.60 \\times 10^{-19}", True),
+        ("0.000001", "0.0000012", False),
+        ("(2, 0.000001)", "(2, 0.0000012)", False),
+        ("\\pi/10^{20}", "2\\pi/10^{20}", False),
+        ("-0.0000004", "0.0000004", False),
+        ("300000000", "3 \\times 10^8", True),
+        ("\\frac{1}{3}", "0.333333", True),
+        ("123456789", "123456789.5", False),
+    ],
+)
+def test_small_numbers_are_compared_as_closely_as_large_ones(
+    answer: str, given: str, *, right: bool
+) -> None:
+    assert math.is_equal(answer, given) == right
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        ("50\\%", "50", True),
+        ("50", "50\\%", True),
+        ("50\\%", "0.5", False),
+        ("0.5", "50\\%", False),
+        ("5\\%", "5 \\text{ cm}", False),
+        ("5\\text{ cm}", "5 m", False),
+        ("5\\text{ cm}", "5", True),
+        ("5\\text{ centimeters}", "5\\,\\mathrm{cm}", True),
+        ("12\\pi\\text{ cm}^2", "12\\pi\\text{ cm}^3", False),
+        ("12\\text{ square feet}", "12\\text{ ft}^{2}", True),
+        ("60\\text{ mph}", "60\\text{ miles per hour}", True),
+        ("60\\text{ mph}", "60\\text{ km/h}", False),
+        ("\\$5", "5\\text{ cents}", False),
+        ("90^\\circ", "90\\text{ radians}", False),
+        ("12\\text{ red apples}", "12\\text{ apples}", True),
+    ],
+)
+def test_a_unit_may_be_left_out_and_not_be_another(answer: str, given: str, *, right: bool) -> None:
+    assert math.is_equal(answer, given) == right
+
+
+@pytest.mark.parametrize("text", ["2m + 3g", "x s", "\\text{Monday}", "x = 5", "\\sin", "7"])
+def test_a_variable_and_a_word_are_no_units(text: str) -> None:
+    assert math.read_unit(text) == frozenset()
+
+
 def test_an_answer_inside_unfinished_thoughts_does_not_count() -> None:
     assert not math.is_right("<think>it is \\boxed{7}", "\\boxed{7}")
 
@@ -268,6 +323,24 @@ async def test_a_seeds_data_set_is_read_from_files_of_its_schema(
     right, _ = await played(environment, 0, f"\\boxed{{{number + 1}}}")
     wrong, _ = await played(environment, 0, f"\\boxed{{{number}}}")
     assert (right.score.reward, wrong.score.reward) == (1.0, 0.0)
+
+
+def test_answers_that_a_table_made_dates_of_are_text_again(home: Path) -> None:
+    from datasets import Dataset
+
+    rows: list[dict[str, object]] = [
+        {"question": f"Which day is number {n}?", "answer": f"2021-01-{n:02}"} for n in (1, 2)
+    ]
+    store(home, "nobody/days", rows)
+    folder = home / ".primerl" / "datasets" / "nobody" / "days"
+    table = Dataset.from_json(str(folder / "train.jsonl"), cache_dir=str(home / "cache"))
+    assert isinstance(table, Dataset)
+    assert not isinstance(table[0]["answer"], str), "the library still makes dates of them"
+    table.to_parquet(str(folder / "train.parquet"))
+    (folder / "train.jsonl").unlink()
+    config = math_env.MathEnvConfig(id="math-env", dataset_name="nobody/days")
+    answers = [task.data.answer for task in math_env.MathEnvTaskset(config).load()]
+    assert answers == ["\\boxed{2021-01-01}", "\\boxed{2021-01-02}"]
 
 
 async def test_intellect_math_tells_and_rewards_target_lengths(home: Path, model_dir: Path) -> None:
@@ -636,6 +709,33 @@ async def test_a_puzzle_is_generated_and_scored_by_its_library(model_dir: Path) 
         assert (await played(environment, index, answer[8:-9]))[0].score.reward == 0.0
     held_out = {await asked(environment, index, "eval") for index in range(20)}
     assert not held_out & {await asked(environment, index) for index in range(200)}
+
+
+@pytest.mark.parametrize("family", ["acre", "word_ladder"])
+async def test_a_family_of_few_items_opens_and_gives_tasks(family: str, model_dir: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    environment = await opened(model_dir, "reasoning-gym", family=family)
+    shown = await shown_reply(environment, await environment.task(0))
+    episode, _ = await played(environment, 0, bytes(shown[:-1]).decode())
+    assert episode.score.reward == 1.0
+
+
+def test_an_item_that_a_family_cannot_make_ends_none_after_it() -> None:
+    """As word_ladder: an item that cannot be made becomes the family's end."""
+
+    class Ladder:
+        size = 5
+
+        def __getitem__(self, item: int) -> int:
+            if item == 1 or item >= self.size:
+                self.size = min(item, self.size)
+                raise IndexError(item)
+            return item
+
+    family = Ladder()
+    with pytest.raises(IndexError):
+        reasoning_gym.make_puzzle(family, "word_ladder", 1)
+    assert reasoning_gym.make_puzzle(family, "word_ladder", 3) == 3
 
 
 @pytest.mark.parametrize("family", ["prime_factorization", "time_intervals", "base_conversion"])

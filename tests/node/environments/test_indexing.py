@@ -73,6 +73,17 @@ async def test_tasks_dealt_to_the_splits_are_found_lazily_and_differ() -> None:
     assert rows.read < 1500
 
 
+async def test_nothing_is_held_out_of_a_taskset_that_is_only_evaluated() -> None:
+    index = TaskIndex({"train": Rows(30)})
+    assert [await text(index, number, "all") for number in range(30)] == list(map(str, range(30)))
+    assert [index.place(number, "all") for number in (29, 30)] == [29, 30], "the end is not known"
+    assert await text(index, 30, "all") == "0"
+    assert [index.place(number, "all") for number in (29, 30, 31)] == [29, 0, 1]
+    own = split_of(Rows(prefix="train"), Rows(2, prefix="eval"))
+    assert [await text(own, number, "all") for number in range(3)] == ["eval0", "eval1", "eval0"]
+    assert own.place(2, "all") == 0
+
+
 async def test_the_tasks_of_a_warm_up_are_others_and_near_enough_to_walk_to() -> None:
     """Warm-up counts from 2**40 on: once every task of an endless taskset up to there was made."""
     rows = Rows()

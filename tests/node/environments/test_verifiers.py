@@ -23,6 +23,7 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.evaluation.evaluator import ALL, evaluated
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -196,6 +197,15 @@ async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: 
     assert prompts["eval"][0] == prompts["eval"][count]
 
 
+async def test_all_tasks_of_a_taskset_that_is_only_evaluated_are_found_once(start: Start) -> None:
+    environment = await start("rows")
+    assert len(await evaluated(environment, ALL, "all")) == 40
+    assert 0 < len(await evaluated(environment, ALL, "eval")) < 20
+    doubles = await start("reverse-text", min_len=1, max_len=1)
+    contents = [task.content for task in await evaluated(doubles, 64)]
+    assert len(contents) == len({*contents}) < 10, "few letters are held out"
+
+
 @pytest.mark.parametrize("name", ["rows", "rows_env"])
 @pytest.mark.parametrize(
     ("mood", "reason"),
@@ -223,6 +233,38 @@ async def test_a_rollout_whose_scoring_fails_has_no_score(start: Start) -> None:
     environment = await start("rows", mood="broken")
     with pytest.raises(EnvironmentFailed, match="no such thing"):
         await environment.score(await environment.task(0), [branch])
+
+
+@pytest.mark.parametrize("name", ["several_scores", "several_scores_env"])
+async def test_a_metric_that_has_a_rewards_name_does_not_hide_it(start: Start, name: str) -> None:
+    environment = await start(name)
+    episode = await environment.run(await environment.task(0), says("0"))
+    metrics = {"exact": 1.0, "length": 1.0, "metric/exact": 0.25, "other": 2.0}
+    assert episode.score == Score(1.5, metrics)
+
+
+@pytest.mark.parametrize("name", ["several_scores", "several_scores_env"])
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("raises", "reward 'short' has no score: KeyError: 'no such key'"),
+        ("late", "reward 'short' has no score: TimeoutError: a service"),
+        ("nothing", "reward 'short' has no score: TypeError"),
+        ("text", "reward 'short' has no score: ValueError"),
+        ("endless", "'short' of the rewards and metrics is not a finite number"),
+        ("same", "reward 'exact' and reward 'short' both give a score 'exact'"),
+        ("unmeasured", "metric 'shares' has no score: ValueError: no figure"),
+    ],
+)
+async def test_a_rollout_with_a_score_that_cannot_be_computed_fails_and_names_it(
+    start: Start, name: str, mood: str, reason: str
+) -> None:
+    environment = await start(name, mood=mood)
+    episode = await environment.run(await environment.task(0), says("0"))
+    assert episode.branches == []
+    assert episode.score.metrics == {}
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(episode.error)
 
 
 async def test_the_policy_may_take_longer_than_the_tasksets_deadline(start: Start) -> None:

@@ -2,18 +2,26 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+from pydantic import ValidationError
 from support.counting_environment import STOP, CountingEnvironment
 from support.scripted_engine import ScriptedEngine
 
-from primerl.node.environments.environment import EnvironmentFailed, Split, Task
+from primerl.node.app.trainer import open_eval_tasks
+from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.run import EvaluatedEnvironment, RunConfig
+from primerl.node.environments.environment import Environment, EnvironmentFailed, Split, Task
 from primerl.node.environments.policies import PlayFailed
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
+from primerl.node.evaluation.eval_suite import CellStore, EvalModel, EvalSuite
 from primerl.node.evaluation.evaluator import (
+    ALL,
     EnginePolicy,
     EvalSampling,
     EvalTask,
@@ -21,7 +29,7 @@ from primerl.node.evaluation.evaluator import (
     Rollout,
     SampledTurn,
     TurnRequest,
-    held_out,
+    evaluated,
     run_rollouts,
     turn_seed,
 )
@@ -65,7 +73,7 @@ async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list
     environment = CountingEnvironment()
     return await run_rollouts(
         environment,
-        await held_out(environment, 6),
+        await evaluated(environment, 6),
         player,
         samples=samples,
         seed=3,
@@ -133,8 +141,85 @@ class FewTasks(CountingEnvironment):
         return await super().task(index % 3, split)
 
 
+class Benchmark(CountingEnvironment):
+    """Thirty tasks, each asked twice under another number, that begin anew."""
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """See Environment."""
+        place = index % 60
+        task = await super().task(place, split)
+        return replace(task, place=place, content=bytes([place // 2]))
+
+
 async def test_a_task_that_comes_again_is_not_counted_twice() -> None:
-    assert len(await held_out(FewTasks(), 10)) == 3
+    assert len(await evaluated(FewTasks(), 10)) == 3
+    assert [task.index for task in await evaluated(Benchmark(), 10)] == [0, 2, 4, 6, 8]
+
+
+async def test_all_tasks_are_those_until_a_taskset_begins_anew() -> None:
+    assert len(await evaluated(Benchmark(), ALL, "all")) == 30
+    assert len(await evaluated(Benchmark(), 1000, "all")) == 30
+    with pytest.raises(EnvironmentFailed, match=r"no end among 100,000 tasks"):
+        await evaluated(CountingEnvironment(), ALL)
+
+
+class Watched(Benchmark):
+    """Takes note of the splits that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits = set[str]()
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """See Environment."""
+        self.splits.add(split)
+        return await super().task(index, split)
+
+
+@pytest.mark.parametrize(("trained", "split"), [("", "all"), ("counting", "eval")])
+async def test_held_out_tasks_are_measured_of_what_was_trained_and_all_of_others(
+    tmp_path: Path, trained: str, split: str
+) -> None:
+    watched = Watched()
+
+    async def environment(_: object) -> Environment:
+        return watched
+
+    async def policy() -> Clever:
+        return Clever()
+
+    model = EvalModel("m", "local", "", {}, 8, policy, environment)
+    config = EvalConfig.model_validate(
+        {"models": ["m"], "environments": [{"id": "counting", "prompts": -1, "samples": 1}]}
+    )
+    suite = EvalSuite(config, CellStore(tmp_path), lambda _: None, 1, [trained])
+    await suite.measure(model)
+    assert watched.splits == {split}
+    assert suite.found[0].figures.prompts == 30
+
+
+async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
+    tmp_path: Path,
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "environment": {"id": "arithmetic"},
+            "evaluation": {
+                "interval": 1,
+                "environments": [{"id": "arithmetic"}, {"id": "math", "prompts": -1}],
+            },
+        }
+    )
+    factories: Any = SimpleNamespace(environment=lambda *_: CountingEnvironment())  # pyright: ignore[reportUnknownLambdaType]
+    async with AsyncExitStack() as stack:
+        tasks = await open_eval_tasks(config, factories, [], tmp_path, stack)
+    assert [(task.split, task.prompts) for task in tasks] == [("eval", 64), ("all", -1)]
+
+
+@pytest.mark.parametrize("prompts", [0, -2])
+def test_a_number_of_prompts_is_positive_or_all(prompts: int) -> None:
+    with pytest.raises(ValidationError):
+        EvaluatedEnvironment.model_validate({"id": "math", "prompts": prompts})
 
 
 def test_success_is_a_threshold_of_the_reward() -> None:
@@ -197,7 +282,7 @@ class Tagged(CountingEnvironment):
 
 async def test_replies_end_at_the_strings_of_their_environment() -> None:
     environment, player = Tagged(), Clever()
-    tasks = await held_out(environment, 2)
+    tasks = await evaluated(environment, 2)
     await run_rollouts(environment, tasks, player, samples=1, seed=0, concurrency=1)
     assert {one.stops for one in player.asked} == {environment.stops}
 
@@ -298,4 +383,4 @@ class Broken(CountingEnvironment):
 
 async def test_an_environment_without_tasks_says_so() -> None:
     with pytest.raises(EnvironmentFailed):
-        await held_out(Broken(), 1)
+        await evaluated(Broken(), 1)

@@ -1,11 +1,13 @@
 """The end of a run, as watchers of its heads are told."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import RUN, TRAINER
 
@@ -73,3 +75,21 @@ async def test_a_watcher_that_reads_nothing_delays_a_stop_only_as_long_as_was_as
         began = time.monotonic()
         await heads.wait_told((), set(), 0.2)
         assert 0.2 <= time.monotonic() - began < PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    ("version", "gone_s", "ends"),
+    [(9, 31.0, True), (9, 5.0, False), (9, -math.inf, False), (8, 31.0, False), (10, 31.0, False)],
+)
+async def test_the_last_version_of_the_manifest_is_the_end_only_without_a_trainer(
+    tmp_path: Path, version: int, gone_s: float, *, ends: bool
+) -> None:
+    """A trainer that was resumed with more steps goes on from there."""
+    ledger = Ledger(tmp_path / "ledger.db")
+    try:
+        book = HeadStore(TrustedRun(RUN, TRAINER.node_id), ledger)
+        book.unwatched_since = time.monotonic() - gone_s
+        await book.end_without_trainer(version, 9)
+        assert bool(book.ended) == ends
+    finally:
+        ledger.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.sft_cases import pairs, write_rows
+from support.sft_cases import pairs, qwen_chat, trained_texts, write_rows
 from support.training_cases import TINY
 
 from primerl.node.config.run import RunConfig
@@ -33,9 +33,10 @@ from primerl.node.sft.data import (
     open_rows,
     read_file,
     read_hub,
+    tell_unread,
 )
 from primerl.node.sft.rows import BadRow
-from primerl.node.sft.tokens import Tokens
+from primerl.node.sft.tokens import TemplateTokenizer, Tokens
 from primerl.node.training.backend import Sample
 
 TOKENIZER: Any = None
@@ -183,6 +184,43 @@ def test_parquet_gives_a_row_a_row(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", rows)
     table = read_file(path, tmp_path / "cache")
     assert rows_of(table) == rows
+
+
+def test_an_argument_that_only_another_row_has_is_not_trained(tmp_path: Path) -> None:
+    chat = qwen_chat(tmp_path / "model")
+    calls = [[{"function": {"name": "f", "arguments": {key: "v"}}}] for key in "xy"]
+    talks = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": it}]
+        for it in calls
+    ]
+    tools = {"tools": None, "tool_defs": json.dumps([{"name": "f"}])}
+    path = parquet(tmp_path / "a.parquet", [{"messages": it, **tools} for it in talks])
+    read = RowExamples(
+        SftConfig.model_validate({"training": {"seq_len": 512}}),
+        [read_file(path, tmp_path / "cache")],
+        TemplateTokenizer(chat, frozenset({"assistant"})),
+    )
+    sample = read.sample(1)
+    trained = trained_texts(chat, Tokens(sample.token_ids, sample.mask))
+    assert trained == [
+        '<tool_call>\n{"name": "f", "arguments": {"y": "v"}}\n</tool_call><|im_end|>'
+    ]
+
+
+def test_columns_that_are_not_read_are_named_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = {"prompt": "a", "completion": "b"}
+    rows = [{**pair, "id": 1, "tool_defs": None}, {**pair, "source": "x"}]
+    table = read_file(parquet(tmp_path / "a.parquet", rows[:1]), tmp_path / "cache")
+    lines = read_file(write_rows(tmp_path / "a.jsonl", [*rows, "no object"]), tmp_path / "cache")
+    tell_unread([table, lines])
+    assert [record.message for record in caplog.records] == [
+        "columns of the data that are not read: 2 (id, source)"
+    ]
+    caplog.clear()
+    tell_unread([read_file(write_rows(tmp_path / "b.jsonl", [pair]), tmp_path / "cache")])
+    assert not caplog.records
 
 
 def test_a_data_set_of_the_hub_is_read_by_its_splits(

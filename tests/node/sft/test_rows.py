@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,35 @@ def test_tables_may_hold_messages_and_tools_as_json_text() -> None:
     assert row.messages[0]["content"] == "b"
     assert row.tools == [{"function": {"name": "f"}}]
     assert tool_names(row.tools) == ["f"]
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": None}, {"tools": []}, {"tools": "[]"}])
+def test_schemas_in_tool_defs_are_used_where_tools_are_lacking(tools: dict[str, Any]) -> None:
+    bare = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    row = {"messages": [{"role": "assistant", "content": "b"}], **tools}
+    wrapped = [{"type": "function", "function": bare}]
+    for defs in ([bare], json.dumps([bare]), wrapped):
+        assert talk({**row, "tool_defs": defs}).tools == wrapped
+        pair = {"prompt": "a", "completion": "b", **tools, "tool_defs": defs}
+        assert talk(pair).tools == wrapped
+
+
+def test_populated_tools_come_before_tool_defs() -> None:
+    messages = [{"role": "assistant", "content": "b"}]
+    tools, other = [{"function": {"name": "f"}}], [{"name": "g"}]
+    assert talk({"messages": messages, "tools": tools, "tool_defs": other}).tools == tools
+    with pytest.raises(BadRow, match="tool_defs"):
+        talk({"messages": messages, "tool_defs": [1]})
+
+
+def test_nulls_of_a_table_are_no_arguments_and_those_of_a_line_are() -> None:
+    given = {"y": "v", "x": None, "many": [{"a": 1, "b": None}, None]}
+    calls = [{"function": {"name": "f", "arguments": given}}]
+    data = json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}).encode()
+    for columns, arguments in ((True, {"y": "v", "many": [{"a": 1}, None]}), (False, given)):
+        row = read_row(data, columns=columns)
+        assert isinstance(row, Conversation)
+        assert row.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_parts_of_text_are_joined_and_nulls_are_nothing() -> None:

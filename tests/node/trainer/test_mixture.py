@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses
 
 from primerl.cli.tables import state_of
-from primerl.node.environments.environment import Split, Task
+from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.ops.control import PeerRow
 from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.peers import PeerTable
@@ -42,6 +42,18 @@ class Slow(CountingEnvironment):
     async def task(self, index: int, split: Split = "train") -> Task:
         """See Environment."""
         raise TimeoutError
+
+
+class Long(CountingEnvironment):
+    """Has prompts of a hundred tokens in the tasks of `long`, and of two in the others."""
+
+    def __init__(self, long: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._long = long
+
+    async def prompt(self, task: Task) -> list[int]:
+        """See Environment."""
+        return await super().prompt(task) * (50 if self._long(task.index) else 1)
 
 
 class Front:
@@ -123,6 +135,41 @@ async def test_an_environment_whose_tasks_are_not_ready_holds_up_no_other(tmp_pa
     front = Front(tmp_path, slow="words")
     try:
         assert {lease.environment for lease in await front.ask(A, None)} == {0, 2}
+    finally:
+        front.ledger.close()
+
+
+async def test_tasks_whose_prompts_are_too_long_are_not_leased_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    front = Front(tmp_path)
+    try:
+        long = Long(lambda index: index % 2 == 0)
+        supply = front.scheduler.tasks[0] = TaskSupply(long, front.book, longest=100)  # pyright: ignore[reportIndexIssue]
+        leases = [*await front.ask(A, (0,)), *await front.ask(A, (0,))]
+        indices = [task.index for lease in leases for task in lease.tasks]
+        assert indices == list(range(1, 2 * len(indices), 2))
+        assert supply.passed_over >= len(indices)
+        (told,) = (line.message for line in caplog.records if "passed over" in line.message)
+        assert "the prompt of task 0 has 100 tokens and does not fit into 100 tokens" in told
+    finally:
+        front.ledger.close()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+async def test_an_environment_of_which_no_prompt_fits_ends_the_run_with_a_line(
+    tmp_path: Path, *, drawn: bool
+) -> None:
+    front = Front(tmp_path)
+    try:
+        if drawn:
+            front.book.tasks[0].draw = lambda _, out: next(
+                (i for i in range(9) if i not in out), None
+            )
+        supply = TaskSupply(Long(lambda index: True), front.book, longest=99)
+        said = "no prompt of its 9 left fits" if drawn else "none of 4096 prompts in a row fits"
+        with pytest.raises(EnvironmentFailed, match=f"{said} into 99 tokens .training.seq_len"):
+            await supply.run(front.scheduler)
     finally:
         front.ledger.close()
 
