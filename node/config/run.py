@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
-<<<<<<< HEAD
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-=======
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -21,8 +18,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_config import BaseConfig
->>>>>>> b
 
 from .base import BaseConfig
 from .chat_api import JudgeConfig
