@@ -16,6 +16,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, time
 from glob import escape
 from itertools import accumulate
 from pathlib import Path
@@ -92,7 +93,7 @@ class Table:
     def read(self, index: int) -> bytes:
         """Row number `index` as JSON."""
         row: Mapping[str, Any] = self.rows[index]
-        line = json.dumps(row, default=str) if self.columns else row[LINE]
+        line = json.dumps(row, default=_as_text) if self.columns else row[LINE]
         return line.encode()
 
     def unread(self) -> list[str]:
@@ -105,6 +106,13 @@ class Table:
                 row = json.loads(line)
                 fields |= row.keys() if isinstance(row, dict) else set()
         return sorted(fields - FIELDS)
+
+
+def _as_text(value: object) -> str:
+    """Return a value that is none of JSON's as text; a table makes moments of days."""
+    if isinstance(value, datetime) and value.time() == time():
+        return value.date().isoformat()
+    return str(value)
 
 
 def find_files(names: Sequence[str]) -> list[Path]:

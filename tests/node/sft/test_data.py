@@ -186,6 +186,17 @@ def test_parquet_gives_a_row_a_row(tmp_path: Path) -> None:
     assert rows_of(table) == rows
 
 
+def test_a_reply_that_a_table_made_a_date_of_is_text_again(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    row = {"prompt": "When?", "completion": "2021-01-02"}
+    lines = write_rows(tmp_path / "a.jsonl", [row])
+    table = Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache"))
+    assert isinstance(table, Dataset)
+    assert not isinstance(table[0]["completion"], str), "the library still makes dates of them"
+    assert rows_of(Table("a", table, 0)) == [row]
+
+
 def test_an_argument_that_only_another_row_has_is_not_trained(tmp_path: Path) -> None:
     chat = qwen_chat(tmp_path / "model")
     calls = [[{"function": {"name": "f", "arguments": {key: "v"}}}] for key in "xy"]
