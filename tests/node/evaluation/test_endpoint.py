@@ -264,7 +264,7 @@ def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
     endpoint = {"url": server.url, "model": "m", "concurrency": 4, "key_variable": "MY_KEY"}
     environment = {
         "id": "reverse-text",
-        "args": {"min_len": 1, "max_len": 4},
+        "args": {"min_len": 3, "max_len": 4},  # short words come again, and count once
         "prompts": 20,
         "samples": 2,
     }

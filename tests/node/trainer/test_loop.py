@@ -178,6 +178,7 @@ class World:
                 demand=self.demand,
                 take_back=self.book.expire,
                 work_changed=nothing,
+                tasks=[],
             ),
             self.queue,
             self.recorder,
