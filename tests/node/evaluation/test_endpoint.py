@@ -285,21 +285,24 @@ async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
         (cell,) = await evaluate(wanted, watch=seen.append, environ={"MY_KEY": KEY})
         again = await evaluate(wanted, watch=seen.append, environ={"MY_KEY": KEY})
         assert again == [cell]
-        assert len(server.bodies) == 40
         assert server.most <= 4
     told = cell.figures
-    assert (told.prompts, told.samples) == (20, 2)
+    asked = 2 * told.prompts
+    assert len(server.bodies) == asked
+    assert (10 < told.prompts <= 20, told.samples) == (True, 2), (
+        "a short word that comes again counts once"
+    )
     assert 0 < told.failed < 1
     assert told.reasons == {
-        "the API refuses the conversation, 400: too long a word": round(told.failed * 40)
+        "the API refuses the conversation, 400: too long a word": round(told.failed * asked)
     }
     rows = [
         json.loads(line) for line in (tmp_path / "eval" / cell.rollouts).read_text().splitlines()
     ]
     solved = [row for row in rows if row["metrics"].get("exact")]
-    assert told.passes["1"].value == len(solved) / 40 > 0
+    assert told.passes["1"].value == len(solved) / asked > 0
     assert all(row["completion_tokens"] == 3 for row in rows if not row["error"])
-    assert told.truncated == sum(row["reply"].startswith("eee") for row in rows) / 40 > 0
+    assert told.truncated == sum(row["reply"].startswith("eee") for row in rows) / asked > 0
     assert [one.found for one in seen].count(True) == 1
     files = "".join(p.read_text() for p in (tmp_path / "eval").rglob("*") if p.is_file())
     assert KEY not in files
