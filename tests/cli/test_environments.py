@@ -241,7 +241,7 @@ def test_rollouts_without_a_score_are_named_and_waiting_ends(unruly: Cli) -> Non
     assert ran.code == 1
     count, problem = found["rollouts"]
     assert count == "3 played, 3 failed, 1 turn(s) each", "the rest is not played"
-    assert "task 0, as given: a reward or metric is not a finite number" in problem
+    assert "task 0, as given: 'scored' of the rewards and metrics is not a finite number" in problem
     assert "task 1, as given: the environment's code gave no result within 1 s" in problem
     assert "task 2, as given: " in problem
     assert "invalid literal for int()" in problem

@@ -333,8 +333,8 @@ async def test_an_api_plays_games_of_several_turns(
     assert cell.figures.passes["1"].value == 1.0
     assert cell.figures.metrics == {"guesses": 3.0, "solved": 1.0}
     assert cell.figures.completion_mean == 9.0
-    assert cell.figures.prompts == 1, "of 30 games, one is held out"
-    assert len(server.bodies) == 9
+    assert cell.figures.prompts == 2, "all 30 games are there, as none is trained on"
+    assert len(server.bodies) == 18
 
 
 @pytest.mark.slow
@@ -383,10 +383,11 @@ async def test_an_evaluation_that_broke_off_goes_on_where_it_was_and_anew_where_
         down, before = False, len(server.bodies)
         cells = await evaluate(wanted, watch=_nothing, environ={})
         assert [cell.model for cell in cells] == ["a", "b"]
-        assert len(server.bodies) == before + 40
+        asked = 2 * cells[1].figures.prompts
+        assert len(server.bodies) == before + asked
         other = config(tmp_path, server, endpoints=endpoints[:1], sampling={"temperature": 0.0})
         await evaluate(other, watch=_nothing, environ={})
-    assert len(server.bodies) == before + 80
+    assert len(server.bodies) == before + 2 * asked
 
 
 async def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
