@@ -8,7 +8,7 @@ from ...protocol.manifests import ProofContract, Thresholds, Version
 from ...protocol.numerics import ClassBounds, NumericsClass
 from ...protocol.rollouts import Evidence
 from .auditor import MEASURES
-from .bounds import PROVISIONAL, bands, false_positives
+from .bounds import PROVISIONAL, Bands, bands, false_positives
 
 ENOUGH = 64
 """Rollouts for the first bounds of a class: bands() then extrapolates both tails, and the share of honest
@@ -41,20 +41,39 @@ def make_bounds(
     term: int,
 ) -> ClassBounds:
     """Derive a class's bounds from at least ENOUGH rollouts; no wider than provisional ones."""
-    honest = [one.evidence for one in references]
-    found = bands(honest)
-    errors = false_positives(honest, contract)
-    factor = WIDER + ENOUGH / len(honest)
+    found = bands([one.evidence for one in references])
+    factor = widening(len(references))
     reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
     # common rounding of auditor and worker scatters it without limit: the sequential test weighs it instead
     reject["other_policy"] = PROVISIONAL.other_policy
+    bounds = Bands(Thresholds(**reject), found.suspect, found.other_scale)
+    return bounds_made_of(references, bounds, numerics, contract, number=number, term=term)
+
+
+def widening(rollouts: int) -> float:
+    """Return how much wider bounds to reject are than those of bands() for that many rollouts."""
+    return WIDER + ENOUGH / rollouts
+
+
+def bounds_made_of(
+    references: Sequence[Reference],
+    bounds: Bands,
+    numerics: NumericsClass,
+    contract: ProofContract,
+    *,
+    number: int,
+    term: int,
+) -> ClassBounds:
+    """Return `bounds`, no wider than provisional ones, with what they were made of."""
+    honest = [one.evidence for one in references]
+    errors = false_positives(honest, contract)
     versions = [one.version for one in references]
     return ClassBounds(
         numerics=numerics,
         number=number,
-        reject=narrower(Thresholds(**reject)),
-        suspect=narrower(found.suspect),
-        other_scale=found.other_scale,
+        reject=_narrower(bounds.reject),
+        suspect=_narrower(bounds.suspect),
+        other_scale=bounds.other_scale,
         rollouts=len(honest),
         tokens=sum(one.tokens for one in honest),
         term=term,
@@ -65,6 +84,5 @@ def make_bounds(
     )
 
 
-def narrower(found: Thresholds) -> Thresholds:
-    """Return these bounds, where they are wider than the provisional ones those."""
+def _narrower(found: Thresholds) -> Thresholds:
     return Thresholds(*(min(getattr(found, name), getattr(PROVISIONAL, name)) for name in MEASURES))

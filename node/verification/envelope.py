@@ -7,8 +7,8 @@ and audits that reading as it audits a worker. The auditor's own noise is what i
 noise is as large, and independent of the auditor's, is off by sqrt(2) times as much.
 
 Invariants:
-- no number that a worker sends enters the envelope: only the texts are theirs, and those have passed the
-  checks of tokens and seeds or are rejected;
+- no number that a worker sends enters the envelope: only the texts are theirs, and texts that are rejected are
+  not read;
 - bounds are never narrower than the measurements by ROUNDING, nor wider than the provisional ones.
 """
 
@@ -23,8 +23,8 @@ from ...protocol.numerics import ENVELOPE, ClassBounds
 from ..inference.fingerprint import TOKEN_BYTES
 from ..weights.state import State
 from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
-from .bounds import FEWEST, PROVISIONAL, bands, false_positives
-from .class_bounds import ENOUGH, WIDER, Reference, narrower
+from .bounds import FEWEST, PROVISIONAL, Bands, bands
+from .class_bounds import Reference, bounds_made_of, widening
 
 ROUNDING = 1.5
 """Most noise of an honest implementation against float32, in units of the auditor's; up to 1.41 was seen, of
@@ -125,8 +125,7 @@ def envelope_bounds(
     """Make the bounds of honest strangers from at least FIRST readings, no wider than provisional ones."""
     seen = [one.evidence for one in readings]
     found = bands(seen)
-    errors = false_positives(seen, contract)
-    rejects = WIDER + ENOUGH / len(seen)
+    rejects = widening(len(seen))
     apart = {name: PAIR**2 if name in SQUARED else PAIR for name in MEASURES}
     reject = {name: rejects * apart[name] * getattr(found.reject, name) for name in MEASURES}
     suspect = {name: apart[name] * getattr(found.suspect, name) for name in MEASURES}
@@ -137,18 +136,6 @@ def envelope_bounds(
         suspect["other_policy"] = LONGER * bands(compared).suspect.other_policy
     for name in ("routing", "routing_max"):  # readings state no routes
         reject[name] = suspect[name] = getattr(PROVISIONAL, name)
-    versions = [one.version for one in readings]
-    return ClassBounds(
-        numerics=ENVELOPE,
-        number=number,
-        reject=narrower(Thresholds(**reject)),
-        suspect=narrower(Thresholds(**suspect)),
-        other_scale=0.0,  # strangers scatter otherwise than readings: the test counts suspects alone
-        rollouts=len(seen),
-        tokens=sum(one.tokens for one in seen),
-        term=term,
-        first_version=min(versions),
-        last_version=max(versions),
-        rejected_at_most=errors.rejected_at_most,
-        suspected_at_most=errors.suspected_at_most,
-    )
+    # strangers scatter otherwise than readings: the test for another policy counts suspects alone
+    bounds = Bands(Thresholds(**reject), Thresholds(**suspect), 0.0)
+    return bounds_made_of(readings, bounds, ENVELOPE, contract, number=number, term=term)

@@ -19,12 +19,9 @@ from torch import Tensor
 from ..inference.fingerprint import pack
 from ..inference.model import LanguageModel, pick_device
 from ..inference.sampler import Limits, draw
-from ..models import huggingface
 from ..models.device import upload, upload_array
-from ..models.model_files import layer_count
 from ..weights.state import State
-from .auditor import AuditItem, Reading, Unreadable, check_versions
-from .measures import check_items
+from .auditor import AuditItem, Reading, Unreadable
 from .replay import BATCH_TOKENS, Kept, Replay
 
 WORK_BYTES = 2 * 2**30
@@ -45,12 +42,9 @@ class TextReader(Replay):
         Raises EngineError for a state that is missing or does not fit the model, RuntimeError for errors of
         torch.
         """
-        check_versions(items, states)
-        vocabulary = huggingface.vocab_size(self._model_dir)
-        layers = layer_count(self._model_dir)
         answers: dict[int, Reading | Unreadable] = {}
         by_version: dict[int, list[int]] = defaultdict(list)
-        for number, fault in enumerate(check_items(items, vocabulary, layers, self._terms.routes)):
+        for number, fault in enumerate(self._faults(items, states)):
             item = items[number]
             if fault is not None:
                 answers[number] = fault

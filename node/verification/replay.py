@@ -166,10 +166,7 @@ class Replay:
         Raises EngineError for a state that is missing or does not fit the model, RuntimeError for errors of
         torch.
         """
-        check_versions(items, states)
-        vocabulary = huggingface.vocab_size(self._model_dir)
-        layers = layer_count(self._model_dir)
-        faults = check_items(items, vocabulary, layers, self._terms.routes)
+        faults = self._faults(items, states)
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound)
         done: dict[int, Measured] = {}
@@ -183,6 +180,15 @@ class Replay:
                 done |= self._land(running.popleft(), tokens)
         found = (done[branch.number] for branch in branches)
         return [fault or next(found) for fault in faults]
+
+    def _faults(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Unreadable | None]:
+        """Explain why items cannot be measured; None for each that can. Raises EngineError."""
+        check_versions(items, states)
+        vocabulary = huggingface.vocab_size(self._model_dir)
+        layers = layer_count(self._model_dir)
+        return check_items(items, vocabulary, layers, self._terms.routes)
 
     @staticmethod
     def free_spare_memory() -> None:
