@@ -726,6 +726,20 @@ FAULTS = (
         ("test_twenty_of_forty_neighbours_that_do_their_worst_do_not_double_the_time_of_a_fetch",),
     ),
     Fault(
+        "whoever sends a byte now and then keeps its place in a fetch",
+        "node/p2p/download_state.py",
+        "return download.received >= due and not self._late(download, now)",
+        "return not self._late(download, now)",
+        ("test_no_ploy_is_worse_than_all_of_them",),
+    ),
+    Fault(
+        "who gave nothing in a short fetch is among the first of the next",
+        "node/p2p/peers.py",
+        "elif idle:",
+        "elif idle and seconds > 2.0:",
+        ("test_a_fetch_of_a_fifth_of_a_second_is_held_up_for_less_than_another_fifth",),
+    ),
+    Fault(
         "a source that gave nothing ends the lines at those that did",
         "node/p2p/download_state.py",
         "rivals = [one for one in others if self._has_delivered(one.source) or not proven]",

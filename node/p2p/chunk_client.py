@@ -67,7 +67,8 @@ class PeerPaths(Protocol):
 
 FIRST_BYTE_S = 2.0
 """A source that sends nothing for this long is passed over: dead peers cost seconds."""
-PIECE = 128 * 1024
+PIECE_LEAST, PIECE = 16 * 1024, 128 * 1024
+"""Bytes of the first pieces of a chunk, small to see soon whether it comes at a pace, and of the later ones."""
 PIECE_S = 6.0
 """Deadline for one piece of a chunk, of any size."""
 LINE_S = 20.0
@@ -235,9 +236,11 @@ class ChunkClient:
 
     async def _read(self, stream: Stream, size: int, download: ChunkDownload) -> bytes:
         pieces: list[bytes] = []
-        for start in range(0, size, PIECE):
+        length = PIECE_LEAST
+        while download.received < size:
             async with asyncio.timeout(PIECE_S):
-                pieces.append(await stream.read_exact(min(PIECE, size - start)))
+                pieces.append(await stream.read_exact(min(length, size - download.received)))
+            length = min(2 * length, PIECE)
             download.received += len(pieces[-1])
             download.touched = download.heard = time.monotonic()
         with suppress(TransportError):

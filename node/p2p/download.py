@@ -24,7 +24,14 @@ from ..ops.errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
 from .chunk_client import ChunkClient, ChunkSource, KeptInLine, PeerPaths
 from .connections import ConnectionPool
-from .download_state import FIRST_RATE, IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
+from .download_state import (
+    FIRST_RATE,
+    IN_LINE_S,
+    PLACE_S,
+    SILENT_S,
+    ChunkDownload,
+    DownloadState,
+)
 from .peers import PeerScores, PeerTable
 from .rpc import Refused
 from .serve import WATCHES_PER_PEER, ChunkArrivals
@@ -44,6 +51,9 @@ LEAST_PATIENCE_S = 0.5
 WAITING_SHARE = 3
 """A fetch gives at most one in so many parts of its usual time, IN_LINE_S if that is not known, to sources that
 let it wait for nothing."""
+LEAST_PLACE_S = 0.01
+PLACE_SHARE = 8
+"""A source that sends nothing keeps its place for one in so many parts of that time, at most PLACE_S."""
 USUAL_GROWTH = 1.05
 """A fetch is remembered as at most so many times as long as was usual: attackers do not set what is usual."""
 OTHER_WAY_S = 10.0
@@ -68,10 +78,13 @@ class Fetch:
         """
         self.fetcher = fetcher
         size = sum(chunk.size for chunk in missing.values())
-        patience = IN_LINE_S
+        patience, place = IN_LINE_S, PLACE_S
         if usual_s is not None:
             patience = min(IN_LINE_S, max(LEAST_PATIENCE_S, usual_s / WAITING_SHARE))
-        self.state = DownloadState(missing, fetcher.chance, patience)
+            place = min(PLACE_S, max(LEAST_PLACE_S, usual_s / PLACE_SHARE))
+        self.look_s = place / 2
+        """Seconds between two looks for sources that give nothing."""
+        self.state = DownloadState(missing, fetcher.chance, patience, place)
         self.begun = time.monotonic()
         self.due = self.begun + patience + (size / FIRST_RATE if usual_s is None else usual_s)
         """Time after which the origin is asked for whatever is not under way, whoever claims it."""
@@ -107,6 +120,15 @@ class Fetch:
                 await self.news.wait()
         except TimeoutError:
             pass  # the caller looks again either way
+
+    async def announce_late(self) -> None:
+        """Wake the loops whenever a download becomes late, so that another source joins it at once."""
+        late = 0
+        while True:
+            await asyncio.sleep(self.look_s)
+            before, late = late, self.state.late(time.monotonic())
+            if late > before:
+                self.news.fire()
 
     def depth(self) -> int:
         """Requests in flight at one source: more where there are few sources."""
@@ -626,8 +648,6 @@ MAX_HOLDERS = 4
 """Places of these for peers that claim by gossip to hold the version: liars never get all places."""
 MAX_HEARSAY = 16
 """Peers, at random, that are considered of all that only gossip names."""
-HEARSAY_S = 0.25
-"""Between two looks whether gossip has named more holders."""
 FIRST_LOOK_S = 0.5
 """The origin is asked after this, or once all neighbours have listed their chunks."""
 STEP_S = 0.04
@@ -738,6 +758,7 @@ class BlobFetcher:
             awaited = [one for one in followed if one.peer in hoped] or followed
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
             working.append(tasks.create_task(self._try_more(fetch, chosen, spare, holders)))
+            working.append(tasks.create_task(fetch.announce_late()))
             await fetch.over.wait()
             self._judge(fetch)
             for task in working:
@@ -768,6 +789,7 @@ class BlobFetcher:
                 waited=fetch.state.waited(source, now),
                 delivered=account.delivered > 0,
                 doubted=doubted,
+                idle=fetch.state.idle(source, now),
                 seconds=now - fetch.begun,
             )
 
@@ -811,7 +833,7 @@ class BlobFetcher:
         known, heard = {fetch.origin, *chosen}, 0
         async with asyncio.TaskGroup() as tasks:
             while len(known) <= MAX_TRIED:
-                await asyncio.sleep(HEARSAY_S)
+                await asyncio.sleep(fetch.look_s)
                 now = time.monotonic()
                 giving = sum(fetch.state.gives(peer, now) for peer in known)
                 free = max(0, min(MAX_NEIGHBOURS - giving, MAX_TRIED + 1 - len(known)))

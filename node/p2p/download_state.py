@@ -31,8 +31,8 @@ LATE = 3.0
 LATE_LEAST_S = 0.5
 SILENT_S = 2.0
 """A download without data for this long is late, also if the others are slower."""
-PLACE_S = 0.2
-"""Time after which a source that was asked and sends nothing keeps no other one from taking part."""
+PLACE_S = 0.1
+"""Seconds that a source which was asked and sends nothing keeps its place in a fetch."""
 FIRST_RATE = 256 * 1024
 """Bytes per second that a download is to reach before any chunk has arrived; later the others' median, divided
 by LATE."""
@@ -95,6 +95,8 @@ class DownloadState:
     chance: Random
     patience: float = IN_LINE_S
     """Seconds after which the origin may be asked for a chunk that was requested from others."""
+    place_s: float = PLACE_S
+    """Seconds after which a source that was asked and sends nothing keeps no other one from taking part."""
     accounts: dict[bytes, SourceAccount] = field(default_factory=dict[bytes, SourceAccount])
     """Of the sources that claimed something."""
     _claims: dict[bytes, set[bytes]] = field(default_factory=dict[bytes, set[bytes]])
@@ -116,9 +118,12 @@ class DownloadState:
         return median(self._seconds) if self._seconds else None
 
     def sending(self, now: float) -> int:
-        """Number of downloads with bytes arriving, without those of doubted sources."""
+        """Number of downloads with bytes arriving, without those of doubted sources, and without slow ones of
+        sources that gave nothing yet, each of which has one."""
         return sum(
-            download.sending and not self.doubted(download.source, now)
+            download.sending
+            and not self.doubted(download.source, now)
+            and (self._has_delivered(download.source) or self._keeps_pace(download, now))
             for downloads in self._downloads.values()
             for download in downloads
         )
@@ -176,13 +181,30 @@ class DownloadState:
         if account.owes_since is None:
             return True
         usual = self._allowance if account.delivered else 0.0
-        if now - account.owes_since <= max(PLACE_S, usual):
+        if now - account.owes_since <= max(self.place_s, usual):
             return True
         return any(
-            one.source == source and one.sending and not self._late(one, now)
+            one.source == source and one.sending and self._keeps_pace(one, now)
             for downloads in self._downloads.values()
             for one in downloads
-            if now - one.touched <= LATE_LEAST_S
+        )
+
+    def idle(self, source: bytes, now: float) -> bool:
+        """Whether `source` gave nothing when it was asked, in more than the time that others take."""
+        account = self.accounts.get(source)
+        if account is None or account.delivered or not self._waits:
+            return False
+        return account.asked or (
+            account.owes_since is not None and now - account.owes_since > self._allowance
+        )
+
+    def late(self, now: float) -> int:
+        """Number of downloads that another source may join because they are late."""
+        return sum(
+            self._late(one, now, LATE_LEAST_S if self._has_delivered(one.source) else self.place_s)
+            for downloads in self._downloads.values()
+            for one in downloads
+            if one.sending
         )
 
     def withdraw(self, source: bytes, now: float) -> None:
@@ -353,7 +375,7 @@ class DownloadState:
         if source not in self.accounts or not self._has_delivered(source):
             return len(counted) < COPIES_AT_ONCE and all(self._late(one, now) for one in alive)
         unproven = [one for one in alive if not self._has_delivered(one.source)]
-        if unproven and not any(self._late(one, now, PLACE_S) for one in unproven):
+        if unproven and not any(self._late(one, now, self.place_s) for one in unproven):
             return False
         proven = [one for one in counted if self._has_delivered(one.source)]
         return len(proven) < COPIES_AT_ONCE and all(self._late(one, now) for one in proven)
@@ -406,6 +428,11 @@ class DownloadState:
             for one in downloads
         )
         return waited and self._may_join(name, downloads, source, now)
+
+    def _keeps_pace(self, download: ChunkDownload, now: float) -> bool:
+        """Whether a download came at the least rate from `place_s` on."""
+        due = self._least_rate * (now - download.begun - self.place_s)
+        return download.received >= due and not self._late(download, now)
 
     def _late(self, download: ChunkDownload, now: float, least: float = LATE_LEAST_S) -> bool:
         if now - download.touched > SILENT_S:

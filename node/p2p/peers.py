@@ -301,8 +301,8 @@ class PeerScores:
         return self._patience.get(source, PATIENCE_S)
 
     def stalled(self, source: bytes) -> bool:
-        """Whether a source let us wait for nothing in the last fetch that needed it."""
-        return self._stalls.get(source, 0) > 0
+        """Whether a source let us wait for nothing in the last fetch that needed it, however short that was."""
+        return source in self._stalls
 
     def passed_over(self, source: bytes, now: float) -> bool:
         """Whether a source is left out, because it let us wait for nothing again and again."""
@@ -316,11 +316,13 @@ class PeerScores:
         waited: float,
         delivered: bool,
         doubted: bool,
+        idle: bool,
         seconds: float,
     ) -> None:
         """Note what a source was worth in a fetch of so many `seconds`, of which we `waited` for nothing.
 
-        `doubted`: it let us wait for longer than it was allowed to.
+        `doubted`: it let us wait for longer than it was allowed to. `idle`: it gave nothing, and others did in
+        the same time.
         """
         left = self.patience(source) - waited + (PATIENCE_GAIN * seconds if delivered else 0.0)
         self._patience[source] = min(max(left, 0.0), PATIENCE_S)
@@ -331,6 +333,8 @@ class PeerScores:
             if stalls >= STALLS:
                 pause = min(STALL_S * 2 ** min(stalls - STALLS, 16), STALL_MAX_S)
                 self._passed_over[source] = now + pause
+        elif idle:
+            self._stalls.setdefault(source, 0)
 
     def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
         """Take the other path to a source for a while: the usual one failed or, with `detour`, that one.

@@ -25,6 +25,8 @@ from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KI
 
 WINDOW = 256 * KIB
 """Bytes that one direction of a stream holds unread before its writer waits."""
+PACKET = 16 * KIB
+"""Bytes that a narrow line carries at once: a reader sees them come."""
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
 
@@ -155,9 +157,10 @@ class MemoryStream:
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`; waits while the peer's window is full."""
         view = memoryview(data).cast("B")
+        size = self._connection.packet
         with self._using():
             while view:
-                piece, view = view[: self._connection.window], view[self._connection.window :]
+                piece, view = view[:size], view[size:]
                 await self._connection.send(self, piece)
 
     async def finish(self) -> None:
@@ -203,6 +206,7 @@ class MemoryConnection:
         released: Callable[["MemoryConnection"], None],
     ) -> None:
         self.window = window
+        self.packet = window if uplink is no_limit else min(window, PACKET)
         self._travel = travel
         self._uplink = uplink
         self._id, self._peer = ids

@@ -289,7 +289,10 @@ def test_trickling_sources_do_not_use_up_the_places_for_downloads() -> None:
     state = board()
     state.claim(A, [X])
     begun(state, A, 0, 0.0)
-    assert state.sending(1.0) == 1
+    assert state.sending(PLACE_S) == 1
+    assert state.sending(2 * PLACE_S) == 0
+    state.accounts[A].delivered = 1
+    assert state.sending(2 * PLACE_S) == 1, "it gave a chunk, and may be slow for a while"
     assert state.sending(1.0 + 2 * IN_LINE_S) == 0
 
 
@@ -480,7 +483,13 @@ def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
 
 def waited_for(scores: PeerScores, now: float, seconds: float, *, delivered: bool = False) -> None:
     scores.fetched(
-        A, now, waited=seconds, delivered=delivered, doubted=seconds >= 1.0, seconds=seconds
+        A,
+        now,
+        waited=seconds,
+        delivered=delivered,
+        doubted=seconds >= 1.0,
+        idle=not delivered,
+        seconds=seconds,
     )
 
 
@@ -505,7 +514,7 @@ def test_a_source_that_gives_something_now_and_then_earns_its_patience_slowly() 
     assert not scores.stalled(A)
     assert scores.patience(A) < 0.1 * PATIENCE_S
     for now in range(10):
-        scores.fetched(A, now, waited=0.0, delivered=True, doubted=False, seconds=10.0)
+        scores.fetched(A, now, waited=0.0, delivered=True, doubted=False, idle=False, seconds=10.0)
     assert scores.patience(A) == PATIENCE_S
 
 
