@@ -507,6 +507,28 @@ def test_a_source_that_lets_two_fetches_wait_is_passed_over_each_time_for_longer
     assert scores.passed_over(A, 99.0 + 2 * STALL_S)
 
 
+def test_a_source_that_gave_nothing_in_a_short_fetch_comes_last_in_the_next_and_is_not_passed_over() -> (
+    None
+):
+    state = board()
+    state.claim(A, [X])
+    state.claim(B, [Y])
+    begun(state, A, 0, 0.0, sending=False)
+    given = begun(state, B, 1, 0.0)
+    assert not state.idle(A, 0.01), "nothing is usual yet"
+    state.arrived(CHUNKS[1], given, 0.01)
+    assert not state.idle(A, 0.02)
+    assert state.idle(A, 0.05)
+    assert not state.idle(B, 0.05)
+    scores = PeerScores()
+    waited_for(scores, 0.05, 0.02)
+    waited_for(scores, 0.1, 0.02)
+    assert scores.stalled(A)
+    assert not scores.passed_over(A, 0.2)
+    waited_for(scores, 0.3, 0.02, delivered=True)
+    assert not scores.stalled(A)
+
+
 def test_a_source_that_gives_something_now_and_then_earns_its_patience_slowly() -> None:
     scores = PeerScores()
     waited_for(scores, 0.0, PATIENCE_S)
