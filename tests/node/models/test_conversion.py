@@ -1,4 +1,4 @@
-"""`model import`: of a GGUF file or a directory comes a model that computes the same, or a line says why not."""
+"""`model import`: what becomes of a GGUF file or a directory computes the same; else a line says why not."""
 
 import json
 import resource
