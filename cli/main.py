@@ -28,6 +28,7 @@ from . import (
     inference,
     join,
     judge,
+    models,
     replay,
     rollouts,
     sft,
@@ -136,6 +137,7 @@ for _name, (_command, _help) in PLAIN.items():
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Write, install, list, test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
+app.add_typer(models.app, name="model", short_help="Convert models of others.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 

@@ -82,6 +82,7 @@ HEAVY = {
         "node.pipeline.vllm_stage_worker",
     },
     "transformers": {"node.models.huggingface"},
+    "gguf": {"node.models.conversion"},
     "huggingface_hub": {"node.models.huggingface"},
     "datasets": {"node.sft.data", "node.environments.tasksets.math_env"},
     "pyarrow": {"node.storage.rollouts", "node.environments.tasksets.math_env"},

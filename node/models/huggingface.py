@@ -7,15 +7,18 @@ everywhere, and weights are read from safetensors only.
 import json
 import logging
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.paths import expand_home
 from ..config.run import ModelCreateConfig
-from ..ops.errors import EngineError, StorageError, one_line
+from ..ops.errors import EngineError, StorageError, named_line, one_line
 from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
 from .json_files import read_json
@@ -165,13 +168,28 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(model_config).to(torch.float32)
-    model.generation_config = transformers.GenerationConfig(**ends)
     make_directory(directory)
+    try:
+        save(model, tokenizer, directory)
+    except StorageError:
+        (directory / "config.json").unlink(missing_ok=True)  # it says that a model is there
+        raise
+
+
+def save(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write a model and its tokenizer to a directory.
+
+    config.json says whether the head has weights of its own, as is the case; generation_config.json has the
+    tokens that end a reply, of config.json. Raises StorageError.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    model.config.tie_word_embeddings = head.weight is embedding.weight
+    # without what else the source's says: transformers refuses to write some of that
+    model.generation_config = _transformers().GenerationConfig.from_model_config(model.config)
     try:
         tokenizer.save_pretrained(directory)
         model.save_pretrained(directory)
     except Exception as error:  # of a full disk tokenizers raises a bare one, safetensors its own
-        (directory / "config.json").unlink(missing_ok=True)  # it says that a model is there
         raise StorageError(f"cannot write {directory}: {one_line(error)}") from error
 
 
@@ -365,7 +383,19 @@ def load_model(
 
     `dtype` is a torch or safetensors name ("float32", "BF16").
     """
-    auto, kind = _transformers().AutoModelForCausalLM, torch_dtype(dtype)
+    model: Any = read_model(directory, dtype=dtype)[0]
+    return model.to(device).eval()
+
+
+def read_model(
+    directory: Path, *, dtype: str | None = None
+) -> "tuple[PreTrainedModel, tuple[str, ...]]":
+    """Read a causal language model, and the names of those tensors of its files that it does not have.
+
+    Without `dtype` the weights are as the files have them. Raises EngineError.
+    """
+    auto = _transformers().AutoModelForCausalLM
+    kind = "auto" if dtype is None else torch_dtype(dtype)
     try:
         with _building:
             model, report = auto.from_pretrained(
@@ -384,7 +414,50 @@ def load_model(
         raise EngineError(
             f"{directory} lacks {len(missing)} weights of its model, as {missing[0]}: download the model again"
         )
-    return _with_soft_caps(model).to(device).eval()
+    return _with_soft_caps(model), tuple(sorted(report["unexpected_keys"]))
+
+
+def load_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Read the model, in bfloat16, and the tokenizer of a GGUF file. Raises EngineError."""
+    import torch
+
+    transformers = _transformers()
+    quantization = getattr(transformers, "GgufConfig", None)
+    if quantization is None:
+        raise EngineError(
+            f"transformers {transformers.__version__} cannot write what it reads of a GGUF file: install 5.17"
+        )
+    options = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+    try:
+        # alone: files beside it would be read, too; and without the bar that transformers always draws
+        with _building, tempfile.TemporaryDirectory() as alone, redirect_stderr(StringIO()):
+            (Path(alone) / path.name).symlink_to(path.absolute())
+            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **options)
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                alone,
+                **options,
+                dtype=torch.bfloat16,
+                # else it is loaded as float32 that is named quantized, and cannot be saved (seen in 5.24)
+                quantization_config=quantization(dequantize=True),
+                output_loading_info=True,
+            )
+    except Exception as error:  # as above
+        raise EngineError(
+            f"{path} cannot be read as a model: {named_line(error)}: import the model's own directory"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise EngineError(f"{path} lacks {len(missing)} weights of its model, as {missing[0]}")
+    return _with_soft_caps(model), tokenizer
+
+
+def gguf_splits() -> frozenset[str]:
+    """Return the values of tokenizer.ggml.pre that transformers knows; none in some versions."""
+    _transformers()
+    try:
+        found = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    except ImportError:
+        return frozenset()
+    return frozenset(getattr(found, "GGUF_PRE_TOKENIZER_SPLITS", ()))
 
 
 def _with_soft_caps(model: Any) -> Any:

@@ -53,6 +53,16 @@ SHAPES: dict[str, dict[str, object]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    "~/.primerl/models/smollm2-135m-instruct": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    },
     "outputs/reverse-text-gpu-sft/weights/step_100": {
         **QWEN3,
         "hidden_size": 1024,
