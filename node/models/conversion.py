@@ -95,6 +95,7 @@ def convert(source: Path, target: Path) -> list[str]:
         _clean(partial / "config.json", NOT_KEPT)
         _clean(partial / "tokenizer_config.json", OF_THE_SOURCE)
         _clean(partial / "generation_config.json", OF_THE_SOURCE, found.generation)
+        huggingface.check_tokenizer(partial)
         if reason := untrainable(read_json(partial / "config.json"), 1):
             raise EngineError(f"{source} cannot be trained: {reason}")
     kept = f"{target}: {found.model.config.model_type}, {weights:,} weights in {dtype}"
