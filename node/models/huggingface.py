@@ -34,7 +34,7 @@ from .model_files import (
 )
 from .tensors import bf16_state, to_torch, torch_dtype
 from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
-from .tokenizer_files import DEFAULT, read_tokenizer_files
+from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -275,7 +275,8 @@ def _found(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = snapshot_download(name, allow_patterns=[*CONTRACT_PATTERNS, *WEIGHT_PATTERNS])
+        wanted = [*CONTRACT_PATTERNS, *WEIGHT_PATTERNS, f"{TEMPLATE_FOLDER}/*"]
+        found = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError as error:
         raise EngineError(
             f"model {name!r} is neither a directory nor a hub id: correct model.name"
