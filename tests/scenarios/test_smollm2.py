@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 
 FLAGS = (
     "--engine.type vllm --max-steps 2 --warmup.max-steps 6 --warmup.target 1 --warmup.eval-interval 6 "
-    "--evaluation.prompts 32 --rollouts.groups-per-batch 4 --engine.max-model-len 128 "
-    "--training.filter-zero-advantages false"
+    "--evaluation.prompts 32 --rollouts.groups-per-batch 4 --rollouts.groups-per-lease 4 "
+    "--engine.max-model-len 128 --training.filter-zero-advantages false"
 ).split()
 PATIENCE_S = 1500.0
 
