@@ -67,6 +67,28 @@ class Verdict:
 
 
 FAULTS = (
+    # -- models of others
+    Fault(
+        "tensors of a GGUF file that transformers leaves out are left out",
+        "node/models/conversion.py",
+        "if stored != weights:",
+        "if False:",
+        ("test_what_transformers_would_leave_out_of_a_gguf_file_is_refused",),
+    ),
+    Fault(
+        "special_tokens_map.json is not read",
+        "node/models/tokenizer_files.py",
+        "tokens = settings | read_json(legacy)",
+        "pass",
+        ("test_tokens_templates_and_ids_are_those_of_transformers",),
+    ),
+    Fault(
+        "a head of its own under a config that ties it is trained",
+        "node/models/huggingface.py",
+        "if not head.equal(embedding):",
+        "if False:",
+        ("test_a_head_of_its_own_under_a_config_that_ties_it_is_refused",),
+    ),
     # -- leases, audits, deltas
     Fault(
         "buffer refuses groups that were leased",

@@ -12,7 +12,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..ops.errors import BAD_FILE, one_line
+from ..models.tokenizer_files import (
+    DEFAULT,
+    SPECIAL_NAMES,
+    WITH_TOOLS,
+    TokenizerFiles,
+    read_tokenizer_files,
+)
+from ..models.tokenizer_files import FILES as TOKENIZER_FILES
+from ..ops.errors import BAD_FILE, EngineError, one_line
 from .environment import EnvironmentFailed
 
 if TYPE_CHECKING:
@@ -24,13 +32,7 @@ Message = Mapping[str, Any]
 
 UNREADABLE = "\ufffd"
 NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
-CHAT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config.json",
-)
+CHAT_FILES = ("tokenizer.json", *TOKENIZER_FILES, "generation_config.json", "config.json")
 """Files of a model's directory that ChatFormat.load() reads."""
 _MARK = "primerl-reply-ends-here"
 PROBE = "primerl_probe"
@@ -50,9 +52,8 @@ _TEMPLATE_FAULTS = (
     ValueError,
 )
 """Exceptions that mistakes in a model's template raise, besides jinja's errors."""
-_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _GIVEN = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *_SPECIAL_NAMES}
+    {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *SPECIAL_NAMES}
 )
 """Variables of templates that are not options: set on all nodes alike, or on none."""
 
@@ -109,8 +110,10 @@ class ChatFormat:
         stop_token_ids: tuple[int, ...],
         options: frozenset[str] = frozenset(),
         defaults: Mapping[str, Any] | None = None,
+        has_tool_template: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._has_tool_template = has_tool_template
         self._template = template
         self._variables = dict(variables)
         self._known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -149,21 +152,28 @@ class ChatFormat:
             ) from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        settings = _read_json(model_dir / "tokenizer_config.json")
-        variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
-        template, asked = _compile(_template_text(model_dir, settings, needed=needs_template))
-        if unknown := sorted(set(defaults or ()) - (asked - _GIVEN)):
-            has = ", ".join(sorted(asked - _GIVEN)) or "nothing"
+        try:
+            files = read_tokenizer_files(model_dir)
+        except EngineError as error:
+            raise EnvironmentFailed(str(error)) from error
+        template, asked = _compile(_template_text(model_dir, files, needed=needs_template))
+        options = asked - _GIVEN - files.special.keys()
+        if unknown := sorted(set(defaults or ()) - options):
+            has = ", ".join(sorted(options)) or "nothing"
             raise EnvironmentFailed(
                 f"chat_template_kwargs: the model's chat template uses {has}, not {', '.join(unknown)}"
             )
         return cls(
             tokenizer,
             template,
-            variables=variables,
-            options=asked - _GIVEN,
+            variables=files.special,
+            options=options,
             defaults=defaults,
-            stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
+            stop_token_ids=_stop_token_ids(
+                model_dir, tokenizer, files.special.get("eos_token", "")
+            ),
+            has_tool_template=files.templates.get(WITH_TOOLS, files.templates.get(DEFAULT))
+            != files.templates.get(DEFAULT),
         )
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
@@ -288,6 +298,11 @@ class ChatFormat:
         """
         from jinja2 import TemplateError
 
+        if tools and self._has_tool_template:
+            raise EnvironmentFailed(
+                f"the model has another chat template for tools ({WITH_TOOLS}), and a conversation has one "
+                "here: make that the chat_template.jinja of a copy, and leave the others out"
+            )
         try:
             return self._template.render(
                 messages=list(messages),
@@ -338,33 +353,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _text(token: object) -> str:
-    """Read a special token of tokenizer_config.json: a string, or an object that holds one."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool) -> str:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except BAD_FILE as error:
-            raise EnvironmentFailed(
-                f"{path} cannot be read ({error}): fetch the model again"
-            ) from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    if not isinstance(template, str) and not needed:
-        return NO_TEMPLATE
-    if not isinstance(template, str):
+def _template_text(model_dir: Path, files: TokenizerFiles, *, needed: bool) -> str:
+    template = files.templates.get(DEFAULT)
+    if template is None and needed:
+        others = f" but {', '.join(files.templates)}" if files.templates else ""
         raise EnvironmentFailed(
-            f"{model_dir} has no chat template: add chat_template.jinja, or use an instruct model"
+            f"{model_dir} has no chat template{others}: add chat_template.jinja, or use an instruct model"
         )
-    return template
+    return NO_TEMPLATE if template is None else template
 
 
 def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:

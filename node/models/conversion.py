@@ -55,6 +55,9 @@ HYPERPARAMETERS: Mapping[str, tuple[str, ...]] = {
     "final_logit_softcapping": ("final_logit_softcapping",),
     "rope.dimension_count": ("head_dim",),
     "rope.freq_base": ("rope_theta",),
+    "rope.scaling.factor": ("factor",),
+    "rope.scaling.original_context_length": ("original_max_position_embeddings",),
+    "rope.scaling.type": ("rope_type",),
     "vocab_size": ("vocab_size",),
 }
 """Hyperparameter of a GGUF file, below the name of its architecture -> its keys in config.json."""
@@ -95,8 +98,11 @@ def convert(source: Path, target: Path) -> list[str]:
         _clean(partial / "config.json", NOT_KEPT)
         _clean(partial / "tokenizer_config.json", OF_THE_SOURCE)
         _clean(partial / "generation_config.json", OF_THE_SOURCE, found.generation)
+        huggingface.check_tokenizer(partial)
         if reason := untrainable(read_json(partial / "config.json"), 1):
             raise EngineError(f"{source} cannot be trained: {reason}")
+        if target.exists():
+            raise UsageError(f"{target} was made meanwhile: name a new directory")
     kept = f"{target}: {found.model.config.model_type}, {weights:,} weights in {dtype}"
     template = (
         [] if found.tokenizer.chat_template else ["no chat template: add chat_template.jinja"]
@@ -208,8 +214,8 @@ def _check_hyperparameters(source: Path, fields: Mapping[str, Any], config: Any)
         known = [values.get(one) for one in HYPERPARAMETERS.get(name, ())]
         if not any(_equals(value, one) for one in known):
             raise EngineError(
-                f"{source} sets {key} to {one_line(value)}, which transformers' {config.model_type} does not "
-                "read: import the model's own directory"
+                f"{source} sets {key} to {one_line(value)}, which is not found in the config that transformers "
+                "makes of it: import the model's own directory"
             )
 
 
@@ -235,11 +241,9 @@ def _add_templates(tokenizer: "PreTrainedTokenizerBase", fields: Mapping[str, An
 
 def _lost(fields: Mapping[str, Any], kinds: Mapping[str, int], dtype: str) -> Iterator[str]:
     """Yield a line for each thing of a GGUF file that a model directory does not have."""
-    quantized = [
-        f"{count} of {kind}" for kind, count in kinds.items() if kind not in ("F32", "BF16")
-    ]
-    if quantized:
-        yield f"dropped the quantization of tensors ({', '.join(quantized)}): {dtype[6:]} now"
+    formats = [f"{count} of {kind}" for kind, count in sorted(kinds.items()) if kind != "BF16"]
+    if formats:
+        yield f"dropped the number formats of tensors ({', '.join(formats)}): {dtype[6:]} now"
     split = str(fields.get("tokenizer.ggml.pre", "default"))
     known = {*huggingface.gguf_splits(), *SPLITS_AS_GPT2}
     if fields.get("tokenizer.ggml.model") == "gpt2" and split not in known:

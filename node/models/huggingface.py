@@ -28,10 +28,13 @@ from .model_files import (
     contract_files,
     export,
     read_state,
+    read_tensors,
+    tensor_names,
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
 from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
+from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,6 +143,13 @@ def _hide_gpu_kernels() -> None:
         sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
 
 
+PROBE = (
+    "Hello,  World! \u00e9\u00df \u4f60\u597d \U0001f600\n\n\tx = 12345.678 + y;  don't\r\n"
+    " \u00a0 Zo\u00eb's 3rd_name <a href='b'>"
+)
+"""Text by which two tokenizers are compared."""
+
+
 # -- making ---------------------------------------------------------------------------------------
 
 
@@ -230,8 +240,34 @@ def resolve(name: str) -> Path:
     """Return a model's directory: `name` if it is one, else a snapshot of that hub id.
 
     Downloads only safetensors, configuration and tokenizer files. Of a model that also reads images it is that
-    of its text model. Raises EngineError, StorageError.
+    of its text model. Raises EngineError, also for a directory that transformers reads otherwise than this
+    program does, and StorageError.
     """
+    path = _found(name)
+    if (path / "tokenizer.json").is_file():
+        check_tokenizer(path)
+    if (path / "config.json").is_file():
+        _check_head(path)
+    return path
+
+
+def _check_head(directory: Path) -> None:
+    """Raise EngineError if the weights have a head of their own and config.json says that it is the embedding.
+
+    transformers takes the head that is there, other programs the embedding.
+    """
+    pair = ("model.embed_tokens.weight", "lm_head.weight")
+    if not tensor_names(directory) >= set(pair) or not load_config(directory).tie_word_embeddings:
+        return
+    embedding, head = read_tensors(directory, pair)
+    if not head.equal(embedding):
+        raise EngineError(
+            f"{directory} has a head of its own, lm_head.weight, and its config.json says that it is the "
+            f"embedding: set tie_word_embeddings to false, or `primerl-node model import {directory} OUT`"
+        )
+
+
+def _found(name: str) -> Path:
     path = expand_home(name)
     if path.is_dir():
         return text_directory(path)
@@ -239,7 +275,8 @@ def resolve(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = snapshot_download(name, allow_patterns=[*CONTRACT_PATTERNS, *WEIGHT_PATTERNS])
+        wanted = [*CONTRACT_PATTERNS, *WEIGHT_PATTERNS, f"{TEMPLATE_FOLDER}/*"]
+        found = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError as error:
         raise EngineError(
             f"model {name!r} is neither a directory nor a hub id: correct model.name"
@@ -332,6 +369,55 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         raise EngineError(
             f"the tokenizer of {directory} cannot be loaded: {one_line(error)}"
         ) from error
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Compare what the files of a directory say of its tokenizer with what transformers reads of them.
+
+    A special token that no template reads may differ, unless it ends replies. Raises EngineError.
+    """
+    from tokenizers import Tokenizer
+
+    theirs, own = load_tokenizer(directory), read_tokenizer_files(directory)
+    held: Any = theirs.chat_template or {}
+    templates = held if isinstance(held, dict) else {DEFAULT: held}
+    if own.templates != templates:
+        differing = sorted(own.templates.keys() ^ templates.keys()) or sorted(templates)
+        raise _differs(directory, f"its chat templates {', '.join(differing)}")
+    text = "\n".join(own.templates.values())
+    special: dict[str, str] = {key: str(token) for key, token in theirs.special_tokens_map.items()}
+    for name in sorted(own.special.keys() | special.keys()):
+        used = name == "eos_token" or name in text
+        if used and own.special.get(name) != special.get(name):
+            raise _differs(
+                directory,
+                f"its {name} as {special.get(name)!r} and not {own.special.get(name)!r}",
+            )
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known, vocabulary = tokenizer.get_vocab(with_added_tokens=True), theirs.get_vocab()
+    unread = {token for name, token in special.items() if name not in text and name != "eos_token"}
+    odd = {token for token, index in vocabulary.items() if known.get(token) != index} - unread
+    odd |= known.keys() - vocabulary.keys()
+    if odd:
+        raise _differs(directory, f"{len(odd)} tokens, as {min(odd)!r},")
+    added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
+    for probe in (PROBE, " ".join(added), *own.special.values()):
+        try:
+            ids = tokenizer.encode(probe, add_special_tokens=False).ids
+            read = theirs(probe, add_special_tokens=False).input_ids
+        except Exception as error:  # of a text that it cannot read tokenizers raises a bare one
+            raise _differs(directory, f"{probe[:40]!r} ({one_line(error)})") from error
+        if ids != read:
+            raise _differs(directory, f"{probe[:40]!r}")
+
+
+def _differs(directory: Path, what: str) -> EngineError:
+    return EngineError(
+        f"transformers reads {what} otherwise than the files of {directory} say: `primerl-node model import "
+        f"{directory} OUT` writes them as it does"
+    )
 
 
 def load_config(directory: Path) -> Any:

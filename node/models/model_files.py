@@ -4,7 +4,7 @@ Code that comes with a model is never read; weights are safetensors only.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,7 +132,8 @@ def view_state(directory: Path, *, bf16: bool = False) -> State:
     return {name: from_torch(tensor, view=True) for name, tensor in _stored(directory)}
 
 
-def _stored(directory: Path) -> "Iterator[tuple[str, torch.Tensor]]":
+def _stored(directory: Path, names: Sequence[str] = ()) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield the names and tensors of a directory's safetensors files, all or those of `names`."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(directory.glob("*.safetensors"))
@@ -148,11 +149,22 @@ def _stored(directory: Path) -> "Iterator[tuple[str, torch.Tensor]]":
                     if name in known:
                         raise EngineError(f"{path} repeats {name!r}: remove the stale weight file")
                     known.add(name)
+                    if names and name not in names:
+                        continue
                     yield name, reader.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise EngineError(
                 f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error
+
+
+def read_tensors(directory: Path, names: Sequence[str]) -> "list[torch.Tensor]":
+    """Map those tensors of these names into memory that a directory's safetensors files have, in order.
+
+    Raises EngineError.
+    """
+    found = {name: tensor for name, tensor in _stored(directory, names)}
+    return [found[name] for name in names if name in found]
 
 
 def read_base(directory: Path, digest: bytes) -> State:

@@ -23,6 +23,7 @@ from ..ops.errors import EngineError, StorageError, one_line
 from ..storage.partial import sync, sync_tree
 from ..storage.removal import remove_own
 from .json_files import read_json
+from .tokenizer_files import TEMPLATE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -182,4 +183,6 @@ def _write(directory: Path, weights: list[Path], config: Mapping[str, Any], targ
         (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2))
     for name in contract_files(directory):
         shutil.copyfile(directory / name, target / name)
+    if (directory / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(directory / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

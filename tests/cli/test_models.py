@@ -1,9 +1,14 @@
 """`primerl-node model import`: a run takes what it writes; mistakes are one line and an exit code."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from support.engine_cases import SHAPE
+from support.repository import ROOT
 
 from primerl.node.models import huggingface
 
@@ -29,3 +34,23 @@ def test_mistakes_of_import_are_one_line(cli: Cli, home: Path) -> None:
     cli("model", "import", "text.gguf", "text.gguf").refused(2, "text.gguf exists")
     cli("model", "import", "text.gguf").refused(2, "target")
     assert [path.name for path in home.iterdir() if path.name != "bin"] == ["text.gguf"]
+
+
+@pytest.mark.parametrize("recipe", ["laptop", "gpu"])
+def test_the_script_of_the_real_model_runs_a_recipe_with_a_model_that_is_there(
+    home: Path, recipe: str
+) -> None:
+    huggingface.create(home / "a model", SHAPE, 3)
+    ran = subprocess.run(
+        ["bash", str(ROOT / "scripts/smollm2.sh"), recipe, "--name", "mine", "--dry-run"],
+        env={**os.environ, "MODEL": str(home / "a model"), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f'[model]\nname = "{home / "a model"}"' in ran.stdout
+    assert 'name = "mine"' in ran.stdout
+    environment = {"laptop": "arithmetic", "gpu": "alphabet-sort"}[recipe]
+    assert f'[environment]\nid = "{environment}"' in ran.stdout

@@ -1,9 +1,14 @@
 """Small random checkpoints that also read images."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from primerl.node.models import huggingface
+
+from .engine_cases import SHAPE
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
@@ -58,5 +63,9 @@ def saved(kind: str, directory: Path, most: str = "1GB") -> Any:
         getattr(transformers, f"{name}Config")(**config)
     )
     model.save_pretrained(directory, max_shard_size=most)
-    (directory / "tokenizer.json").write_text("{}")
+    with torch.random.fork_rng():
+        huggingface.create(directory / "made", SHAPE, 0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (directory / "made" / name).rename(directory / name)
+    shutil.rmtree(directory / "made")
     return model.eval()

@@ -166,6 +166,7 @@ def test_a_gguf_file_becomes_a_model_that_computes_the_same(
     assert ("lm_head.weight" in huggingface.read_state(tmp_path / "made")) is not tied
     assert lines == [
         f"wrote {tmp_path / 'made'}: llama, {sum(p.numel() for p in model.parameters()):,} weights in bfloat16",
+        f"dropped the number formats of tensors ({20 if tied else 21} of F32): bfloat16 now",
         "dropped metadata: general.license",
     ]
 
@@ -204,7 +205,9 @@ def test_a_quantized_gguf_file_is_said_to_be_one(write: Write, tmp_path: Path) -
         writer.add_tensor = rounded
 
     lines = convert(write(quantized), tmp_path / "made")
-    assert lines[1] == "dropped the quantization of tensors (14 of Q8_0): bfloat16 now"
+    assert lines[1] == (
+        "dropped the number formats of tensors (7 of F32, 14 of Q8_0): bfloat16 now"
+    )
     assert huggingface.load_model(tmp_path / "made")
 
 

@@ -16,6 +16,7 @@ from primerl.node.config.run import ModelConfig
 from primerl.node.models import huggingface, text_models
 from primerl.node.models.architectures import read_config, untrainable
 from primerl.node.models.json_files import read_json
+from primerl.node.models.tokenizer_files import read_tokenizer_files
 from primerl.node.ops.errors import EngineError, StorageError
 
 TOKENS = torch.arange(3, 40)[None]
@@ -36,7 +37,8 @@ def test_the_text_model_says_of_text_what_the_whole_says(kind: str, tmp_path: Pa
         assert torch.equal(alone(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
     stored = huggingface.read_state(directory)
     assert stored.keys() == huggingface.policy_state(alone).keys(), "images are left out"
-    assert (directory / "tokenizer.json").read_text() == "{}"
+    same = (directory / "tokenizer.json").read_bytes()
+    assert same == (tmp_path / "whole" / "tokenizer.json").read_bytes()
     assert huggingface.vocab_size(directory) == SIZES["vocab_size"]
 
 
@@ -73,6 +75,16 @@ def test_it_is_written_once_for_a_checkpoint(tmp_path: Path) -> None:
     os.utime(tmp_path / "whole" / "model.safetensors", ns=(1, 1))
     assert huggingface.resolve(str(tmp_path / "whole")) != first, "the checkpoint is another one"
     assert not list(first.parent.glob(".*")), "nothing half written is left"
+
+
+def test_named_templates_stay_with_the_text_model(tmp_path: Path) -> None:
+    saved("gemma3", tmp_path / "whole")
+    folder = tmp_path / "whole" / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("tools")
+    made = huggingface.resolve(str(tmp_path / "whole"))
+    assert made != tmp_path / "whole"
+    assert read_tokenizer_files(made).templates["tool_use"] == "tools"
 
 
 def test_a_model_that_reads_no_images_stays_where_it_is(tmp_path: Path, cache: Path) -> None:
