@@ -806,20 +806,30 @@ def _title(path: Path) -> str:
 
 # -- conversion ------------------------------------------------------------------------------------
 
-ENVIRONMENTS: Mapping[str, frozenset[str]] = {
-    "reverse-text": frozenset({"seed", "min_len", "max_len"}),
-    "alphabet-sort": frozenset(
-        """seed min_turns max_turns min_names_per_turn max_names_per_turn
-        task.similarity_power task.power_per_turn""".split()
+_ROWS = ("dataset_name", "dataset_subset", "dataset_split", "dataset_revision")
+ENVIRONMENTS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "reverse-text": ("reverse-text-hub", frozenset(_ROWS)),
+    "alphabet-sort": (
+        "alphabet-sort-hub",
+        frozenset(_ROWS)
+        | set(
+            """seed min_turns max_turns min_names_per_turn max_names_per_turn
+            task.similarity_power task.power_per_turn""".split()
+        ),
     ),
-    "math-env": frozenset(
-        """seed dataset_name dataset_subset dataset_split dataset_revision dataset_shuffle dataset_seed
-        question_key answer_key difficulty_key min_avg_reward max_avg_reward instruction_prompt
-        len_reward""".split()
+    "math-env": (
+        "math-env",
+        frozenset(_ROWS)
+        | set(
+            """seed dataset_shuffle dataset_seed question_key answer_key difficulty_key min_avg_reward
+            max_avg_reward instruction_prompt len_reward""".split()
+        ),
     ),
 }
-"""Bundled environments that prime-rl also has -> their options here. Older releases had the options of `task`
-beside the others."""
+"""Environment of prime-rl -> the bundled one with its prompts and rewards, and the options that it has here.
+Older releases had the options of `task` beside the others."""
+RENAMED_OPTIONS = {"split": "dataset_split"}
+"""Option of an environment's latest release -> the same one here."""
 NEAREST = {"wordle": "word-game", "gsm8k": "math-env with dataset_name openai/gsm8k"}
 """Environments of prime-rl -> similar bundled ones."""
 GENESYS = {
@@ -1066,7 +1076,13 @@ class _Conversion:
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
         if source.plain in ENVIRONMENTS:
-            made["id"] = source.plain
+            made["id"] = ENVIRONMENTS[source.plain][0]
+            if made["id"] != source.plain:
+                why = (
+                    f"{made['id']}, which has its prompts, tags and rewards on the same data set (a worker "
+                    f"allows it by name); {source.plain} here is another task"
+                )
+                self._note("differs", source.path, source.given, why)
         else:
             near = NEAREST.get(source.plain)
             why = "not bundled: install its package on every node (docs/environments.md)"
@@ -1158,13 +1174,14 @@ class _Conversion:
 
     def _environment_args(self, source: _Source) -> Tree:
         """Return the options of a taskset; of a bundled one, those that exist here."""
-        known = ENVIRONMENTS.get(source.plain)
-        if known is None:
+        if source.plain not in ENVIRONMENTS:
             return source.args
+        _, known = ENVIRONMENTS[source.plain]
         made: Tree = {}
         task = {f"task.{key}": value for key, value in _table(source.args, "task").items()}
         args = {key: value for key, value in source.args.items() if key != "task"}
         for key, value in (task | args).items():
+            key = RENAMED_OPTIONS.get(key, key)
             key = f"task.{key}" if f"task.{key}" in known else key
             if key in known:
                 made = merge(made, nest(key.split("."), value))
