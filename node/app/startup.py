@@ -170,14 +170,18 @@ def own_tasks(
 
 
 async def check_prompts(
-    names: Sequence[str], environments: Sequence[Environment], longest: int
+    names: Sequence[str], environments: Sequence[Environment], longest: int, replies: Sequence[int]
 ) -> None:
-    """Raise UsageError for an environment whose prompts leave no room for a reply within `longest` tokens."""
+    """Raise UsageError for an environment whose prompts leave no room for a reply within `longest` tokens.
+
+    Logs those that leave less room than a reply takes: `replies` tokens, by environment, where one less than
+    `longest` asks for whatever is left.
+    """
 
     async def tokens(environment: Environment, index: int) -> int:
         return len(await environment.prompt(await environment.task(index)))
 
-    for name, environment in zip(names, environments, strict=True):
+    for name, environment, reply in zip(names, environments, replies, strict=True):
         lengths = await asyncio.gather(
             *(tokens(environment, index) for index in range(PROMPTS_READ))
         )
@@ -186,6 +190,17 @@ async def check_prompts(
                 f"the prompts of {name} have {min(lengths)} tokens and more, and a sequence of this run has "
                 f"{longest} at most, reply included: raise training.seq_len (the model's positions and "
                 "engine.max_model_len count, too)"
+            )
+        if max(lengths) + reply > longest and reply < longest - 1:
+            logger.warning(
+                "a prompt of %s has %d tokens, and with sampling.max_tokens (%d) more than the %d of a "
+                "sequence: replies end after %d; raise training.seq_len (the model's positions and "
+                "engine.max_model_len count, too), or lower sampling.max_tokens",
+                name,
+                max(lengths),
+                reply,
+                longest,
+                longest - max(lengths),
             )
 
 

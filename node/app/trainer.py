@@ -330,7 +330,8 @@ class TrainerNode(IssuingNode):
                 await starting
                 names = [one.name for one in self._config.mixture]
                 longest = documents.manifest.limits.max_model_len
-                await check_prompts(names, environments, longest)
+                replies = [self._config.sampling_of(one).max_tokens for one in self._config.mixture]
+                await check_prompts(names, environments, longest, replies)
             async with self.open_run(
                 self._config, ledger, store, documents, self._factories
             ) as services:
