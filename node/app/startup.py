@@ -211,25 +211,32 @@ async def within(
 
     Raises UsageError if the first `enough` are too long, all of them.
     """
-    fits, shortest, left_out = False, 0, 0
-    async for prompt, reply in examples:
-        length = len(prompt) + len(reply)
-        if length <= seq_len:
-            fits = True
-            yield prompt, reply
-            continue
-        left_out += 1
-        shortest = min(shortest or length, length)
-        if left_out == 1:
+    fits, shortest, left_out = 0, 0, 0
+    try:
+        async for prompt, reply in examples:
+            length = len(prompt) + len(reply)
+            if length <= seq_len:
+                fits += 1
+                yield prompt, reply
+                continue
+            left_out += 1
+            shortest = min(shortest or length, length)
+            if left_out == 1:
+                logger.warning(
+                    "a demonstration has %d tokens, and training.seq_len is %d: such are left out of the "
+                    "warm-up",
+                    length,
+                    seq_len,
+                )
+            if left_out >= enough and not fits:
+                raise UsageError(
+                    f"the warm-up's demonstrations have {shortest} tokens and more, and training.seq_len is "
+                    f"{seq_len}: nothing could be learned, raise it"
+                )
+    finally:
+        if fits and left_out:
             logger.warning(
-                "a demonstration has %d tokens, and training.seq_len is %d: such are left out of the warm-up",
-                length,
-                seq_len,
-            )
-        if left_out >= enough and not fits:
-            raise UsageError(
-                f"the warm-up's demonstrations have {shortest} tokens and more, and training.seq_len is "
-                f"{seq_len}: nothing could be learned, raise it"
+                "the warm-up left out %d of %d demonstrations", left_out, fits + left_out
             )
 
 

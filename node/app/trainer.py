@@ -455,6 +455,7 @@ class TrainerNode(IssuingNode):
                     manifest.model.stop_token_ids,
                 ),
                 at_once=2 * self._config.engine.max_batch,
+                longest=manifest.limits.max_model_len,
             )
             kept = RolloutKeeper(
                 RolloutFiles(self._config.run_dir / ROLLOUTS, fsync=self._config.fsync),

@@ -65,5 +65,6 @@ async def test_demonstrations_that_are_too_long_are_left_out_with_a_warning(
         left = [one async for one in within(examples(12, 13, 13, 13, 5), 12, 2)]
     assert [len(prompt) + len(reply) for prompt, reply in left] == [12, 5]
     assert [record.getMessage()[:31] for record in caplog.records] == [
-        "a demonstration has 13 tokens, "
+        "a demonstration has 13 tokens, ",
+        "the warm-up left out 3 of 5 dem",
     ]
