@@ -105,12 +105,16 @@ async def _measure(
     config: "RunConfig", wanted: "CalibrationRequest", weights: Path | None
 ) -> "CalibrationReport":
     from ..node.app import rundir
+    from ..node.app.daemon import check_auditor, check_present
     from ..node.app.factories import auditing, sandboxed
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
     from ..node.verification.calibration import Calibrator
 
+    check_auditor(config)
+    for engine in wanted.engines or (config.engine.type,):
+        check_present(config.engine.model_copy(update={"type": engine}))
     factories = sandboxed(config)
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))

@@ -8,6 +8,7 @@ import ast
 import asyncio
 import errno
 import inspect
+import io
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin
 
 import typer
 import typer.core
@@ -28,6 +29,7 @@ from ..node.ops.errors import UsageError
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from pydantic import BaseModel
     from pydantic_config import BaseConfig
 
@@ -329,13 +331,16 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     in `run_dir`. Raises UsageError for a user without a home directory.
 
     SIGHUP says that the terminal is closed, often more than once: it never kills, nor does it anything where it
-    was ignored at the start, as under nohup.
+    was ignored at the start, as under nohup; then a terminal that is gone takes what is printed in silence.
     """
     received: list[int] = []
     terminals = [number for number in (1, 2) if os.isatty(number)]
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
+    else:
+        for name in ("stdout", "stderr"):
+            setattr(sys, name, _outliving(getattr(sys, name)))
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
@@ -376,6 +381,28 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     if received:
         raise Interrupted(received[0])
     return result
+
+
+class _Terminal(io.FileIO):
+    """A terminal that goes on as /dev/null once it is closed: nothing tells a program that ignores SIGHUP."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            _write_nowhere([self.fileno()])
+            return memoryview(data).nbytes
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    """Return a stream to the same terminal that outlives it; `stream` itself if it is none."""
+    if not stream.isatty():
+        return stream
+    stream.flush()
+    raw = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
 
 
 def _write_nowhere(terminals: Sequence[int]) -> None:

@@ -170,14 +170,18 @@ def own_tasks(
 
 
 async def check_prompts(
-    names: Sequence[str], environments: Sequence[Environment], longest: int
+    names: Sequence[str], environments: Sequence[Environment], longest: int, replies: Sequence[int]
 ) -> None:
-    """Raise UsageError for an environment whose prompts leave no room for a reply within `longest` tokens."""
+    """Raise UsageError for an environment whose prompts leave no room for a reply within `longest` tokens.
+
+    Logs those that leave less room than a reply takes: `replies` tokens, by environment, where one less than
+    `longest` asks for whatever is left.
+    """
 
     async def tokens(environment: Environment, index: int) -> int:
         return len(await environment.prompt(await environment.task(index)))
 
-    for name, environment in zip(names, environments, strict=True):
+    for name, environment, reply in zip(names, environments, replies, strict=True):
         lengths = await asyncio.gather(
             *(tokens(environment, index) for index in range(PROMPTS_READ))
         )
@@ -186,6 +190,17 @@ async def check_prompts(
                 f"the prompts of {name} have {min(lengths)} tokens and more, and a sequence of this run has "
                 f"{longest} at most, reply included: raise training.seq_len (the model's positions and "
                 "engine.max_model_len count, too)"
+            )
+        if max(lengths) + reply > longest and reply < longest - 1:
+            logger.warning(
+                "a prompt of %s has %d tokens, and with sampling.max_tokens (%d) more than the %d of a "
+                "sequence: replies end after %d; raise training.seq_len (the model's positions and "
+                "engine.max_model_len count, too), or lower sampling.max_tokens",
+                name,
+                max(lengths),
+                reply,
+                longest,
+                longest - max(lengths),
             )
 
 
@@ -196,25 +211,32 @@ async def within(
 
     Raises UsageError if the first `enough` are too long, all of them.
     """
-    fits, shortest, left_out = False, 0, 0
-    async for prompt, reply in examples:
-        length = len(prompt) + len(reply)
-        if length <= seq_len:
-            fits = True
-            yield prompt, reply
-            continue
-        left_out += 1
-        shortest = min(shortest or length, length)
-        if left_out == 1:
+    fits, shortest, left_out = 0, 0, 0
+    try:
+        async for prompt, reply in examples:
+            length = len(prompt) + len(reply)
+            if length <= seq_len:
+                fits += 1
+                yield prompt, reply
+                continue
+            left_out += 1
+            shortest = min(shortest or length, length)
+            if left_out == 1:
+                logger.warning(
+                    "a demonstration has %d tokens, and training.seq_len is %d: such are left out of the "
+                    "warm-up",
+                    length,
+                    seq_len,
+                )
+            if left_out >= enough and not fits:
+                raise UsageError(
+                    f"the warm-up's demonstrations have {shortest} tokens and more, and training.seq_len is "
+                    f"{seq_len}: nothing could be learned, raise it"
+                )
+    finally:
+        if fits and left_out:
             logger.warning(
-                "a demonstration has %d tokens, and training.seq_len is %d: such are left out of the warm-up",
-                length,
-                seq_len,
-            )
-        if left_out >= enough and not fits:
-            raise UsageError(
-                f"the warm-up's demonstrations have {shortest} tokens and more, and training.seq_len is "
-                f"{seq_len}: nothing could be learned, raise it"
+                "the warm-up left out %d of %d demonstrations", left_out, fits + left_out
             )
 
 

@@ -330,7 +330,8 @@ class TrainerNode(IssuingNode):
                 await starting
                 names = [one.name for one in self._config.mixture]
                 longest = documents.manifest.limits.max_model_len
-                await check_prompts(names, environments, longest)
+                replies = [self._config.sampling_of(one).max_tokens for one in self._config.mixture]
+                await check_prompts(names, environments, longest, replies)
             async with self.open_run(
                 self._config, ledger, store, documents, self._factories
             ) as services:
@@ -454,6 +455,7 @@ class TrainerNode(IssuingNode):
                     manifest.model.stop_token_ids,
                 ),
                 at_once=2 * self._config.engine.max_batch,
+                longest=manifest.limits.max_model_len,
             )
             kept = RolloutKeeper(
                 RolloutFiles(self._config.run_dir / ROLLOUTS, fsync=self._config.fsync),

@@ -1,6 +1,6 @@
 """Convert prime-rl configs to ours: a table of keys, and code for all that needs more.
 
-Keys of older prime-rl layouts are renamed to the newest one (OLDER_NAMES), then looked up in TABLE. Invariant:
+Keys of other prime-rl layouts are renamed to that of 0.8 (OTHER_NAMES), then looked up in TABLE. Invariant:
 no key is dropped without a note that names it.
 """
 
@@ -35,7 +35,8 @@ log.level | log.level | map trace=debug success=info warn=warning critical=error
 log.json_logging | log.json_lines
 log.* | . | | one log file a node, and one line a step
 ckpt | . | | checkpoints are always written
-ckpt.interval, .keep_last, .keep_interval | checkpoint.=
+ckpt.interval, .keep_last, .keep_interval | checkpoint.= | | without both keep_ all are kept: keep_interval and
+    weights_interval are the interval
 ckpt.output_dir | - | | checkpoints are in output_dir/name
 ckpt.skip_* | - | off false | a checkpoint is whole, and read whole
 ckpt.* | . | | adapters are always exported by themselves; checkpoint.weights_interval exports weights
@@ -46,14 +47,15 @@ monitors.wandb | monitors.wandb | section
 monitors.wandb.project, .entity, .name, .group, .tags, .offline | monitors.wandb.=
 monitors.wandb.* | - | | metrics go there; samples are read by `primerl-node rollouts`
 monitors.prime, monitors.prime.* | - | | nearest: monitors.wandb, .tensorboard or .trackio
-monitors.file.* | . | | metrics.jsonl is always written
+monitors.file, .file.* | . | | metrics.jsonl is always written
 heartbeat.*, metrics_server.* | - | | ask `primerl-node status --json`
 weight_broadcast.* | . | | nodes fetch signed deltas from each other: no shared disk
 rollout_transport.* | . | | workers send signed rollouts to the trainer
 slurm.* | - | | job scripts to edit are in scripts/slurm
-env_vars | - | table | set variables in the shell that starts the node
+env_vars | - | table off null {} | set variables in the shell that starts the node
 max_concurrent_runs | - | | a trainer has one run: start another trainer
 dry_run | . | | say --dry-run
+dashboard | . | | there is a live view
 # GPUs | deployment
 type | | raw deployment | `rl` on one node; `train`, and `join` on the others, on several
 num_train_gpus | launch.trainer_gpus | raw train_gpus | 1 and 1 are left out; `sft`: training.fsdp.ranks
@@ -67,18 +69,23 @@ num_gpus | . | | engine.tp x engine.dp, counted by itself
 trainer_gpu_ids | launch.trainer_gpus | gpu_names
 inference_gpu_ids | launch.inference_gpus | gpu_names
 # Trainer | trainer
-model.seq_len, optim.lr, .weight_decay, .max_norm, scheduler.warmup_steps | training.=
+model.seq_len, optim.lr, scheduler.warmup_steps | training.=
+optim.weight_decay | training.weight_decay | weight_decay | "auto": 0 in a run, 0.01 in `sft`
+optim.max_norm | training.max_norm | table norm | None is 1e9, a norm that no gradient has
 model.ac | training.activation_checkpointing | table checkpointing | prime-rl's default is full, ours none
 model.ac_offloading | - | table off null | nearest: training.activation_checkpointing
 model.compile | training.compile | table switch
+model.compile.fullgraph, .mode | . | | of one section: torch's default mode
+model.ac.mode, .freq, .targets | . | | of one section: every layer
 model.fsdp_cpu_offload | - | off false | nearest: training.optimizer_offload
 model.optim_cpu_offload | training.optimizer_offload
 model.full_offload | ~ training.optimizer_offload | table raw full_offload | the moments alone leave the GPU
+model.ac_offloading.*, model.full_offload.* | . | | of one section
 model.reshard_after_forward | training.fsdp.reshard_after_forward
 model.dp_replicate | training.fsdp.replicas
 model.ep | training.expert_parallel | raw ep | all ranks share the experts, or none
 model.cp | training.context_parallel
-model.cp_style | | off "ulysses" | heads are divided among ranks (ulysses); there is no ring
+model.cp_style | . | | heads are divided among ranks (ulysses)
 model.impl | . | | layers are transformers' own, attention and head ours
 model.attn | . | | the fastest kernel that agrees with plain attention
 model.optimization_dtype | - | off "float32" | masters and moments are always fp32
@@ -86,20 +93,30 @@ model.reduce_dtype | - | off "float32" | gradients are added in fp32
 model.fused_lm_head_token_chunk_size | training.head_chunk | head_chunk
 model.freeze_moe_router | training.freeze_router
 model.moe_* | . | | transformers' grouped matrix products
+model.moe.compute.type | - | off "bf16" | trained in bfloat16 or float32
+model.moe.*, model.fusions.* | . | | transformers' grouped matrix products
 model.ep_comm_backend | . | | torch's
 model.deepep_* | . | | torch's all-to-all, without DeepEP
 model.conversion_dir | . | | nothing is converted
 model.quantization.* | - | | trained in bfloat16 or float32
 model.fp8 | - | off false | trained in bfloat16 or float32
 model.index_cache.* | - | | sparse attention is not trained
-model.debug.* | - | | nearest: [model.create], a small model made here
+model.debug.* | - | off null false | nearest: [model.create], a small model made here
 model.lora | training.lora | section
 model.lora.rank, .alpha | training.lora.=
 model.lora.target_modules | training.lora.target_modules | lora_modules
 model.lora.dropout | - | off 0 0.0 | adapters drop nothing
 model.lora.modules_to_save | - | off [] | adapters alone are trained
-loss.type | training.loss.type | map default=dppo_kl ipo=ipo custom=custom sft=ce | others: docs/algorithms.md
+loss.type | training.loss.type | raw loss_type | default, ipo, icepop, ppo, cispo, custom, sft; none is dppo_kl,
+    from 0.9 on ipo without a pull
 loss.dppo_mask_low, .dppo_mask_high, .adv_tau, .kl_tau, .ipo_threshold | training.loss.=
+loss.eps | training.loss.ipo_threshold
+loss.ratio_low | training.loss.rejection_low | raw ratio_low | icepop; ppo: 1 - clip_low; cispo: importance_min
+loss.ratio_high | training.loss.rejection_high | raw ratio_high | icepop; ppo: 1 + clip_high; cispo:
+    importance_max
+loss.max_importance_ratio | training.loss.clip_ratio_max | raw ratio_max | of ppo; elsewhere a ratio beyond e^20
+    has no weight
+loss.score_centering | - | off false | logprobs are corrected by ratios alone
 loss.import_path | training.loss.custom | import_path
 loss.kwargs | training.loss.custom_args | table
 loss.* | - | | see docs/algorithms.md for the options that there are
@@ -110,7 +127,8 @@ optim.mu | training.muon_momentum
 optim.* | - | | of sgd: the optimizers are adamw and muon
 scheduler.type | training.scheduler
 scheduler.min_lr | training.min_lr_ratio | raw min_lr | min_lr / lr
-scheduler.decay_steps | - | | the rate falls from the warm-up to max_steps
+scheduler.decay_steps | training.scheduler | raw decay_steps | of linear: the rate falls from the warm-up to
+    max_steps, and not in the last decay_steps (10)
 data.fake.* | - | | no fake batches: `python scripts/bench/trainer.py`
 dist_timeout_seconds | training.fsdp.timeout_s
 enable_router_replay | training.=
@@ -121,6 +139,10 @@ memory_profiler_path | - | | `primerl-node doctor` plans the memory
 trace_path | - | | no profiler is attached
 # Orchestrator | orchestrator
 batch_size | rollouts.groups_per_batch | raw batch_size | batch_size / group_size, rounded up
+constant_trainer_batch_size | ~ training.curriculum.gates | raw constant_batch | true from 0.9 on: other groups
+    are generated for those of equal rewards; single samples are not replaced
+train.select.* | - | off null 0 false [] | all tasks are trained, in the order of the taskset
+train.env.*, eval.env.* | - | | nearest: [environment]
 token_batch_size | - | | a batch is counted in groups
 group_size, max_off_policy_steps | rollouts.=
 max_async_level | ~ rollouts.max_off_policy_steps | | it bounds the age of a rollout when it is trained
@@ -140,7 +162,11 @@ algo.length_penalty.num_output_tokens_weight, .num_input_tokens_weight, .num_tur
 algo.teacher.name, .model.name | training.loss.endpoint.model
 algo.teacher.base_url, .client.base_url | training.loss.endpoint.url | only_one
 algo.teacher.* | - | | see training.loss.endpoint
-algo.sampling.* | - | | rollouts are always the policy's own
+algo.roles.system.alpha, algo.roles.user.alpha, algo.roles.assistant.alpha, algo.roles.tool.alpha |
+    ~ training.loss.echo_alpha | raw echo_alpha | of all tokens of the environment, whatever their role
+algo.length_weighted_baseline | - | off false | the baseline is the mean over rollouts
+algo.loss_aggregation | - | off "token" | losses are means over tokens
+algo.sampling.* | - | off "policy" | rollouts are always the policy's own
 algo.* | - | | of an algorithm that is not here (docs/algorithms.md)
 advantage.* | - | off false | see docs/algorithms.md
 train.filter_zero_advantages | training.filter_zero_advantages
@@ -157,10 +183,13 @@ train.sampling.stop, .extra_body.stop | environment.stop | raw stop | of every e
 train.sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 renderer.name | . | | prompts are made by the model's chat template
 renderer.* | - | | prompts are made by the model's chat template
-eval.interval, val.interval | evaluation.=
-eval.num_examples | evaluation.environments[].prompts | raw prompts
+eval.interval, val.interval | evaluation.= | | none: 100, where there are environments to evaluate
+eval.num_examples, .select.limit | evaluation.environments[].prompts | raw prompts | -1, or none: all
+eval.select.* | - | off null 0 false [] | the first tasks, in the order of the taskset
+eval.skip_first_step, .retrigger_on_resume | - | off false | the first version and the last are always evaluated
 eval.group_size | evaluation.environments[].samples | raw samples
-eval.sampling.temperature | evaluation.environments[].sampling.temperature | raw eval_temperature
+eval.sampling.temperature | evaluation.environments[].sampling.temperature | raw eval_temperature | none: the
+    run's; there the engine's default
 eval.sampling.max_completion_tokens | evaluation.environments[].sampling.max_tokens | raw eval_max_tokens
 eval.sampling.top_p | evaluation.environments[].sampling.top_p | raw eval_top_p
 eval.sampling.top_k | evaluation.environments[].sampling.top_k | raw eval_top_k
@@ -186,8 +215,12 @@ env.taskset.* | environment.args
 name | environments[].name, evaluation.environments[].name
 ratio | environments[].ratio | | of several
 group_size | rollouts.group_size, environments[].group_size, evaluation.environments[].samples
-num_examples | evaluation.environments[].prompts
+num_examples, select.limit | evaluation.environments[].prompts
+select.* | - | off null 0 false [] | the tasks in the order of the taskset
 interval | evaluation.environments[].interval
+min_abs_advantage | - | off 0 0.0 | nearest: training.curriculum.gates, for whole groups
+sampler.type | | off "standard" | of a run: training.curriculum.sampler, whose difficulty_pool needs num_tasks
+sampler.* | - | | of a run: training.curriculum.sampler
 curriculum | training.curriculum.gates | gate | one for all environments; a difficulty_pool needs num_tasks
 algo.* | environments[].advantage, environments[].loss, environments[].length_penalty | | a teacher of its own
     has a base_url
@@ -199,10 +232,13 @@ sampling.top_k, .extra_body.top_k | environments[].sampling.top_k, evaluation.en
 sampling.extra_body.chat_template_kwargs |
     environments[].chat_template_kwargs, evaluation.environments[].chat_template_kwargs
 sampling.stop, .extra_body.stop | environments[].stop, evaluation.environments[].stop
+sampling.extra_body.return_token_ids | . | | requests are always tokens
 sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
 env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
 env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
 env.AGENT.timeout.* | - | | nearest: environment.timeout_s, for the environment's own code between two turns
+env.AGENT.harness.*, env.AGENT.retries.*, env.AGENT.network_notice | . | | of an agent's own program
+env.timeout.*, env.retries.*, env.interception.* | . | | a failed rollout is leased again
 env.AGENT.* | - | | no agent of its own runs beside the model
 * | - | | environments run in a process of each node (docs/environments.md)
 # Inference | inference
@@ -224,10 +260,13 @@ vllm.trust_remote_code | - | off false | code that comes with a model is never r
 vllm.chat_template | - | | the model's own is used
 vllm.quantization | engine.quantization | map None=none fp8=fp8 | others would fail every audit
 vllm.enable_eplb | - | off false | experts stay where an update finds them
-vllm.enable_dbo, use_deep_gemm, enable_fp32_lm_head | - | off false | other numbers would fail every audit
+vllm.enable_dbo, use_deep_gemm, enable_fp32_lm_head, enable_fp32_router_logits | - | off false | other numbers
+    would fail every audit
 vllm.enable_return_routed_experts | . | | training.enable_router_replay switches it on in every worker
 vllm.rope_scaling | - | | the run's model decides that
 vllm.* | engine.vllm.* | | all other arguments of vLLM's engine
+deployment.type | - | off "single_node" | start `primerl-node join` on each node
+deployment.gpus_per_node | . | | engine.tp x engine.dp
 deployment.* | - | | start `primerl-node join` on each node; no engine is split in prefill and decode
 server.host, .port | api.=
 server.* | . | | the node watches its engine
@@ -243,11 +282,14 @@ data.batch_size, .seed | =
 data.seq_len | training.seq_len
 data.shuffle | data.shuffle
 data.type | | off "sft" | sft alone: no fake data, give data.files
+data.length, .input_ids | - | | no fake data: give data.files
+data.columns.* | - | | rename the columns: messages, prompt, completion, tools
 data.fake.* | - | | no fake data: give data.files
 data.probabilities, .stopping_strategy | - | | one data set
 data.micro_batch_size, .pack_function | . | | rows are packed into training.seq_len
 data.num_workers | . | | rows are read beside the steps
 data.loss_mask | data.loss_roles | table roles
+data.loss_mask.system, .user, .assistant, .tool | . | | of one section
 renderer.name | data.renderer | map default=template *
 renderer.* | - | | the renderer's own defaults
 val.interval | validation.interval
@@ -263,9 +305,12 @@ sampling.reasoning_effort | endpoints[].options.reasoning_effort
 concurrency.max_inflight | endpoints[].concurrency
 sampling.temperature, .top_p, .top_k | sampling.=
 sampling.max_completion_tokens | sampling.max_tokens
-num_examples | environments[].prompts | raw prompts
+num_examples, select.limit | environments[].prompts | raw prompts | -1, or none: all
+select.* | - | off null 0 false [] | the first tasks, in the order of the taskset
+interval, skip_first_step, retrigger_on_resume, env_server_base_port | . | | one evaluation: `--again` for more
+online, online.* | - | | those of a run: `primerl-node eval --weights-dir`, or [evaluation] beside training
 group_size | environments[].samples | raw samples
-client.*, sampling.*, concurrency.* | - | | see `primerl-node eval --help`
+client.*, sampling.*, concurrency.*, tasks_per_minute | - | | see `primerl-node eval --help`
 max_steps | . | | an evaluation has no steps
 # Of 2025, trainer (`src/zeroband/train.py`) | train_2025
 model.name | model.name
@@ -333,7 +378,7 @@ is needed, and begins with `~` if the nearest one behaves differently; `=` is th
 For the third column see _reader().
 """
 
-OLDER_NAMES = """
+OTHER_NAMES = """
 trainer_gpu_ids, inference_gpu_ids | deployment.=
 clean_output_dir | clean
 ckpt.resume_step | resume.step
@@ -341,7 +386,8 @@ wandb.* | monitors.wandb.*
 orchestrator.prime_monitor.* | monitors.prime.*
 orchestrator.prime_monitor | monitors.prime
 max_async_level, trainer.max_async_level | orchestrator.=
-orchestrator.rollouts_per_example | orchestrator.group_size
+orchestrator.rollouts_per_example, .train.group_size | orchestrator.group_size
+orchestrator.train.algo.* | orchestrator.algo.*
 orchestrator.max_inflight_episodes, .max_inflight_rollouts, .max_concurrent |
     orchestrator.concurrency.max_inflight
 orchestrator.sampling.max_tokens | orchestrator.train.sampling.max_completion_tokens
@@ -376,7 +422,7 @@ evals.max_concurrent | evals.concurrency.max_inflight
 evals.rollouts_per_example | evals.group_size
 evals.sampling.max_tokens | evals.sampling.max_completion_tokens
 """
-"""Older key | newest key, in the notation of TABLE."""
+"""Key of an older release, or of 0.9 and later | key of TABLE, in its notation."""
 
 Component = Literal[
     "rl", "trainer", "orchestrator", "inference", "sft", "evals", "train_2025", "infer_2025"
@@ -430,6 +476,35 @@ OTHER_ALGORITHMS = {
 }
 
 
+LOSSES: Mapping[str, dict[str, Any]] = {
+    "default": {"type": "dppo_kl"},
+    "ipo": {"type": "ipo"},
+    "icepop": {
+        "type": "reinforce",
+        "importance_max": 100.0,
+        "rejection": "token",
+        "rejection_low": 0.2,
+        "rejection_high": 5.0,
+        "kl_tau": 0.0,
+    },
+    "ppo": {"type": "grpo_two_sided", "clip_low": 0.2, "clip_high": 0.2, "clip_ratio_max": 1e4},
+    "cispo": {"type": "reinforce", "importance_min": 0.0, "importance_max": 5.0, "kl_tau": 0.0},
+    "custom": {"type": "custom"},
+    "sft": {"type": "ce"},
+}
+"""Losses of prime-rl -> keys of [training.loss], with its defaults."""
+RATIOS: Mapping[str, tuple[str, str]] = {
+    "icepop": ("rejection_low", "rejection_high"),
+    "ppo": ("clip_low", "clip_high"),
+    "cispo": ("importance_min", "importance_max"),
+}
+"""Loss of prime-rl -> our keys for its ratio_low and ratio_high; those of ppo are distances from 1."""
+NEWER_LOSS = {"type": "ipo", "ipo_threshold": 0.3, "kl_tau": 0.0}
+"""Default loss of prime-rl after 0.8, in its latest state; before, ipo_threshold was 0.1."""
+NEWER_TOP_K = 512
+"""What prime-rl draws from where top_p limits the tokens and top_k does not, after 0.8."""
+
+
 def _algorithm(value: Any) -> Any:
     name = "grpo" if value in ("default", "rl") else str(value)
     if name not in ALGORITHMS:
@@ -479,6 +554,14 @@ def _only_one(value: Any) -> Any:
     return found[0]
 
 
+def _norm(value: Any) -> Any:
+    return 1e9 if value is None else value
+
+
+def _weight_decay(value: Any) -> Any:
+    return Several() if value == "auto" else value
+
+
 def _switch(value: Any) -> bool:
     """Return whether an optional section is present and not false."""
     return value is not None and value is not False
@@ -493,12 +576,14 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "head_chunk": _head_chunk,
     "import_path": lambda value: ":".join(str(value).rpartition(".")[::2]),
     "lora_modules": _lora_modules,
+    "norm": _norm,
     "only_one": _only_one,
     "resume_step": lambda value: Several({"resume": {}}) if value == -1 else value,
     "roles": lambda value: [role for role, learned in value.items() if learned],
     "section": lambda _: {},
     "switch": _switch,
     "top_k": lambda value: max(0, value or 0),
+    "weight_decay": _weight_decay,
 }
 
 
@@ -586,7 +671,7 @@ def _sections() -> dict[str, list[Rule]]:
 
 SECTIONS = _sections()
 RULES: Mapping[str, Rule] = {rule.key: rule for rules in SECTIONS.values() for rule in rules}
-RENAMED = [(old, columns[0]) for old, columns in _lines(OLDER_NAMES)]
+RENAMED = [(old, columns[0]) for old, columns in _lines(OTHER_NAMES)]
 
 
 def key_table() -> str:
@@ -600,7 +685,7 @@ def key_table() -> str:
             ours = "-" if rule.kind == "missing" else ours
             lines.append(f"| `{rule.key}` | {ours} | {marks[rule.kind]}{rule.remark} |")
         lines.append("")
-    lines += ["### Older names", "", "| older | newest |", "|---|---|"]
+    lines += ["### Other names", "", "| other | above |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED]
     return "\n".join(lines) + "\n"
 
@@ -624,8 +709,8 @@ def _renamed(name: str) -> str:
 # -- component of a file ---------------------------------------------------------------------------
 
 SHARED = frozenset(
-    """clean clean_output_dir ckpt deployment dry_run env_vars heartbeat log max_concurrent_runs max_steps
-    metrics_server monitors output_dir resume rollout_transport run seed slurm tokenizer wandb
+    """clean clean_output_dir ckpt dashboard deployment dry_run env_vars heartbeat log max_concurrent_runs
+    max_steps metrics_server monitors output_dir resume rollout_transport run seed slurm tokenizer wandb
     weight_broadcast""".split()
 )
 """Sections and keys that every component may have, but a run has once."""
@@ -640,11 +725,22 @@ SIGNS: Sequence[tuple[Component, str]] = (
     ("train_2025", "train.micro_bs train.ac_ckpt optim.optim optim.step_per_rollout"),
     ("infer_2025", "max_batch_size rewards syn2 toploc clean_rollout_path rollout_path rl dataset"),
     ("orchestrator", "train buffer max_off_policy_steps"),
-    ("evals", "num_examples"),
+    ("evals", "num_examples source select"),
     ("orchestrator", "batch_size group_size rollouts_per_example"),
     ("evals", "source env[] client eval.client"),
 )
 """(component, keys): a file belongs to the first component that has one of its keys."""
+NEWER = re.compile(
+    r"orchestrator\.(train\.(algo|group_size|select)|eval\.select|constant_trainer_batch_size)\b"
+    r"|trainer\.(loss\.(eps|ratio_low|ratio_high|max_importance_ratio|score_centering)"
+    r"|model\.(moe|fusions))\b"
+)
+OLDER = re.compile(
+    r"orchestrator\.(algo|group_size|rollouts_per_example|sampling|advantage|token_batch_size|eval\.num_examples"
+    r"|train\.filter_zero_advantages)\b|(train|infer)_2025"
+    r"|trainer\.(loss\.(dppo_mask_low|dppo_mask_high|kl_tau|ipo_threshold)|model\.impl)\b"
+)
+"""Keys that prime-rl has only after 0.8, and only up to it: its defaults changed in between."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     ("infer_2025", "sampling"),
@@ -806,20 +902,30 @@ def _title(path: Path) -> str:
 
 # -- conversion ------------------------------------------------------------------------------------
 
-ENVIRONMENTS: Mapping[str, frozenset[str]] = {
-    "reverse-text": frozenset({"seed", "min_len", "max_len"}),
-    "alphabet-sort": frozenset(
-        """seed min_turns max_turns min_names_per_turn max_names_per_turn
-        task.similarity_power task.power_per_turn""".split()
+_ROWS = ("dataset_name", "dataset_subset", "dataset_split", "dataset_revision")
+ENVIRONMENTS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "reverse-text": ("reverse-text-hub", frozenset(_ROWS)),
+    "alphabet-sort": (
+        "alphabet-sort-hub",
+        frozenset(_ROWS)
+        | set(
+            """seed min_turns max_turns min_names_per_turn max_names_per_turn
+            task.similarity_power task.power_per_turn""".split()
+        ),
     ),
-    "math-env": frozenset(
-        """seed dataset_name dataset_subset dataset_split dataset_revision dataset_shuffle dataset_seed
-        question_key answer_key difficulty_key min_avg_reward max_avg_reward instruction_prompt
-        len_reward""".split()
+    "math-env": (
+        "math-env",
+        frozenset(_ROWS)
+        | set(
+            """seed dataset_shuffle dataset_seed question_key answer_key difficulty_key min_avg_reward
+            max_avg_reward instruction_prompt len_reward""".split()
+        ),
     ),
 }
-"""Bundled environments that prime-rl also has -> their options here. Older releases had the options of `task`
-beside the others."""
+"""Environment of prime-rl -> the bundled one with its prompts and rewards, and the options that it has here.
+Older releases had the options of `task` beside the others."""
+RENAMED_OPTIONS = {"split": "dataset_split"}
+"""Option of an environment's latest release -> the same one here."""
 NEAREST = {"wordle": "word-game", "gsm8k": "math-env with dataset_name openai/gsm8k"}
 """Environments of prime-rl -> similar bundled ones."""
 GENESYS = {
@@ -836,6 +942,10 @@ GENESYS_COLUMNS = {
 """Columns of the data sets of 2025."""
 
 
+OF_ENVIRONMENT = frozenset({"taskset", "timeout", "retries", "interception"})
+"""Tables of a source's `env` that are no agents."""
+
+
 class _Source:
     """One environment of a prime-rl config, in any of its three layouts."""
 
@@ -846,7 +956,9 @@ class _Source:
         if isinstance(env := values.pop("env", None), dict):
             inside = cast(Tree, env)
             taskset: Any = inside.get("taskset")
-            agents = {name: one for name, one in inside.items() if name != "taskset"}
+            agents = {name: one for name, one in inside.items() if name not in OF_ENVIRONMENT}
+            values |= {"env": {name: inside[name] for name in inside.keys() & OF_ENVIRONMENT}}
+            values["env"].pop("taskset", None)
             self.agents = {f"env.{k}": one for k, one in agents.items() if isinstance(one, dict)}
         elif "taskset" in values:
             taskset = values.pop("taskset")
@@ -885,6 +997,8 @@ class _Conversion:
         self._rl_loss: dict[str, Any] = {}
         """Our keys of [trainer.loss] in a run that distils: its loss is fixed, whatever they say."""
         self._title = title
+        self._era: Literal["newer", "older", ""] = ""
+        """Which defaults of prime-rl's a run has, those after 0.8 or up to it; empty if no key says."""
 
     def result(self) -> ImportedConfig:
         """Convert all keys. Raises UsageError."""
@@ -913,8 +1027,18 @@ class _Conversion:
         for key, value in tree.items():
             shown = f"{path}{key}"
             owner = shown.partition(".")[0] if kind == "rl" else kind
-            name = _canonical(kind, shown.replace("-", "_"))
-            if name in SOURCES:
+            plain = shown.replace("-", "_")
+            name = _canonical(kind, plain)
+            shared = name in SHARED_ENV and isinstance(value, dict)
+            written = plain if kind in ("rl", "sft") else f"{kind}.{plain}"
+            if shared or NEWER.match(written):
+                self._era = "newer"
+            elif OLDER.match(written) or name in OLDER_SOURCES:
+                self._era = self._era or "older"
+            if name in SOURCES and not shared:
+                continue
+            if kind == "rl" and name == "output_dir" != shown and name in self._trees["rl"]:
+                self._note("needless", shown, value, "a run is in output_dir/name")
                 continue
             rule = RULES.get(name)
             if isinstance(value, dict) and not (rule and (rule.whole or not value)):
@@ -927,6 +1051,8 @@ class _Conversion:
 
     def _key(self, shown: str, name: str, value: Any) -> None:
         rule = _rule(name)
+        if rule is None and value is None and any(key.startswith(f"{name}.") for key in RULES):
+            return  # a section that is not there
         if rule is None:
             program = name.removesuffix(shown)  # before the keys of a file of one program
             known = [key.removeprefix(program) for key in RULES if key.startswith(program)]
@@ -1001,7 +1127,10 @@ class _Conversion:
                 inner = tree
                 for section in sections:
                     inner = _table(inner, section)
-                tables = _tables(path, inner.get(key, []))
+                listed = inner.get(key, [])
+                if place in SHARED_ENV and isinstance(listed, dict):
+                    continue
+                tables = _tables(path, listed)
                 found += [_Source(f"{path}[{i}]", one) for i, one in enumerate(tables)]
         return found
 
@@ -1038,6 +1167,7 @@ class _Conversion:
         elif "environment.id" not in self._ours:
             self._note("differs", "environment", None, "no environment is named: reverse-text")
         if played := self._sources(*EVALUATED):
+            self._default("evaluation.interval", 100)
             self._ours["evaluation.environments"] = [
                 self._played(one, "interval") for one in played
             ]
@@ -1054,11 +1184,18 @@ class _Conversion:
             drawn = {name: one for name, one in drawn.items() if one not in (None, -1)}
             if drawn := drawn | made.get("sampling", {}):
                 made["sampling"] = drawn
+            if "temperature" not in drawn:
+                why = "the run's temperature and max_tokens; there the engine's (generation_config.json)"
+                self._note("differs", "eval.sampling", None, why)
+        elif "sampling.temperature" not in self._ours:
+            why = "temperature 1.0; there the engine's default (generation_config.json)"
+            self._note("differs", "eval.sampling", None, why)
         values = source.values
         old = values.get("rollouts_per_example", self._raw.get("samples", 1))
         made["samples"] = values.get("group_size", old)
-        prompts = values.get("num_examples", self._raw.get("prompts", -1))
-        return made if prompts in (None, -1) else made | {"prompts": prompts}
+        prompts = values.get("num_examples", _table(values, "select").get("limit"))
+        prompts = self._raw.get("prompts") if prompts is None else prompts
+        return made | {"prompts": -1 if prompts is None else prompts}
 
     def _environment(self, source: _Source, *keys: str, place: str) -> Tree:
         """Convert a taskset's id, its options, the source's `keys`, and the sampling keys that `place` has."""
@@ -1066,7 +1203,13 @@ class _Conversion:
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
         if source.plain in ENVIRONMENTS:
-            made["id"] = source.plain
+            made["id"] = ENVIRONMENTS[source.plain][0]
+            if made["id"] != source.plain:
+                why = (
+                    f"{made['id']}, which has its prompts, tags and rewards on the same data set (a worker "
+                    f"allows it by name); {source.plain} here is another task"
+                )
+                self._note("differs", source.path, source.given, why)
         else:
             near = NEAREST.get(source.plain)
             why = "not bundled: install its package on every node (docs/environments.md)"
@@ -1085,10 +1228,13 @@ class _Conversion:
         if stop := _list(own.get("stop") or self._raw.get(f"{prefix}stop") or []):
             made["stop"] = stop
         made |= {key: source.values[key] for key in keys if source.values.get(key)}
-        for key, value in source.values.items():
-            if key not in USED:
-                rule = RULES.get(f"source.{key}") or RULES["source.*"]
-                self._apply(rule, f"{source.path}.{key}", f"source.{key}", value)
+        for key, value in _source_leaves(source.values):
+            rule = RULES.get(f"source.{key}") or _rule(f"source.{key}") or RULES["source.*"]
+            if key == "select.limit":
+                if prefix:
+                    continue  # _played() reads it
+                rule = RULES["source.select.*"]
+            self._apply(rule, f"{source.path}.{key}", f"source.{key}", value)
         if len(source.agents) > 1:
             agents = ", ".join(source.agents)
             self._note("missing", f"{source.path}.env", agents, "a rollout has one agent")
@@ -1110,7 +1256,13 @@ class _Conversion:
         return own
 
     def _algorithm_keys(self, source: _Source) -> None:
-        for path, value in _leaves(_table(source.values, "algo")):
+        algo = _table(source.values, "algo")
+        if "type" not in algo:  # after 0.8 a source's parameters are of the algorithm that all have
+            tree = self._trees.get("rl", {}).get("orchestrator") or self._trees.get(
+                "orchestrator", {}
+            )
+            algo = merge(_table(_table(tree, "train"), "algo"), algo)
+        for path, value in _leaves(algo):
             self._key(f"{source.path}.algo.{path}", f"orchestrator.algo.{path}", value)
 
     def _own_training(self) -> None:
@@ -1137,9 +1289,9 @@ class _Conversion:
                 made["loss"], reads_rl = {"type": "dppo_kl", **rl, **loss}, True
             elif loss.get("echo_alpha", 0.0) != common.get("echo_alpha", 0.0):
                 made["loss"] = {**common, "echo_alpha": 0.0, **loss}
-        for key, value in self._rl_loss.items() if not reads_rl else ():
+        for key in self._rl_loss.keys() & self._origin.keys() if not reads_rl else ():
             why = "opd and opsd have a fixed loss"
-            self._note("needless", self._origin[key], value, why)
+            self._note("needless", self._origin[key], self._rl_loss[key], why)
 
     def _source_sampling(self, source: _Source, place: str) -> Tree:
         """What a source samples otherwise, by the names of `place`."""
@@ -1149,23 +1301,28 @@ class _Conversion:
             name = name.removeprefix("extra_body.")
             if name == "stop" or name.startswith("chat_template_kwargs."):
                 continue  # of the environment
+            if value in (None, "None"):
+                continue
             if not has_key(COMMANDS[self._config.command], f"{place}.{name}"):
-                rule = RULES["source.sampling.*"]
+                rule = _rule(f"source.sampling.{key}") or RULES["source.sampling.*"]
                 self._apply(rule, f"{source.path}.sampling.{key}", rule.key, value)
-            elif value not in (None, "None", -1):  # -1: no top_k
+            elif value != -1:  # no top_k
                 made[name] = value
         return made
 
     def _environment_args(self, source: _Source) -> Tree:
         """Return the options of a taskset; of a bundled one, those that exist here."""
-        known = ENVIRONMENTS.get(source.plain)
-        if known is None:
+        if source.plain not in ENVIRONMENTS:
             return source.args
+        _, known = ENVIRONMENTS[source.plain]
         made: Tree = {}
         task = {f"task.{key}": value for key, value in _table(source.args, "task").items()}
         args = {key: value for key, value in source.args.items() if key != "task"}
         for key, value in (task | args).items():
+            key = RENAMED_OPTIONS.get(key, key)
             key = f"task.{key}" if f"task.{key}" in known else key
+            if value in (None, "None", [], {}):
+                continue
             if key in known:
                 made = merge(made, nest(key.split("."), value))
             else:
@@ -1200,12 +1357,82 @@ class _Conversion:
             self._default("training.loss.type", "grpo_two_sided")
             self._default("training.lr", 4e-4 if "train_2025" in self._trees else 1e-6)
             self._default("rollouts.group_size", 8)
+        self._checkpoints()
         self._batch()
         self._lengths()
         self._learner()
         self._gpus()
+        self._loss()
         self._credit()
         self._own_training()
+        self._defaults_of_its_era()
+
+    def _checkpoints(self) -> None:
+        """Keep all checkpoints, as prime-rl does where none of its keep_ keys is given, and their weights."""
+        interval = self._ours.get("checkpoint.interval")
+        if (
+            interval
+            and not {"checkpoint.keep_last", "checkpoint.keep_interval"} & self._ours.keys()
+        ):
+            for key in ("keep_interval", "weights_interval"):
+                self._set_several(
+                    self._origin["checkpoint.interval"], {f"checkpoint.{key}": interval}
+                )
+
+    def _loss(self) -> None:
+        """Convert [trainer.loss], whose bounds mean another of our keys in each loss."""
+        name = self._raw.get("loss_type")
+        name = None if name is None else str(name)
+        if name is not None and name not in LOSSES:
+            self._note("missing", "loss.type", name, "losses are those of docs/algorithms.md")
+            name = None
+        newer = self._era == "newer"
+        keys = dict(NEWER_LOSS if newer and name in (None, "ipo") else LOSSES.get(name or "", {}))
+        for raw, key in zip(("ratio_low", "ratio_high"), RATIOS.get(name or "", ()), strict=False):
+            if raw in self._raw:
+                bound = _number(self._raw[raw], f"loss.{raw}")
+                keys[key] = round(abs(bound - 1), 12) if name == "ppo" else bound
+        if name == "ppo" and "ratio_max" in self._raw:
+            keys["clip_ratio_max"] = _number(self._raw["ratio_max"], "loss.max_importance_ratio")
+        if name == "ppo" and self._ours.get("training.loss.adv_tau", 1.0) != 1.0:
+            self._drop("training.loss.adv_tau", "grpo_two_sided has none: training.lr")
+        for key, value in keys.items():
+            if name is not None:
+                self._set_several("trainer.loss.type", {f"training.loss.{key}": value})
+            elif "loss" in self._raw:
+                self._rl_loss.setdefault(f"training.loss.{key}", value)
+            else:
+                self._default(f"training.loss.{key}", value)
+        if (alpha := self._raw.get("echo_alpha")) is not None:
+            self._ours["training.loss.echo_alpha"] = alpha
+
+    def _defaults_of_its_era(self) -> None:
+        """Set the defaults that prime-rl changed after 0.8, or say that the files do not tell which it is."""
+        if self._era == "newer":
+            self._default("training.weight_decay", 0.0)
+            if "constant_batch" not in self._raw:
+                self._raw["constant_batch"] = True
+                key = "orchestrator.constant_trainer_batch_size"
+                self._note("differs", key, None, RULES[key].remark)
+            shared = self._ours.get("sampling.top_k")
+            for drawn in (one.get("sampling", {}) for one in self._ours.get("environments", [])):
+                if drawn.get("top_p", 1.0) < 1 and not drawn.get("top_k", shared):
+                    drawn["top_k"] = NEWER_TOP_K
+            if not shared and self._ours.get("sampling.top_p", 1.0) < 1:
+                self._ours["sampling.top_k"] = NEWER_TOP_K
+        elif not self._era and not {"loss_type", "loss"} & self._raw.keys():
+            why = (
+                "dppo_kl and weight_decay 0.01, the defaults up to prime-rl 0.8; after it ipo with "
+                "ipo_threshold 0.3 (before 0.1), kl_tau 0 and weight_decay 0"
+            )
+            self._note("differs", "trainer.loss", None, why)
+        compares = self._ours.get("training.advantage") != "rae" and "loss" not in self._raw
+        if self._raw.get("constant_batch") and compares:
+            gates = "training.curriculum.gates"
+            self._ours[gates] = {
+                "no_signal": {"type": "advantage_range"},
+                **self._ours.get(gates, {}),
+            }
 
     def _credit(self) -> None:
         """Finish an algorithm: its loss, its advantage, its teacher and its hint."""
@@ -1276,6 +1503,8 @@ class _Conversion:
         if "max_steps" not in self._ours:
             self._ours["max_steps"] = MANY_STEPS
             self._note("differs", "max_steps", None, f"{MANY_STEPS}: stop the run by hand")
+        if self._ours.get("training.scheduler") == "linear":
+            self._decay()
         if self._ours.get("training.scheduler", "constant") != "constant":
             self._default("training.warmup_steps", 10)
             least, rate = self._raw.get("min_lr", 0.0), self._ours.get("training.lr", 1e-6)
@@ -1286,9 +1515,22 @@ class _Conversion:
             self._ours["training.min_lr_ratio"] = least / rate if rate else 0.0
         elif "min_lr" in self._raw:
             self._note("needless", "scheduler.min_lr", self._raw["min_lr"], "the rate is constant")
-        if "beta1" in self._raw or "beta2" in self._raw:
-            betas = [self._raw.get("beta1", 0.9), self._raw.get("beta2", 0.999)]
-            self._ours["training.betas"] = betas
+        muon = self._ours.get("training.optimizer") == "muon"
+        if muon or "beta1" in self._raw or "beta2" in self._raw:
+            second = self._raw.get("beta2", 0.95 if muon else 0.999)
+            self._ours["training.betas"] = [self._raw.get("beta1", 0.9), second]
+
+    def _decay(self) -> None:
+        """Convert a linear schedule, which in prime-rl stays constant until its last decay_steps."""
+        warm = self._ours.setdefault("training.warmup_steps", 10)
+        decay = self._raw.get("decay_steps", 10)
+        if decay == 0:
+            self._ours["training.scheduler"] = "constant"
+        elif (warm, decay) != (0, self._ours["max_steps"]) and warm + decay != self._ours[
+            "max_steps"
+        ]:
+            why = "the rate falls from the warm-up to max_steps, and not in the last decay_steps alone"
+            self._note("differs", "scheduler.decay_steps", decay, why)
 
     def _gpus(self) -> None:
         learns, generates = self._count("train_gpus", 1), self._raw.get("infer_gpus", 1)
@@ -1331,6 +1573,7 @@ class _Conversion:
 
     def _finish_sft(self) -> None:
         """Set the defaults of prime-rl's sft, and convert its GPUs."""
+        self._checkpoints()
         self._default("batch_size", 128)
         self._default("training.seq_len", 128)
         self._default("training.lr", 1e-6)
@@ -1405,6 +1648,9 @@ TRAINED = ("orchestrator.env", "orchestrator.train.env", "orchestrator.train.sou
 EVALUATED = ("orchestrator.eval.env", "orchestrator.eval.source")
 SOURCES = frozenset({*TRAINED, *EVALUATED, "evals.env", "evals.source"})
 """Keys of lists of environments, which _sources() reads."""
+OLDER_SOURCES = frozenset({"orchestrator.env", "orchestrator.train.env", "orchestrator.eval.env"})
+SHARED_ENV = OLDER_SOURCES - {"orchestrator.env"}
+"""Lists of environments up to 0.8; after it a table of what all of them share."""
 USED = frozenset(
     {
         *("name", "num_examples", "rollouts_per_example", "group_size", "ratio", "interval"),
@@ -1412,6 +1658,17 @@ USED = frozenset(
     }
 )
 """Keys of a source that _environments() reads."""
+
+
+def _source_leaves(values: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a source that only the table's rules read, tables without a rule key by key."""
+    for key, value in values.items():
+        if key in USED or value in (None, "None"):
+            continue
+        if isinstance(value, dict) and f"source.{key}" not in RULES:
+            yield from ((one, leaf) for one, leaf in _leaves({key: value}) if leaf is not None)
+        else:
+            yield key, value
 
 
 def has_key(cls: type[BaseConfig], key: str) -> bool:
@@ -1476,6 +1733,12 @@ def _nested(keys: Mapping[str, Any]) -> Tree:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _number(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{key} must be a number, not {_short(value)}")
+    return float(value)
 
 
 def _whole(value: Any, key: str) -> int:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from ... import __version__
 from ...crypto.hashing import digest
 from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.manifests import EnvironmentContract, SamplingContract
@@ -37,12 +38,14 @@ BUNDLED = {
     "intellect-math": "math_env",
     "deepscaler": "math_env",
     "simple-math": "math_env",
+    "reverse-text-hub": "reverse_text_hub",
+    "alphabet-sort-hub": "alphabet_sort_hub",
 }
 """Environments that come with this package, and their modules in tasksets/."""
 SCORED_BY = {"math": "math-verify", "math_env": "math-verify", "reasoning_gym": "reasoning-gym"}
 """Modules in tasksets/ -> the distribution whose release their tasks and rewards depend on."""
-READS_DATA = "math_env"
-"""Module in tasksets/ that reads a data set named by the run; needs permission, like a package."""
+READS_DATA = frozenset({"math_env", "reverse_text_hub", "alphabet_sort_hub"})
+"""Modules in tasksets/ that read a data set named by the run; they need permission, like a package."""
 LIBRARY = "verifiers"
 LIBRARY_TASKSETS = ("v1", "tasksets")
 """Subpackage of the library's own tasksets, which it searches first."""
@@ -221,17 +224,23 @@ def _of_library(module: str) -> Path | None:
 
 
 def _scoring_package(environment: str) -> Package | None:
-    """Find the distribution that scores a bundled environment; None if it needs none."""
+    """Find what a bundled environment's tasks and scores depend on; None if it needs no permission.
+
+    That is the distribution that scores it, or the bundled tasksets where it reads a data set.
+    """
     module = BUNDLED[environment]
     if (name := SCORED_BY.get(module)) is None:
-        return None
+        if module not in READS_DATA:
+            return None
+        folder = Path(__file__).parent / "tasksets"
+        return Package(environment, f"primerl-node {__version__}", _digest([folder]))
     try:
         label, held = _distribution(name)
     except metadata.PackageNotFoundError as error:
         raise UsageError(
             f"the environment {environment!r} needs {name}: pip install {name}, or primerl-node[{name}]"
         ) from error
-    return Package(environment, label, held, bundled=module != READS_DATA)
+    return Package(environment, label, held, bundled=module not in READS_DATA)
 
 
 def _distribution(name: str) -> tuple[str, bytes]:

@@ -130,15 +130,22 @@ async def call_scores(
     """Call rewards, metrics or judges at once, in place of the library's invoke_all().
 
     Raises TaskError that names the one that failed: without it none of them has a score, and the library
-    names none. So does a result that is no number, and a reward under the name of another.
+    names none. So does a result that is no number, and a reward or judge under the name of another.
     """
     results = await asyncio.gather(*(_call_score(hook, at_hand) for hook in hooks))
-    givers: dict[str, str] = {}
+    # judges come after the rewards, which have their scores by then
+    scored = at_hand["trace"].rewards if "trace" in at_hand else {}
+    judged = {str(key): "a reward" for key, score in scored.items() if score is not None}
+    rewarded: dict[str, str] = {}
     for hook, result in zip(hooks, results, strict=True):
+        if hasattr(hook, "metric"):
+            continue
         name = _hook_name(hook)
-        for key in result if isinstance(result, Mapping) else (hook.__name__,):
-            if hasattr(hook, "reward") and givers.setdefault(str(key), name) != name:
-                raise vf.TaskError(f"{givers[str(key)]} and {name} both give a score {str(key)!r}")
+        givers = rewarded if hasattr(hook, "reward") else judged
+        alone = getattr(getattr(hook, "__self__", None), "reward_name", hook.__name__)
+        for key in map(str, result if isinstance(result, Mapping) else (alone,)):
+            if givers.setdefault(key, name) != name:
+                raise vf.TaskError(f"{givers[key]} and {name} both give a score {key!r}")
     return list(results)
 
 

@@ -56,7 +56,7 @@ SHARED = 64 * MIB
 PARTS = ("__init__.py", "crypto", "protocol", "node")
 """Parts of this package that a process needs; its root may also hold directories of runs."""
 OWN_DATA = Path(".primerl") / "datasets"
-"""Data sets of the machine's owner, below the home directory; see tasksets/math_env.py."""
+"""Data sets of the machine's owner, below the home directory; see tasksets/hub_rows.py."""
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 """System directories, on most systems links into /usr."""
 SYSTEM = (

@@ -5,6 +5,8 @@ that was given up, an API that is down, a wrong key) is raised.
 """
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,8 @@ from ..environments.stop_strings import StopStrings, generate_until
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
+
+logger = logging.getLogger(__name__)
 
 ALL = -1
 """As a number of prompts: all that there are."""
@@ -98,21 +102,44 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the last turn."""
 
 
-async def evaluated(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
-    """Return the tasks among the first `count` of a split that differ in content; ALL: of the whole split.
+async def evaluated(
+    environment: Environment,
+    count: int,
+    split: Split = "eval",
+    *,
+    first: int = 0,
+    longest: float = math.inf,
+) -> list[Task]:
+    """Return the tasks among `count` of a split from `first` on that differ in content; ALL: all of the split.
 
-    Raises EnvironmentFailed, also for all tasks of a taskset without an end.
+    Those whose prompts leave no room for a reply within `longest` tokens are passed over, and their number is
+    logged. Raises EnvironmentFailed if none is left, and for all tasks of a taskset without an end.
     """
     tasks: dict[bytes, Task] = {}
+    too_long = set[bytes]()
     for index in range(MOST_TASKS + 1 if count == ALL else count):
         if index == MOST_TASKS:
             raise EnvironmentFailed(
                 f"{environment.name!r} has no end among {MOST_TASKS:,} tasks: give a number of prompts, not -1"
             )
-        task = await environment.task(index, split)
-        if 0 <= task.place < index:
+        task = await environment.task(first + index, split)
+        if not first and 0 <= task.place < index:
             break  # a finite taskset begins anew
-        tasks.setdefault(task.content or task.digest, task)
+        content = task.content or task.digest
+        if content in tasks or content in too_long:
+            continue
+        if longest < math.inf and len(await environment.prompt(task)) >= longest:
+            too_long.add(content)
+        else:
+            tasks[content] = task
+    if too_long:
+        what = (
+            f"the prompts of {len(too_long)} of {len(too_long) + len(tasks)} tasks do not fit into {longest} "
+            "tokens (training.seq_len, the model's positions, engine.max_model_len)"
+        )
+        if not tasks:
+            raise EnvironmentFailed(f"{environment.name}: {what}: nothing is left to evaluate")
+        logger.warning("%s: %s, and are not evaluated", environment.name, what)
     return list(tasks.values())
 
 
@@ -288,29 +315,33 @@ class EvalTask:
 class Evaluator:
     """Evaluates states with an engine of its own, one evaluation at a time."""
 
-    def __init__(self, engine: Engine, sampling: EvalSampling, at_once: int = 256) -> None:
-        """`at_once`: rollouts in flight, which the engine batches."""
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: EvalSampling,
+        at_once: int = 256,
+        longest: float = math.inf,
+    ) -> None:
+        """`at_once`: rollouts in flight, which the engine batches. `longest`: tokens of prompt and reply."""
         self._engine = engine
         self._sampling = sampling
         self._at_once = at_once
+        self._longest = longest
         self._loads = 0
         self._turn = asyncio.Lock()
 
     async def evaluate(
         self, state: State, tasks: Sequence[EvalTask], *, split: Split, first: int, seed: int
     ) -> EvalResult:
-        """Evaluate tasks `first` to `first + prompts - 1` of each environment, one sample each; ALL: all of
-        the split. Raises EnvironmentFailed.
+        """Evaluate those of tasks `first` to `first + prompts - 1` of each environment that differ, one sample
+        each; ALL: all of the split. Raises EnvironmentFailed.
         """
         found: dict[str, EvalResult] = {}
         async with self._turn:
             version = await self._load(state)
             for one in tasks:
-                if one.prompts == ALL:
-                    chosen = await evaluated(one.environment, ALL, split)
-                else:
-                    numbers = range(first, first + one.prompts)
-                    chosen = [await one.environment.task(number, split) for number in numbers]
+                first = 0 if one.prompts == ALL else first
+                chosen = await self._fitting(one, split, first)
                 rollouts = await self._roll_out(one, chosen, version, samples=1, seed=seed)
                 found[one.name] = _means(rollouts)
         return EvalResult.of(found)
@@ -326,11 +357,16 @@ class Evaluator:
         async with self._turn:
             version = await self._load(state)
             for one in tasks:
-                prompts = await evaluated(one.environment, one.prompts, one.split)
+                prompts = await self._fitting(one, one.split)
                 found[one.name] = await self._roll_out(
                     one, prompts, version, samples=one.samples, seed=seed
                 )
         return found
+
+    async def _fitting(self, one: EvalTask, split: Split, first: int = 0) -> list[Task]:
+        return await evaluated(
+            one.environment, one.prompts, split, first=first, longest=self._longest
+        )
 
     async def _load(self, state: State) -> int:
         self._loads += 1
@@ -344,7 +380,12 @@ class Evaluator:
         return await run_rollouts(
             one.environment,
             tasks,
-            EnginePolicy(self._engine, version, replace(own, stop_token_ids=stops)),
+            EnginePolicy(
+                self._engine,
+                version,
+                replace(own, stop_token_ids=stops),
+                max_model_len=int(self._longest) if self._longest < math.inf else 0,
+            ),
             samples=samples,
             seed=seed,
             concurrency=self._at_once,

@@ -104,8 +104,8 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
     if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or expand_home(config.model.name).is_dir()
-    modules = [BUNDLED.get(one.id, READS_DATA) for one in config.mixture]
-    if local and READS_DATA not in modules:  # they need no hub
+    offline = BUNDLED.keys() - {name for name, module in BUNDLED.items() if module in READS_DATA}
+    if local and {one.id for one in config.mixture} <= offline:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 

@@ -216,6 +216,24 @@ def test_a_terminal_that_is_gone_does_not_cut_the_end_short(tmp_path: Path) -> N
     assert done.exists()
 
 
+def test_under_nohup_the_work_goes_on_though_its_terminal_is_gone(tmp_path: Path) -> None:
+    """What it says goes nowhere, and each line of it fails."""
+    done = tmp_path / "done"
+    terminal, its_end = pty.openpty()
+    command = program(f"print('more'); Path({str(done)!r}).touch()", hangup="SIG_IGN")
+    process = subprocess.Popen(
+        command, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True
+    )
+    os.close(its_end)
+    assert os.read(terminal, 100) == b"up\r\n"
+    os.close(terminal)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=100) == 128 + signal.SIGTERM
+    assert done.exists()
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -136,7 +136,7 @@ EXPECTED: dict[str, Any] = {
     },
     "model": {"name": "org/model"},
     "environment": {
-        "id": "alphabet-sort",
+        "id": "alphabet-sort-hub",
         "args": {"min_turns": 2, "task": {"power_per_turn": False}},
     },
     "sampling": {"max_tokens": 96},
@@ -145,7 +145,7 @@ EXPECTED: dict[str, Any] = {
     "evaluation": {
         "prompts": 0,
         "interval": 10,
-        "environments": [{"id": "reverse-text", "samples": 2, "prompts": 20}],
+        "environments": [{"id": "reverse-text-hub", "samples": 2, "prompts": 20}],
     },
 }
 ONE_SOURCE = '\n[[orchestrator.train.source]]\nenv = { taskset = { id = "reverse-text" } }\n'
@@ -162,11 +162,25 @@ def notes(config: ImportedConfig) -> str:
     return "\n".join(config.report())
 
 
-@pytest.mark.parametrize("text", [NEWEST, MIDDLE, OLDEST])
-def test_a_run_is_the_same_in_each_layout_of_prime_rl(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "places", "owner", "suffix"),
+    [
+        (NEWEST, ("train.source", "eval.source"), "", ""),
+        (MIDDLE, ("train.env", "eval.env"), "", "-v1"),
+        (OLDEST, ("env", "eval.env"), "owner/", ""),
+    ],
+)
+def test_a_run_is_the_same_in_each_layout_of_prime_rl(
+    tmp_path: Path, text: str, places: tuple[str, str], owner: str, suffix: str
+) -> None:
     config = convert(tmp_path, text)
     assert config.values == EXPECTED
-    assert (config.command, config.missing, config.differs) == ("rl", [], [])
+    assert (config.command, config.missing) == ("rl", [])
+    assert [str(note) for note in config.differs if note.key[-1] == "]"] == [
+        f"orchestrator.{place}[0] = '{owner}{name}{suffix}': {name}-hub, which has its prompts, tags and "
+        f"rewards on the same data set (a worker allows it by name); {name} here is another task"
+        for (place, name) in zip(places, ("alphabet-sort", "reverse-text"), strict=True)
+    ]
 
 
 def test_a_run_is_the_same_in_three_files_and_in_json(tmp_path: Path) -> None:
@@ -241,7 +255,7 @@ def test_several_environments_are_trained_with_their_names_and_ratios(tmp_path: 
     config = convert(tmp_path, ONE_SOURCE + second)
     assert "environment" not in config.values
     assert config.values["environments"] == [
-        {"id": "reverse-text"},
+        {"id": "reverse-text-hub"},
         {"id": "x", "name": "b", "ratio": 0.3},
     ]
 
@@ -501,7 +515,11 @@ def test_defaults_of_prime_rl_that_would_not_work_are_reported(tmp_path: Path) -
     assert config.values["rollouts"] == {"group_size": 8, "groups_per_batch": 16}
     assert config.values["sampling"] == {"max_tokens": 2047}
     assert config.values["max_steps"] == prime_rl.MANY_STEPS
-    assert {note.key for note in config.differs} == {"group_size", "max_steps"}
+    source = "orchestrator.train.source[0]"
+    assert {note.key for note in config.differs} == {
+        *("group_size", "max_steps", "trainer.loss"),
+        source,
+    }
 
 
 def test_lengths_fit_into_each_other(tmp_path: Path) -> None:
@@ -601,7 +619,8 @@ def test_a_server_and_an_evaluation(tmp_path: Path) -> None:
     num_examples = 7
     """
     evaluation = convert(tmp_path, text)
-    assert evaluation.values["environments"] == [{"id": "reverse-text", "samples": 1, "prompts": 7}]
+    played = {"id": "reverse-text-hub", "samples": 1, "prompts": 7}
+    assert evaluation.values["environments"] == [played]
     assert evaluation.values["endpoints"] == [
         {"url": "http://127.0.0.1:8000/v1", "model": "org/model", "key_variable": "SOME_KEY"}
     ]
@@ -762,18 +781,20 @@ def test_every_key_of_ours_in_the_table_is_one() -> None:
 
 
 def test_the_options_of_bundled_environments_are_theirs() -> None:
-    from primerl.node.environments.tasksets.alphabet_sort import AlphabetSortConfig
+    from primerl.node.environments.tasksets.alphabet_sort_hub import AlphabetSortHubConfig
     from primerl.node.environments.tasksets.math_env import MathEnvConfig
-    from primerl.node.environments.tasksets.reverse_text import ReverseTextConfig
+    from primerl.node.environments.tasksets.reverse_text_hub import ReverseTextHubConfig
 
-    inherited = {"id", "system_prompt", "task", "split"}
-    for name, config in (
-        ("alphabet-sort", AlphabetSortConfig),
-        ("math-env", MathEnvConfig),
-        ("reverse-text", ReverseTextConfig),
-    ):
+    inherited = {"id", "system_prompt", "task"}
+    configs = {
+        "alphabet-sort-hub": AlphabetSortHubConfig,
+        "math-env": MathEnvConfig,
+        "reverse-text-hub": ReverseTextHubConfig,
+    }
+    assert configs.keys() == {name for name, _ in prime_rl.ENVIRONMENTS.values()}
+    for name, options in prime_rl.ENVIRONMENTS.values():
+        config = configs[name]
         assert name in BUNDLED
-        options = prime_rl.ENVIRONMENTS[name]
         of_the_task = {one.removeprefix("task.") for one in options if one.startswith("task.")}
         own = {one for one in options if not one.startswith("task.")}
         assert own == set(config.model_fields) - inherited

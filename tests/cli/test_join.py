@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,23 @@ def test_an_unknown_role_is_a_usage_error(cli: Cli) -> None:
 def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(cli: Cli) -> None:
     ran = cli("join", "--ticket", ticket(), "--engine.type", "vllm")
     ran.refused(7, "vLLM is not installed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(socket.SOCK_DGRAM, "--network.port"), (socket.SOCK_STREAM, "--network.libp2p-port")],
+)
+def test_a_port_that_is_taken_is_named_before_anything_is_sent(
+    cli: Cli, home: Path, kind: socket.SocketKind, key: str
+) -> None:
+    with socket.socket(socket.AF_INET, kind) as taken:
+        taken.bind(("127.0.0.1", 0))
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
+        given = ("join", "--ticket", ticket(), "--data-dir", "node", "--network.host", "127.0.0.1")
+        ran = cli(*given, key, str(taken.getsockname()[1]))
+    ran.refused(4, "in use", "choose another")
+    assert list(home.iterdir()) == []
 
 
 def test_a_gpu_that_is_not_there_is_named_before_anything_is_sent(

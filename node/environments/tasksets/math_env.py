@@ -2,32 +2,27 @@
 
 `math-env` takes the options of prime-rl's environment of that name; `hendrycks-math`, `intellect-math`,
 `deepscaler` and `simple-math` are the same with other defaults; the INTELLECT runs train on such data. Rows
-come from files of the machine's owner, ~/.primerl/datasets/OWNER/NAME/[SUBSET/]SPLIT*.jsonl or .parquet, and
-else from the hub or its cache. Invariant: a run names a data set, never a path.
+are those of hub_rows.py.
 """
 
 # A hook must name the library's bare Trace, which is generic.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import verifiers.v1 as vf
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from verifiers.v1.utils.score import extract_boxed_answer
 
 from .draws import Draws
+from .hub_rows import HubRowsConfig
 from .math import INSTRUCTION, boxed_answer, is_right
 
-FOLDER = Path(".primerl") / "datasets"
-"""Directory of the owner's data sets, below the home directory."""
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 GENESYS = {
     "question_key": "prompt",
     "answer_key": "verification_info.ground_truth",
@@ -98,15 +93,12 @@ class LenRewardConfig(BaseModel):
                 return reward * (length <= target)
 
 
-class MathEnvConfig(vf.TasksetConfig):
+class MathEnvConfig(HubRowsConfig):
     """Options of the data set and the choice of its rows."""
 
     seed: int = 0
     """Seed of the target lengths."""
     dataset_name: str = "PrimeIntellect/Hendrycks-Math"
-    dataset_subset: str = ""
-    dataset_split: str = "train"
-    dataset_revision: str = ""
     dataset_shuffle: bool = False
     dataset_seed: int = 42
     question_key: str = "question"
@@ -126,13 +118,6 @@ class MathEnvConfig(vf.TasksetConfig):
         if not isinstance(values, Mapping):
             return values
         return {**PRESETS.get(str(values.get("id")), {}), **values}
-
-    @field_validator("dataset_name", "dataset_subset", "dataset_split")
-    @classmethod
-    def _check_name(cls, value: str) -> str:
-        if value and not NAME.fullmatch(value):
-            raise ValueError(f"{value[:80]!r} is no name of a data set: give OWNER/NAME")
-        return value
 
 
 class MathEnvData(vf.TaskData):
@@ -217,7 +202,7 @@ class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
         config = self.config
         found = [
             (question, answer)
-            for row in _rows(config)
+            for row in config.rows()
             for question, answer in _problem(row, config)
         ]
         if not found:
@@ -271,41 +256,6 @@ def _value(row: Mapping[str, Any], key: str) -> Any:
                 return None
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _rows(config: MathEnvConfig) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of the data set, from the owner's files or else from the hub."""
-    folder = Path.home() / FOLDER / config.dataset_name
-    if config.dataset_subset and (folder / config.dataset_subset).is_dir():
-        folder /= config.dataset_subset
-    files = [
-        path
-        for path in sorted(folder.glob(f"{config.dataset_split}*"))
-        if path.suffix in (".jsonl", ".parquet")
-    ]
-    if files:
-        return (row for path in files for row in _read(path))
-    import datasets
-
-    datasets.disable_progress_bars()
-    rows: Any = datasets.load_dataset(
-        config.dataset_name,
-        config.dataset_subset or None,
-        split=config.dataset_split,
-        revision=config.dataset_revision or None,
-    )
-    return rows
-
-
-def _read(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-        return
-    from pyarrow import parquet
-
-    for batch in parquet.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
 
 
 __all__ = ["MathEnvTaskset"]

@@ -100,7 +100,13 @@ def test_a_bundled_environment_that_a_library_scores_needs_its_release_and_no_le
         check_allowed(contract(replace(found, digest=bytes(32))), ["math"], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["math-env", "hendrycks-math", "intellect-math", "deepscaler"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("math-env", "hendrycks-math", "intellect-math", "deepscaler"),
+        *("reverse-text-hub", "alphabet-sort-hub"),
+    ],
+)
 def test_a_bundled_environment_that_reads_a_data_set_needs_leave(name: str, tmp_path: Path) -> None:
     found = find_package(name)
     assert found is not None

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import chain, product
+from itertools import chain, islice, product
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from primerl.node.environments.allowed import BUNDLED
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Episode
 from primerl.node.environments.tasksets import (
     alphabet_sort,
+    alphabet_sort_hub,
     math,
     math_env,
     reasoning_gym,
@@ -445,6 +446,112 @@ def test_a_data_set_of_the_hub_is_read_by_the_library(
     monkeypatch.chdir(home)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", home / "cache")
     assert rows_asked("math-env", dataset_name="somebody/sums", instruction_prompt="") == ["1 + 1?"]
+
+
+# -- prime-rl's reverse-text and alphabet-sort ----------------------------------------------------
+
+
+async def test_a_text_of_a_data_set_is_reversed_in_tags_as_prime_rl_asks_for(
+    home: Path, model_dir: Path
+) -> None:
+    texts = [f"text {number}: was it a car or a cat I saw?" for number in range(30)]
+    store(home, "PrimeIntellect/Reverse-Text-RL", [{"prompt": text} for text in texts])
+    environment = await opened(model_dir, "reverse-text-hub")
+    prompt = await asked(environment, 0)
+    assert (
+        "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
+        in prompt
+    )
+    text = next(text for text in texts if text in prompt)
+
+    async def reward(reply: str) -> float:
+        return (await played(environment, 0, reply))[0].score.reward
+
+    turned = text[::-1]
+    assert await reward(f"<reversed_text>\n{turned}\n</reversed_text>") == 1.0
+    assert await reward(f"So: <reversed_text>{turned}</reversed_text>!") == 1.0
+    assert await reward(turned) == 0.0
+    assert await reward(f"<reversed_text>{turned}") == 0.0
+    # 2 * matches / length of both, of the first tagged text
+    half = turned[: len(turned) // 2]
+    share = 2 * len(half) / (len(half) + len(turned))
+    first = f"<reversed_text>{half}</reversed_text><reversed_text>{turned}</reversed_text>"
+    assert await reward(first) == pytest.approx(share)
+    demonstration = await environment.demonstration(await environment.task(0))
+    assert demonstration is not None
+    assert turned.encode() in bytes(one for one in demonstration.token_ids if one < 256)
+
+
+async def test_a_data_set_without_texts_is_refused_with_its_column(
+    home: Path, model_dir: Path
+) -> None:
+    store(home, "nobody/words", [{"text": "abc"}])
+    with pytest.raises(EnvironmentFailed, match="nobody/words has no text in its column prompt"):
+        await opened(model_dir, "reverse-text-hub", dataset_name="nobody/words")
+    store(home, "nobody/few", [{"names": ["Ada Abbott"]}])
+    with pytest.raises(EnvironmentFailed, match="no row of nobody/few has as many names"):
+        await opened(model_dir, "alphabet-sort-hub", dataset_name="nobody/few", min_turns=2)
+
+
+NAMED: list[dict[str, object]] = [
+    {"names": ["Ada de Berg", "Zoe Adler", "Ada de Berg", "Lin Xu", "Bela Zimmer", "Wei Castro"]},
+    {"names": ["Too Few"]},
+    {"names": ["Olga Novak", "Hugo Ito", "Tara Wong", "Ivan Evans", "Pedro Ueda"]},
+]
+
+
+def test_names_of_a_data_set_are_sorted_over_turns_as_prime_rl_asks_for(home: Path) -> None:
+    store(home, "kalomaze/alphabetic-arxiv-authors-it1", NAMED)
+    options = {"id": "alphabet-sort-hub", "min_turns": 2, "max_names_per_turn": 2}
+    config = alphabet_sort_hub.AlphabetSortHubConfig.model_validate(options)
+    tasks = list(islice(alphabet_sort_hub.AlphabetSortHubTaskset(config).load(), 40))
+    assert [task.data.idx for task in tasks] == list(range(40))
+    assert len({task.data.model_dump_json(exclude={"idx"}) for task in tasks}) > 20
+    for data in (task.data for task in tasks):
+        opening = (
+            r"Sort these names in alphabetical order by (FIRST|LAST) name: (.*)\n\nUse exactly"
+        )
+        match = re.match(opening, str(data.prompt))
+        assert match is not None
+        assert re.search(
+            r"<alphabetical_sorted>\n(Name\d\n)+</alphabetical_sorted>$", str(data.prompt)
+        )
+        label, told = match.groups()
+        known: list[str] = []
+        for turn, answer in enumerate(data.answers):
+            if turn:
+                told = data.follow_ups[turn - 1].split("name: ")[1].split("\n")[0]
+            new = told.split(", ")
+            known += new
+            # the first part ends before the second capital
+            parts = {"AdadeBerg": ("Adade", "Berg")}
+            key = {name: parts.get(name) or re.findall("[A-Z][a-z]*", name) for name in known}
+            ranked = sorted(known, key=lambda name: key[name][label == "LAST"])
+            assert list(answer) == [
+                name + " // new name!" if turn and name in new else name for name in ranked
+            ]
+        assert "Follow the same format as before." not in data.follow_ups[0]
+        assert all("Follow the same format" in text for text in data.follow_ups[1:])
+
+
+async def test_a_sorted_list_of_a_data_set_earns_what_prime_rl_pays(
+    home: Path, model_dir: Path
+) -> None:
+    store(home, "kalomaze/alphabetic-arxiv-authors-it1", NAMED)
+    one: dict[str, object] = {"min_turns": 2, "max_turns": 2, "task": {"similarity_power": 2}}
+    environment = await opened(model_dir, "alphabet-sort-hub", seed=0, **one)
+    config = alphabet_sort_hub.AlphabetSortHubConfig.model_validate(
+        {"id": "alphabet-sort-hub", **one}
+    )
+    first = await asked(environment, 0)
+    tasks = islice(alphabet_sort_hub.AlphabetSortHubTaskset(config).load(), 40)
+    data = next(task.data for task in tasks if str(task.data.prompt) in first)
+    right = [tagged(answer, turn) for turn, answer in enumerate(data.answers)]
+    episode, policy = await played(environment, 0, *right)
+    assert episode.score.reward == 1.0
+    assert "Now sort ALL of these names" in policy.prompts[1]
+    wrong, _ = await played(environment, 0, right[0], "none")
+    assert wrong.score.reward == 0.5
 
 
 # -- alphabet-sort --------------------------------------------------------------------------------

@@ -243,6 +243,13 @@ async def test_a_metric_that_has_a_rewards_name_does_not_hide_it(start: Start, n
     assert episode.score == Score(1.5, metrics)
 
 
+async def test_judges_of_names_of_their_own_are_scores_beside_the_rewards(start: Start) -> None:
+    environment = await start("several_scores", mood="judged:kind,true")
+    episode = await environment.run(await environment.task(0), says("0"))
+    assert episode.score.reward == 1.5
+    assert episode.score.metrics.items() >= {"exact": 1.0, "kind": 0.0, "true": 0.0}.items()
+
+
 @pytest.mark.parametrize("name", ["several_scores", "several_scores_env"])
 @pytest.mark.parametrize(
     ("mood", "reason"),
@@ -253,6 +260,9 @@ async def test_a_metric_that_has_a_rewards_name_does_not_hide_it(start: Start, n
         ("text", "reward 'short' has no score: ValueError"),
         ("endless", "'short' of the rewards and metrics is not a finite number"),
         ("same", "reward 'exact' and reward 'short' both give a score 'exact'"),
+        ("judged:exact", "a reward and judge 'exact' both give a score 'exact'"),
+        ("judged:table", "a reward and judge 'table' both give a score 'exact'"),
+        ("judged:length", "a reward and judge 'length' both give a score 'length'"),
         ("unmeasured", "metric 'shares' has no score: ValueError: no figure"),
     ],
 )

@@ -1,6 +1,7 @@
 """Running k rollouts per task, and their results."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -161,6 +162,48 @@ async def test_all_tasks_are_those_until_a_taskset_begins_anew() -> None:
     assert len(await evaluated(Benchmark(), 1000, "all")) == 30
     with pytest.raises(EnvironmentFailed, match=r"no end among 100,000 tasks"):
         await evaluated(CountingEnvironment(), ALL)
+
+
+async def test_a_task_that_comes_again_counts_once_before_and_after_a_run() -> None:
+    engine = ScriptedEngine(right)
+    await engine.start(Path())
+    evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)))
+    for first in (0, 1 << 41):
+        tasks = [EvalTask("a", Benchmark(), 10, 1)]
+        result = await evaluator.evaluate(NOTHING, tasks, split="eval", first=first, seed=0)
+        assert (result.prompts, result.exact) == (5, 1.0)
+    await engine.close()
+
+
+class LongPrompts(CountingEnvironment):
+    """Every third prompt has ten tokens more."""
+
+    async def prompt(self, task: Task) -> list[int]:
+        """See Environment."""
+        return [2] * (10 if task.index % 3 == 0 else 0) + [*await super().prompt(task)]
+
+
+@pytest.mark.parametrize("online", [False, True])
+async def test_prompts_that_are_too_long_are_passed_over_and_counted(
+    online: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine refused them, which ended the run."""
+    engine = ScriptedEngine(right, max_model_len=10)
+    await engine.start(Path())
+    evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)), longest=10)
+    tasks = [EvalTask("a", LongPrompts(), 9, 1)]
+    with caplog.at_level(logging.WARNING):
+        if online:
+            played = (await evaluator.evaluate_tasks(NOTHING, tasks, seed=0))["a"]
+            assert [one.error for one in played] == [""] * 6
+        else:
+            result = await evaluator.evaluate(NOTHING, tasks, split="eval", first=0, seed=0)
+            assert (result.prompts, result.exact) == (6, 1.0)
+    (record,) = caplog.records
+    assert "counting: the prompts of 3 of 9 tasks do not fit into 10 tokens" in record.getMessage()
+    with pytest.raises(EnvironmentFailed, match="nothing is left to evaluate"):
+        await evaluated(LongPrompts(), 9, longest=1)
+    await engine.close()
 
 
 class Watched(Benchmark):

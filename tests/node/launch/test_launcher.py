@@ -16,6 +16,7 @@ from primerl.node.app.daemon import load_key
 from primerl.node.config.loader import load
 from primerl.node.config.run import (
     EngineConfig,
+    EnvironmentConfig,
     LaunchConfig,
     ModelConfig,
     ModelCreateConfig,
@@ -394,6 +395,9 @@ def test_the_environment_of_children() -> None:
     assert "JUDGE_KEY" not in worker_environment(judged, {"JUDGE_KEY": "k"})
     hub = RunConfig(model=ModelConfig(name="Qwen/Qwen3-0.6B"))
     assert "HF_HUB_OFFLINE" not in trainer_environment(hub, {})
+    for name in ("math-env", "reverse-text-hub", "alphabet-sort-hub"):  # their data is the hub's
+        reads = small.model_copy(update={"environment": EnvironmentConfig(id=name)})
+        assert "HF_HUB_OFFLINE" not in trainer_environment(reads, {})
     assert trainer_environment(small, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 

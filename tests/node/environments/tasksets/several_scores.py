@@ -1,4 +1,4 @@
-"""Two rewards and a metric, which get in each other's way as `args.mood` says."""
+"""Two rewards, a metric and judges, which get in each other's way as `args.mood` says."""
 
 # A hook must name the library's bare types, which are generic.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
@@ -17,7 +17,26 @@ class SeveralData(vf.TaskData):
     mood: str
 
 
+class Grader(vf.Judge):
+    """A judge that asks no model; its name is `mood`'s, after a colon."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @property
+    def reward_name(self) -> str:
+        return self.name
+
+    async def score(self, task: vf.TaskData, trace: vf.Trace) -> Any:
+        return {"exact": 0.0} if self.name == "table" else 0.0
+
+
 class SeveralTask(vf.Task[SeveralData]):
+    def plugged_judges(self) -> list[vf.Judge]:
+        names = self.data.mood.partition("judged:")[2]
+        return [Grader(name) for name in names.split(",") if name]
+
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
         return trace.num_turns >= 1
