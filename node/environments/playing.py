@@ -226,14 +226,25 @@ class TasksetPlayer:
         self._box = NoCommands()
 
     async def start(self) -> None:
-        """Start the resources that episodes share. Raises EnvironmentFailed."""
+        """Start the resources that episodes share. Raises EnvironmentFailed.
+
+        TemplateFault if the model would not hear of a tool's result, or of a second turn.
+        """
         if self._calls is not None:
             from .tools import opened
 
+            self._check_heard(
+                {"role": "tool", "content": "a", "name": "b", "tool_call_id": "primerl01"}
+            )
             toolsets = self._taskset.toolsets(self._taskset.config)
             self._shared = await self._stack.enter_async_context(opened(toolsets))
         if self._env is not None:
+            if type(self._env) is not vf.SingleAgentEnv:
+                self._check_heard({"role": "user", "content": "a"})
             await self._env.start()
+
+    def _check_heard(self, message: dict[str, Any]) -> None:
+        self._chat.continuation([message], self._chat.stop_token_ids[0])
 
     async def close(self) -> None:
         """Stop the resources that episodes share."""

@@ -28,6 +28,21 @@ TOOLED = (
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
 """COMPACT with tools and their calls."""
+TWO_ENDS = (
+    "{%- for m in messages -%}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}"
+    "{%- else -%}{{ eos_token }}<|endoftext|>{%- endif -%}"
+)
+"""In the manner of Phi-3: a conversation ends with a stop token of its own."""
+BESIDE_LAST = (
+    "{%- for m in messages if m.role != 'system' -%}"
+    "{%- if m.role == 'user' -%}<|user|>"
+    "{%- if loop.last and messages[0].role == 'system' -%}{{ messages[0].content }} {% endif -%}"
+    "{{ m.content }}{%- else -%}<|assistant|>{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""In the manner of Mistral 7B v0.3: the system message stands beside a user message that comes last."""
 CHATML = (
     "{%- for m in messages -%}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"

@@ -267,9 +267,54 @@ async def test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start(
 
 
 async def test_a_template_without_calls_needs_to_be_told_their_form(start: Start) -> None:
+    shown = TOOLED.replace("in m.tool_calls or []", "in []")
     with pytest.raises(EnvironmentFailed, match="writes no tool calls"):
-        await start(template=COMPACT)
-    await start(template=COMPACT, options={"tool_call_parser": "hermes"})
+        await start(template=shown)
+    await start(template=shown, options={"tool_call_parser": "hermes"})
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (COMPACT, r"leaves out the schema of a tool \('add', "),
+        (
+            TOOLED.replace("<|{{ m.role }}|>", "{% if m.role != 'tool' %}<|{{ m.role }}|>").replace(
+                "<|im_end|>{%- endfor", "<|im_end|>{% endif %}{%- endfor"
+            ),
+            "leaves out a tool's result",
+        ),
+        (
+            TOOLED.replace("{{ m.content or '' }}", "{{ m.content or '' }}{{ m.content or '' }}"),
+            "2 times",
+        ),
+    ],
+)
+async def test_a_template_that_loses_or_repeats_a_part_of_a_tools_turn_is_refused_at_the_start(
+    start: Start, template: str, lost: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=lost):
+        await start(template=template, options={"tool_call_parser": "hermes"})
+
+
+BESIDE = (
+    "{%- if tools -%}<|system|>{%- for t in tools %}{{ t | tojson }}{%- endfor -%}{%- endif -%}"
+    "{%- for m in messages -%}{%- if m.role != 'tool' -%}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|im_end|>"
+    "{%- if m.tool_calls -%}{%- for r in messages[loop.index:] if r.role == 'tool' -%}"
+    "[{{ r.content }}]{%- endfor -%}{%- endif -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""In the manner of Gemma 4: results stand beside the call that they answer, and nowhere else."""
+
+
+async def test_results_that_a_template_shows_beside_their_call_only_are_heard(
+    start: Start, tmp_path: Path
+) -> None:
+    environment = await start(template=BESIDE)
+    episode = await say(environment, tmp_path, call("add", a=1, b=2), "done")
+    assert said(episode.branches[0], tmp_path) == ["[3, sum 1]<|assistant|>"]
 
 
 async def test_tools_that_nobody_can_check_play_where_the_operator_allows_it(
