@@ -258,7 +258,8 @@ class EnvironmentConfig(BaseConfig):
     """Form of the model's tool calls, by vLLM's name of the parser that reads it (`hermes`, `qwen3_coder`,
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
-    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them."""
+    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them. A
+    template that writes the date writes that of `strftime_now`, by default the day on which the run began."""
     stop: Annotated[list[StopString], Field(max_length=8)] = []
     """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True

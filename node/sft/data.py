@@ -31,7 +31,7 @@ from ..config.paths import expand_home
 from ..config.run import RunConfig
 from ..config.sft import DataConfig, SftConfig
 from ..config.training import MixedSftConfig, RowsConfig
-from ..environments.chat import ChatFormat
+from ..environments.chat import DATE, ChatFormat, dated
 from ..environments.environment import Demonstration, Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
@@ -472,10 +472,13 @@ def open_tasks(
     return Data(training, first_samples(held_out, config.validation.rows))
 
 
-def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
-    """Open files or a hub data set. Blocks: files are converted into `cache`. Raises NodeError."""
+def open_rows(config: SftConfig, model_dir: Path, cache: Path, date: str = "") -> Data:
+    """Open files or a hub data set. Blocks: files are converted into `cache`. Raises NodeError.
+
+    `date`: what the chat template writes for today, as 2026-11-29.
+    """
     data, wanted = config.data, config.validation
-    tokenizer = open_tokenizer(config, model_dir)
+    tokenizer = open_tokenizer(config, model_dir, date)
 
     def read(files: Sequence[str], split: str) -> list[Table]:
         if files:
@@ -508,11 +511,11 @@ def tell_unread(tables: Sequence[Table]) -> None:
         logger.warning("columns of the data that are not read: %d (%s)", len(names), known)
 
 
-def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:
+def open_tokenizer(config: SftConfig, model_dir: Path, date: str) -> TemplateTokenizer:
     """Open the configured renderer or chat template. Raises UsageError."""
     roles = frozenset(config.data.loss_roles)
     try:
-        chat = ChatFormat.load(model_dir)
+        chat = ChatFormat.load(model_dir, defaults=dated({}, model_dir, date))
     except EnvironmentFailed as error:
         raise UsageError(str(error)) from error
     if config.data.renderer != "template":
@@ -542,7 +545,8 @@ def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader 
     alone = SftConfig(seed=config.seed, model=config.model, data=DataConfig(**rows))
     alone.training.seq_len = config.training.seq_len
     try:
-        examples = open_rows(alone, model_dir, cache).training
+        date = str(config.mixture[0].chat_template_kwargs.get(DATE, ""))
+        examples = open_rows(alone, model_dir, cache, date).training
     except UsageError as error:
         raise UsageError(f"training.sft: {error}") from error
     return MixedReader(examples, alone, mixed.share)

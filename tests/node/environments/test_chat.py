@@ -7,6 +7,7 @@ import pytest
 from support.chat_model import (
     ASSISTANT,
     CHATML,
+    COMPACT,
     END_OF_TEXT,
     IM_END,
     IM_START,
@@ -18,7 +19,7 @@ from support.chat_model import (
 )
 from tokenizers import Tokenizer, decoders, models
 
-from primerl.node.environments.chat import ChatFormat
+from primerl.node.environments.chat import DATE, ChatFormat, dated
 from primerl.node.environments.environment import EnvironmentFailed
 
 HELLO = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
@@ -102,6 +103,23 @@ def test_a_prompt_cannot_hold_todays_date(tmp_path: Path) -> None:
     template = "{{ strftime_now('%Y') if strftime_now is defined else 'fixed' }}"
     chat = ChatFormat.load(make_chat_model(tmp_path, template))
     assert chat.render(HELLO) == "fixed"
+
+
+def test_a_template_that_writes_the_date_writes_the_given_one(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %B %Y') }}" + COMPACT
+    make_chat_model(tmp_path, template)
+    assert dated({}, tmp_path, "2026-01-02") == {DATE: "2026-01-02"}
+    assert dated({DATE: "2020-01-01"}, tmp_path, "2026-01-02") == {DATE: "2020-01-01"}
+    chat = ChatFormat.load(tmp_path, defaults={DATE: "2026-01-02"})
+    assert chat.render(HELLO).startswith("02 January 2026<|system|>s<|im_end|>")
+    with pytest.raises(EnvironmentFailed, match=f"set {DATE} in environment.chat_template_kwargs"):
+        ChatFormat.load(tmp_path).prompt(HELLO)
+    with pytest.raises(EnvironmentFailed, match="give the date as"):
+        ChatFormat.load(tmp_path, defaults={DATE: "tomorrow"})
+    make_chat_model(tmp_path)
+    assert dated({}, tmp_path, "2026-01-02") == {}
+    with pytest.raises(EnvironmentFailed, match=f"uses nothing, not {DATE}"):
+        ChatFormat.load(tmp_path, defaults={DATE: "2026-01-02"})
 
 
 def test_marks_for_loss_masks_change_no_token(tmp_path: Path) -> None:

@@ -283,6 +283,14 @@ def test_a_part_that_the_template_loses_ends_the_data_before_the_first_step(tmp_
         found.sample(PEEKED_ROWS)
 
 
+def test_rows_have_the_date_that_training_began_with(tmp_path: Path) -> None:
+    make_chat_model(tmp_path / "m", "{{ strftime_now('%Y') }}" + COMPACT)
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    config = SftConfig.model_validate({"data": {"files": [str(file)]}})
+    found = open_rows(config, tmp_path / "m", tmp_path / "cache", "2020-02-20").training
+    assert bytes(found.sample(0).token_ids[:4]) == b"2020"
+
+
 def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*pairs(5), {"prompt": 1}])
     path.write_text(path.read_text().replace("\n", "\n \n"))
