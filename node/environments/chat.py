@@ -6,7 +6,7 @@ template came with the model, so it runs in jinja's sandbox.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
 from datetime import datetime, time
@@ -219,6 +219,37 @@ class ChatFormat:
             before = self.render(marked.messages[:-1], tools=marked.tools)
             self._marked_replies[shape] = text.removeprefix(before)
         return self._marked_replies[shape]
+
+    def left_out(self) -> list[str]:
+        """Render all parts that conversations may have; return the names of those that the template loses.
+
+        Raises EnvironmentFailed if it cannot write a user's message.
+        """
+        self.prompt([_ASKED])
+        system: Message = {"role": "system", "content": "a"}
+        result: Message = {
+            "role": "tool",
+            "content": "a",
+            "tool_call_id": "primerl01",
+            "name": PROBE,
+        }
+        call, stop = _calling(PROBE, 1), self.stop_token_ids[0]
+        thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+        parts: dict[str, Callable[[], object]] = {
+            "a system message": lambda: self.prompt([system, _ASKED]),
+            "a second turn": lambda: self.continuation([_ASKED], stop),
+            "reasoning": lambda: self.marked_reply([_ASKED, thought]),
+            "schemas of tools": lambda: self.prompt([_ASKED], [call]),
+            "calls": lambda: self.marked_reply([_ASKED, call]),
+            "results": lambda: self.continuation([result], stop),
+        }
+        lost: list[str] = []
+        for name, render in parts.items():
+            try:
+                render()
+            except EnvironmentFailed:
+                lost.append(name)
+        return lost
 
     @property
     def call_form(self) -> str:
