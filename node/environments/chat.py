@@ -314,7 +314,7 @@ class ChatFormat:
             calls = [
                 _call(one.get("name") or PROBE, _MARK, one.get("tool_call_id")) for one in results
             ]
-            reply = {**reply, "tool_calls": calls}
+            reply = {"role": "assistant", "content": "", "tool_calls": calls}
         _, mark, rest = self.render([_ASKED, reply, *messages]).rpartition(_MARK)
         if not mark:
             raise TemplateFault(
