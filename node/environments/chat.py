@@ -43,6 +43,8 @@ DATE = "strftime_now"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, as transformers reads them."""
 PROBE = "primerl_probe"
+THINK = ("<think>", "</think>")
+"""Marks of reasoning where the template does not tell others."""
 _MOST_SHAPES = 4096
 """Shapes of conversations that are remembered as checked."""
 FORMS = (
@@ -101,6 +103,10 @@ class Chat(Protocol):
 
     def text(self, reply: Sequence[int]) -> str:
         """Return the text of a reply."""
+        ...
+
+    def without_reasoning(self, text: str) -> str:
+        """Return the text of a reply without its reasoning, as a server gives it to a client."""
         ...
 
     def reply(self, text: str) -> list[int]:
@@ -337,6 +343,29 @@ class ChatFormat:
         ended = reply and reply[-1] in self.stop_token_ids
         return self.shown(reply[:-1] if ended else reply, special=True)
 
+    def without_reasoning(self, text: str) -> str:
+        """Return the text of a reply without its reasoning; empty if that does not end."""
+        opening, closing = self._thought_marks
+        _, closed, answer = text.rpartition(closing)
+        if closed:
+            return answer.lstrip("\n")
+        return "" if opening in text else text  # an empty opening: the prompt has it
+
+    @cached_property
+    def _thought_marks(self) -> tuple[str, str]:
+        """What the template writes before the reasoning of a reply, but for its prompt, and after it."""
+        thought, answer = (_Part.name(number) for number in range(2))
+        reply: Message = {"role": "assistant", "content": answer, "reasoning_content": thought}
+        try:
+            prompt, text = self.render([_ASKED]), self.render([_ASKED, reply], generate=False)
+        except EnvironmentFailed:
+            return THINK
+        before, _, after = text.partition(thought)
+        closing, found, _ = after.partition(answer)
+        if not found or not closing.strip():
+            return THINK
+        return before[same_length(prompt, before) :].strip(), closing.strip()
+
     def shown(self, token_ids: Sequence[int], *, special: bool) -> str:
         """Return the text of tokens, with or without `special` ones; U+FFFD for unknown ids."""
         parts = [
@@ -528,6 +557,12 @@ def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool
     return template
 
 
+def same_length(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def reads_date(model_dir: Path) -> bool:
     """Return whether the chat template of a model writes the date. Raises EnvironmentFailed."""
     settings = _read_json(model_dir / "tokenizer_config.json")
@@ -692,6 +727,11 @@ class _Part:
     """Whether it is a part of the last message."""
     needed: bool = True
 
+    @staticmethod
+    def name(number: int) -> str:
+        """Return a mark that no template writes by itself."""
+        return f"primerl{number:05d}mark"
+
 
 def _shape(messages: Sequence[Message]) -> tuple[object, ...]:
     """Return what a template's treatment of messages depends on, but their words."""
@@ -738,7 +778,7 @@ class _Marked:
                 )
 
     def _mark(self, what: str, *, once: bool = True, needed: bool = True) -> str:
-        mark = f"primerl{len(self._parts):05d}mark"
+        mark = _Part.name(len(self._parts))
         self._parts.append(_Part(mark, what, once, self._last, needed))
         return mark
 
@@ -831,6 +871,11 @@ class Transcript:
     def text(self, reply: Sequence[int]) -> str:
         """See Chat."""
         return "".join(chr(one) for one in reply if one < CHARACTERS)
+
+    def without_reasoning(self, text: str) -> str:
+        """See Chat."""
+        _, closed, answer = text.rpartition(THINK[1])
+        return answer.lstrip("\n") if closed else text
 
     def reply(self, text: str) -> list[int]:
         """See Chat."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environments.chat import ChatFormat, TemplateFault
+from ..environments.chat import ChatFormat, TemplateFault, same_length
 from ..environments.environment import EnvironmentFailed
 from ..models import huggingface
 from ..ops.errors import UsageError, one_line
@@ -124,8 +124,7 @@ class TemplateTokenizer:
                     "the chat template shows the system message beside the last user message only: put its "
                     "text into the first user message"
                 )
-        pairs = enumerate(zip(before, whole, strict=False))
-        at = next((n for n, (one, other) in pairs if one != other), min(len(before), len(whole)))
+        at = same_length(before, whole)
         first = max(0, at - 20)
         return (
             f"the chat template prompts for a reply by {before[first : at + 40]!r} and writes it after "

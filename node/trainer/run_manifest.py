@@ -48,7 +48,14 @@ MAX_RUN = MAX_SEALED - KIB
 """Maximum bytes of a manifest, which travels sealed."""
 ANOTHER_RUN = "begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
 """Advice where a config or a version no longer fits the run."""
-SIGNED = ("args", "max_turns", "tool_call_parser", "chat_template_kwargs", "stop")
+SIGNED = (
+    "args",
+    "max_turns",
+    "tool_call_parser",
+    "chat_template_kwargs",
+    "earlier_reasoning",
+    "stop",
+)
 """Options of an environment that cannot change when a run goes on."""
 
 

@@ -170,6 +170,7 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
             ("max_turns", 3),
             ("tool_call_parser", "none"),
             ("chat_template_kwargs", {"a": 1}),
+            ("earlier_reasoning", "drop"),
             ("stop", ["."]),
         ):
             other = [{**one, key: value} for one in ENVIRONMENTS]

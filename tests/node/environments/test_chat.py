@@ -19,7 +19,7 @@ from support.chat_model import (
 )
 from tokenizers import Tokenizer, decoders, models
 
-from primerl.node.environments.chat import DATE, ChatFormat, dated
+from primerl.node.environments.chat import DATE, ChatFormat, Transcript, dated
 from primerl.node.environments.environment import EnvironmentFailed
 
 HELLO = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
@@ -66,6 +66,36 @@ def test_a_replys_text_shows_everything_but_its_final_stop_token(tmp_path: Path)
     assert chat.text([97, UNDEFINED, 98, IM_END]) == "a\ufffdb"
     assert chat.text([0xC3, 0x28]) == "\ufffd("
     assert chat.text([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("thought", "prompt", "texts"),
+    [
+        (
+            "<think>{}</think>",
+            "",
+            {"<think>a</think>\n\nb": "b", "b": "b", "<think>a": "", "a</think>b": "b"},
+        ),
+        ("<think>\n{}\n</think>\n\n", "<think>\n", {"a\n</think>\n\nb": "b", "a": ""}),
+        (
+            "[analysis]{}[end][final]",
+            "",
+            {"[analysis]a[end][final]b": "b", "[analysis]a": "", "b": "b"},
+        ),
+        ("", "", {"<think>a</think>b": "b", "<think>a": "", "b": "b"}),
+    ],
+)
+def test_the_answer_of_a_reply_is_what_follows_its_reasoning_by_the_template_s_own_marks(
+    tmp_path: Path, thought: str, prompt: str, texts: dict[str, str]
+) -> None:
+    written = thought.replace("{}", "{{ m.reasoning_content }}")
+    template = COMPACT.replace(
+        "{{ m.content or '' }}",
+        "{% if m.reasoning_content %}" + written + "{% endif %}{{ m.content or '' }}",
+    ).replace("<|assistant|>", "<|assistant|>" + prompt)
+    chat = ChatFormat.load(make_chat_model(tmp_path, template))
+    assert {text: chat.without_reasoning(text) for text in texts} == texts
+    assert Transcript().without_reasoning("<think>a</think>\nb") == "b"
 
 
 def test_all_end_tokens_count_as_stops(tmp_path: Path) -> None:
