@@ -240,12 +240,14 @@ class ChatFormat:
             "name": PROBE,
         }
         call, stop = _calling(PROBE, 1), self.stop_token_ids[0]
+        schema = {"name": PROBE, "description": "a", "parameters": _schema(PROBE)}
+        tools: list[Message] = [{"type": "function", "function": schema}]
         thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "b"}
         parts: dict[str, Callable[[], object]] = {
             "a system message": lambda: self.prompt([system, _ASKED]),
             "a second turn": lambda: self.continuation([_ASKED], stop),
             "reasoning": lambda: self.marked_reply([_ASKED, thought]),
-            "schemas of tools": lambda: self.prompt([_ASKED], [call]),
+            "schemas of tools": lambda: self.prompt([_ASKED], tools),
             "calls": lambda: self.marked_reply([_ASKED, call]),
             "results": lambda: self.continuation([result], stop),
         }
@@ -291,9 +293,28 @@ class ChatFormat:
         if shape not in self._checked:
             self._check_continuation(messages, shape)
         rest = self._after_reply(messages, with_call=self._checked[shape])
-        if last_token in self.stop_token_ids:
-            rest = rest.removeprefix(self._tokenizer.id_to_token(last_token) or "")
-        return rest
+        if last_token not in self.stop_token_ids:
+            return rest
+        closed = self._tokenizer.id_to_token(last_token) or ""
+        if not rest.startswith(
+            closed
+        ):  # by another token than the template closes earlier replies with
+            closed = self._history_close
+        return rest.removeprefix(closed)
+
+    @cached_property
+    def _history_close(self) -> str:
+        """Token with which the template closes an earlier reply, where it closes the last one, too; else ""."""
+        reply: Message = {"role": "assistant", "content": _MARK}
+        user: Message = {"role": "user", "content": _MARK}
+        last = self.render([_ASKED, reply], generate=False).partition(_MARK)[2]
+        earlier = self.render([_ASKED, reply, _ASKED]).partition(_MARK)[2]
+        if not earlier or not set(self.encode(last)[:1]) & set(self.stop_token_ids):
+            return ""
+        close = self._tokenizer.id_to_token(self.encode(earlier)[0]) or ""
+        # gpt-oss's closes earlier replies as all messages, and the last one by a token of its own
+        closes_all = self.render([user], generate=False).partition(_MARK)[2].startswith(close)
+        return close if last.startswith(close) or closes_all else ""
 
     def _check_continuation(self, messages: Sequence[Message], shape: object) -> None:
         """Find out whether results are shown beside their calls only. Raises TemplateFault if never."""
@@ -810,16 +831,20 @@ class _Marked:
         """Make a schema; the template is assumed to treat all alike."""
         shown = ", ".join(repr(name) for name in _tool_names(tools))
         what = f"the schema of a tool ({shown[:200]})"
-        value = {"type": "string", "description": "a"}
-        field = self._mark(what, once=False)
         return {
             "type": "function",
             "function": {
                 "name": self._mark(what, once=False),
                 "description": self._mark(what),
-                "parameters": {"type": "object", "properties": {field: value}, "required": [field]},
+                "parameters": _schema(self._mark(what, once=False)),
             },
         }
+
+
+def _schema(field: str) -> dict[str, Any]:
+    """Make the schema of one argument."""
+    fields = {field: {"type": "string", "description": "a"}}
+    return {"type": "object", "properties": fields, "required": [field]}
 
 
 def _remedy(what: str) -> str:

@@ -9,10 +9,12 @@ from support.chat_model import (
     CHATML,
     COMPACT,
     END_OF_TEXT,
+    FORGETFUL,
     IM_END,
     IM_START,
     SYSTEM,
     THINKING,
+    TOOLED,
     UNDEFINED,
     USER,
     make_chat_model,
@@ -40,6 +42,28 @@ def test_a_continuation_closes_the_reply_once_and_never_tokenises_it_again(
     opened = [IM_START, *b"user\nmore", IM_END, 10, IM_START, *b"assistant\n"]
     closed = [10, *opened] if last == IM_END else [IM_END, 10, *opened]
     assert chat.continuation([{"role": "user", "content": "more"}], last) == closed
+
+
+@pytest.mark.parametrize(
+    ("last", "earlier"), [("<|endoftext|>", "<|im_end|>"), ("<|im_end|>", "<|im_end|>"), ("", "")]
+)
+def test_a_reply_that_another_stop_token_ended_is_not_closed_again(
+    tmp_path: Path, last: str, earlier: str
+) -> None:
+    """As gpt-oss's template closes the last reply by a token of its own; one without any is left alone."""
+    template = COMPACT.replace(
+        "<|im_end|>",
+        "{% if m.role != 'assistant' %}<|im_end|>"
+        f"{{% elif loop.last %}}{last}{{% else %}}{earlier}{{% endif %}}",
+    )
+    make_chat_model(tmp_path, template)
+    ends = {"eos_token_id": [END_OF_TEXT, IM_END]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    chat = ChatFormat.load(tmp_path)
+    more = [{"role": "user", "content": "m"}]
+    opened = [USER, 109, IM_END, ASSISTANT]
+    assert chat.continuation(more, END_OF_TEXT) == chat.continuation(more, IM_END) == opened
+    assert chat.continuation(more, 111) == [*([IM_END] if earlier else []), *opened]
 
 
 def test_variables_of_the_template_hold_for_prompts_and_continuations(tmp_path: Path) -> None:
@@ -96,6 +120,19 @@ def test_the_answer_of_a_reply_is_what_follows_its_reasoning_by_the_template_s_o
     chat = ChatFormat.load(make_chat_model(tmp_path, template))
     assert {text: chat.without_reasoning(text) for text in texts} == texts
     assert Transcript().without_reasoning("<think>a</think>\nb") == "b"
+
+
+def test_parts_that_a_template_leaves_out_are_listed_by_name(tmp_path: Path) -> None:
+    strict = TOOLED.replace("{{ t | tojson }}", "{{ t.function.parameters.properties | tojson }}")
+    for template, left_out in (
+        (COMPACT, ["reasoning", "schemas of tools", "calls"]),
+        (TOOLED, ["reasoning"]),
+        (strict, ["reasoning", "schemas of tools"]),  # without the names of tools
+        (FORGETFUL, []),
+        ("{% if messages[1] %}{{ raise_exception('one') }}{% endif %}" + COMPACT, "all"),
+    ):
+        found = ChatFormat.load(make_chat_model(tmp_path, template)).left_out()
+        assert found == left_out or (left_out == "all" and len(found) == 6)
 
 
 def test_all_end_tokens_count_as_stops(tmp_path: Path) -> None:

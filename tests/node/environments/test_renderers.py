@@ -39,6 +39,8 @@ class Family:
     """Token that ends a reply."""
     call_end: str = ""
     """Token that ends a reply with a call, if it is another one."""
+    other_end: str = ""
+    """Token that ends a reply, too, and that the template does not write."""
     begin: str = ""
     thought: str = ""
     """What a reply begins with where the prompt does not open reasoning."""
@@ -53,17 +55,17 @@ FAMILIES = {
         begin=DEEPSEEK.format("begin"),
         tools=False,
     ),
-    "gemma4": Family(("gemma4", "gemma4_v5"), "<turn|>", "<|tool_response>", "<bos>"),
+    "gemma4": Family(("gemma4", "gemma4_v5"), "<turn|>", "<|tool_response>", begin="<bos>"),
     "glm-4.5": Family(("glm4moe",), "<|user|>", "<|observation|>", thought="<think></think>\n"),
     "llama-3": Family(("llama3_1", "llama3_2"), "<|eot_id|>", begin="<|begin_of_text|>"),
     "nemotron-3": Family(("nemotron_3_nano", "nemotron_3_super"), "<|im_end|>"),
     "nemotron-3-ultra": Family(("nemotron_3_ultra",), "<|im_end|>"),
     "nemotron-3.5": Family(("nemotron_3_5_lightning",), "<|im_end|>"),
-    "qwen3": Family(("qwen3",), "<|im_end|>"),
-    "qwen3-vl": Family(("qwen3_vl",), "<|im_end|>"),
-    "qwen3.5": Family(("qwen3_5_think",), "<|im_end|>"),
-    "qwen3.6": Family(("qwen3_6",), "<|im_end|>"),
-    "qwen3.8": Family(("qwen3_8",), "<|im_end|>"),
+    "qwen3": Family(("qwen3",), "<|im_end|>", other_end="<|endoftext|>"),
+    "qwen3-vl": Family(("qwen3_vl",), "<|im_end|>", other_end="<|endoftext|>"),
+    "qwen3.5": Family(("qwen3_5_think",), "<|im_end|>", other_end="<|endoftext|>"),
+    "qwen3.6": Family(("qwen3_6",), "<|im_end|>", other_end="<|endoftext|>"),
+    "qwen3.8": Family(("qwen3_8",), "<|im_end|>", other_end="<|endoftext|>"),
 }
 UNCOMPARED = {"gpt-oss": "the renderer downloads its vocabulary"}
 OPAQUE = frozenset({"default", "auto", "custom"})
@@ -137,7 +139,8 @@ class Opened:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.family.end}
         if self.family.begin:
             settings["bos_token"] = self.family.begin
-        ends = [self.family.end, *([self.family.call_end] if self.family.call_end else [])]
+        named = (self.family.end, self.family.call_end, self.family.other_end)
+        ends = [token for token in named if token]
         stops = {"eos_token_id": [tokenizer.token_to_id(token) for token in ends]}
         for file, value in (("tokenizer_config", settings), ("generation_config", stops)):
             (directory / f"{file}.json").write_text(json.dumps(value))
@@ -163,6 +166,8 @@ class Opened:
     def _continued(self) -> Iterator[tuple[list[int], list[int]]]:
         """Continue replies, whose tokens and reasoning stay as they were sampled."""
         cases: list[tuple[str, dict[str, Any], list[Any]]] = [(self.family.end, MORE, [])]
+        if self.family.other_end:
+            cases.append((self.family.other_end, MORE, []))
         if self.family.tools:
             cases.append((self.family.call_end or self.family.end, RESULT, TOOLS))
         for end, message, tools in cases:
